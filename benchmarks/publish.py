@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
-from agentrl.engines.weights.base import ROUTES, Bucket, Offer, Receiver, Sender, Stream, make_sender, open_receiver, order
+from agentrl.engines.weights.base import ROUTES, Bucket, Offer, Receiver, Sender, make_sender, open_receiver, order
 
 TENSOR_MIB = 8
 Times = tuple[float, float]
@@ -71,11 +71,11 @@ def publish(sender: Sender, pipe: Connection, held: dict[str, Tensor]) -> Times:
     """One publish; each bucket is filled while the other side loads the previous one."""
     begun, before = time.process_time(), asked(pipe)
     start = time.perf_counter()
-    stream = Stream(iter(held.items()))
-    bucket = sender.send(stream)
+    buckets = sender.buckets(iter(held.items()))
+    bucket = next(buckets, None)
     while bucket is not None:
         pipe.send(bucket)
-        bucket = sender.send(stream)
+        bucket = next(buckets, None)
         pipe.recv()
     taken = time.perf_counter() - start
     return taken, time.process_time() - begun + asked(pipe) - before
@@ -90,8 +90,8 @@ def asked(pipe: Connection) -> float:
 def publish_here(sender: Sender, receiver: Receiver, held: dict[str, Tensor], own: dict[str, Tensor]) -> Times:
     """The same in one process, one thread."""
     start, begun = time.perf_counter(), time.process_time()
-    stream = Stream(iter(held.items()))
-    while (bucket := sender.send(stream)) is not None:
+    for bucket in sender.buckets(iter(held.items())):
+        assert bucket is not None
         load(receiver, bucket, own)
     return time.perf_counter() - start, time.process_time() - begun
 

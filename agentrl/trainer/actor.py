@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from agentrl.cluster.worker import Broadcast, Strategy, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig, WeightsConfig
 from agentrl.data.rows import Ragged
 from agentrl.data.schedule import plan_micro_batches
-from agentrl.engines.weights.base import Adapter, Bucket, Offer, Sender, Silent, Stream, make_sender
+from agentrl.engines.weights.base import Adapter, Bucket, Offer, Sender, Silent, make_sender
 from agentrl.engines.weights.parameters import Saving
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators
@@ -104,7 +104,7 @@ class Actor(TrainedRole):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._sender: Sender | None = None
-        self._stream: Stream | None = None
+        self._buckets: Iterator[Bucket | None] = iter(())
         self._recipe: Saving | None = None
         self._sft: SftConfig | None = None
         self._sft_done = 0
@@ -306,20 +306,15 @@ class Actor(TrainedRole):
         one. All ranks call it together."""
         assert self._sender is not None, "call open_route first"
         if first:
-            self._stream = None  # dropping the generator in it reshards its current layer
+            self._buckets = iter(())  # dropping the generator in them reshards its current layer
             held = self._made_engine().tensors()
-            self._stream = Stream(held if self._recipe is None else self._recipe.tensors(held))
-        if self._stream is None:
-            return None
-        bucket = self._sender.send(self._stream)
-        # Ranks without buckets reach the end one call before rank 0 does: on that last call they must not start again.
-        if self._stream.next is None and bucket is None:
-            self._stream = None
-        return bucket
+            self._buckets = self._sender.buckets(held if self._recipe is None else self._recipe.tensors(held))
+        # Ranks without buckets reach the end one call before rank 0 does, and stay there.
+        return next(self._buckets, None)
 
     def close_route(self) -> None:
         """Free the channel; idempotent."""
-        self._stream = None
+        self._buckets = iter(())
         if self._sender is not None:
             self._sender.close()
             self._sender = None

@@ -15,7 +15,7 @@ import torch
 from gpu_common import clear, copy_gb_s, rounded, wait
 
 from agentrl.config.schema import WeightsConfig
-from agentrl.engines.weights.base import Bucket, Offer, Receiver, Sender, Stream, make_sender, open_receiver, order
+from agentrl.engines.weights.base import Bucket, Offer, Receiver, Sender, make_sender, open_receiver, order
 from agentrl.utils.errors import AgentrlError
 
 TENSOR_MIB = 16
@@ -67,8 +67,8 @@ def _load(receiver: Receiver, bucket: Bucket, own: Weights, device: torch.device
 
 def _stream(sender: Sender, held: Weights, hand: Callable[[Bucket], None]) -> float:
     began = time.perf_counter()
-    stream = Stream(iter(held.items()))
-    while (bucket := sender.send(stream)) is not None:
+    for bucket in sender.buckets(iter(held.items())):
+        assert bucket is not None
         hand(bucket)
     return time.perf_counter() - began
 

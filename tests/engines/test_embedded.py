@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 import agentrl.engines.embedded.embedded_engine as embedded_engine
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
-from agentrl.engines.weights.base import Stream
 from agentrl.engines.weights.host_routes import MemorySender
 from agentrl.rollout.engine import Sampling
 from agentrl.utils.errors import EngineError, ModelError, ResourceError
@@ -315,8 +314,7 @@ async def test_a_request_that_comes_while_weights_arrive_waits_and_is_sampled_fr
     tasks = []
 
     async def buckets():
-        stream = Stream(iter(new.items()))
-        while (bucket := sender.send(stream)) is not None:
+        for bucket in sender.buckets(iter(new.items())):
             tasks.append(asyncio.ensure_future(engine.generate(prompt, Sampling(max_tokens=5, seed=1), f"a{len(tasks)}")))
             await asyncio.sleep(0)
             yield bucket

@@ -22,7 +22,7 @@ from agentrl.engines.weights import base as routes
 from agentrl.engines.weights import distributed_routes as ipc
 from agentrl.engines.weights import distributed_routes as nccl
 from agentrl.engines.weights import host_routes as shared
-from agentrl.engines.weights.base import ROUTES, SLOTS, Named, Sender, Silent, Stream
+from agentrl.engines.weights.base import ROUTES, SLOTS, Named, Sender, Silent
 from agentrl.trainer import actor as source
 from agentrl.trainer import publish
 from agentrl.utils.errors import ConfigError
@@ -266,8 +266,8 @@ def test_shared_buckets_are_pinned_at_both_ends(cards: Cards, monkeypatch: pytes
 
 def stream_of(sender: Sender) -> Any:
     """The buckets of one publish, as the driver asks for them: the next one only after the last was loaded."""
-    stream, count = Stream(iter(WEIGHTS)), 0
-    while (bucket := sender.send(stream)) is not None:
+    count = 0
+    for bucket in sender.buckets(iter(WEIGHTS)):
         count += 1
         yield pickle.loads(pickle.dumps(bucket))
     assert count == 4  # 24 | 42 + 12 | 54 | 30 + 6

@@ -27,9 +27,6 @@ from agentrl.engines.weights.base import (
     Named,
     Offer,
     Silent,
-    Stream,
-    fill,
-    tensor_in,
 )
 from agentrl.engines.weights.parameters import Saving, expected_parameters
 from agentrl.rollout.engine import Engine, Sampling
@@ -101,7 +98,7 @@ def test_nothing_is_left_in_shared_memory(tiny: str) -> None:
     receiver = routes.open_receiver(offer, 0)
     sender.attached()
     assert not any(name.exists() for name in names)  # a kill from here on leaves nothing
-    bucket = sender.send(Stream(iter([("a", torch.arange(8.0))])))
+    bucket = next(sender.buckets(iter([("a", torch.arange(8.0))])))
     assert bucket is not None
     [(name, found)] = receiver.receive(bucket)
     assert name == "a" and torch.equal(found, torch.arange(8.0))
@@ -276,18 +273,18 @@ def test_buckets_hold_every_tensor_once_and_in_bounds(sizes: list[int], room: in
     """Packed without gaps or not: a tensor that would begin where its type cannot be read begins the next bucket."""
     made = [(f"w{i}", torch.arange(n).to(kind)) for i, (n, kind) in enumerate(zip(sizes, dtypes, strict=False))]
     room = max(room, *(tensor.nbytes for _, tensor in made))
-    stream, silent = Stream(iter(made)), Stream(iter(made))
-    buffer, found = torch.empty(room, dtype=torch.uint8), []
-    sender = memory.MemorySender(room, 1)
-    sender.align = align  # type: ignore[misc]
-    quiet = Silent(sender)
-    while stream.next is not None:
-        entries, used = fill(stream, room, buffer, align)
-        quiet.send(silent)  # ranks without a buffer stay in step
-        ends = [entry.offset + entry.nbytes for entry in entries]
-        assert align != PACKED or [*[entry.offset for entry in entries][1:], used] == ends
-        assert used <= room and (stream.next is None) == (silent.next is None)
-        found += [(entry.name, tensor_in(buffer, entry).clone()) for entry in entries]
+    sender, found = memory.MemorySender(room, 1), list[Named]()
+    sender.align = align
+    sender.open()
+    quiet = Silent(sender).buckets(iter(made))
+    for bucket in sender.buckets(iter(made)):
+        assert bucket is not None and next(quiet, 0) is None, "ranks without a buffer stay in step"
+        ends = [entry.offset + entry.nbytes for entry in bucket.entries]
+        assert align != PACKED or [*[entry.offset for entry in bucket.entries][1:], bucket.nbytes] == ends
+        assert ends[-1] <= bucket.nbytes <= room
+        found += [(name, tensor.clone()) for name, tensor in bucket.cut(sender.slots[bucket.slot])]
+    assert next(quiet, 0) == 0
+    sender.close()
     assert [name for name, _ in found] == [name for name, _ in made]
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, made, strict=True))
 
@@ -344,7 +341,7 @@ def test_lent_weights_are_read_where_the_trainer_has_them() -> None:
     sender.lend(list(held.values()))
     receiver = routes.open_receiver(sender.open(), 0)
     sender.attached()
-    bucket = sender.send(Stream(iter([*held.items(), ("made", made)])))
+    bucket = next(sender.buckets(iter([*held.items(), ("made", made)])))
     assert bucket is not None
     assert [entry.lent is None for entry in bucket.entries] == [False, False, False, True]
     found = dict(receiver.receive(bucket))
@@ -393,7 +390,8 @@ def test_an_older_bucket_of_a_network_file_system_is_not_loaded(tmp_path: Path, 
     lent = torch.arange(5.0)
     sender.lend([lent])
     receiver = routes.open_receiver(sender.open(), 0)
-    bucket = sender.send(Stream(iter([("made", torch.ones(3)), ("lent", lent), ("more", torch.ones(2, dtype=torch.int64))])))
+    named = [("made", torch.ones(3)), ("lent", lent), ("more", torch.ones(2, dtype=torch.int64))]
+    bucket = next(sender.buckets(iter(named)))
     assert bucket is not None
     found = {name: tensor.tolist() for name, tensor in receiver.receive(bucket)}
     assert found == {"made": [1.0] * 3, "lent": [0.0, 1.0, 2.0, 3.0, 4.0], "more": [1, 1]}

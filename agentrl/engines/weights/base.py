@@ -30,20 +30,17 @@ Named = tuple[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a bucket: its parameter's name, `dtype` as torch names it, and the byte `offset` of its first
-    element. `source` is the name that it was packed under. `lent`: it was not copied into the bucket, but lies in that one of
-    the sender's regions (see Lent), from that byte on."""
+    """One tensor of a bucket: its parameter's name, `dtype` as torch names it, and its `nbytes` bytes from `offset` on. `source`
+    is the name that it was packed under. `lent`: it was not copied into the bucket, but lies in that one of the sender's regions
+    (see Lent), from that byte on."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    nbytes: int
     source: str
     lent: tuple[int, int] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return int(math.prod(self.shape) * getattr(torch, self.dtype).itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,46 +87,6 @@ class Lent:
 NOTHING_LENT = Lent()
 
 
-class Stream:
-    """Tensors in order. `next` is seen before it is taken, because filling a bucket requires to know whether it still fits; it is
-    valid until `fill` takes it, and None at the end."""
-
-    def __init__(self, tensors: Iterator[Named]) -> None:
-        self.tensors = tensors
-        self.next: Named | None = next(tensors, None)
-
-
-def fill(
-    stream: Stream, room: int, buffer: Tensor | None, align: int = ALIGN, lent: Lent = NOTHING_LENT
-) -> tuple[list[TensorEntry], int]:
-    """Pack tensors into `buffer` (uint8 [room]) until the next one does not fit; returns entries and bytes used.
-
-    Each begins at a multiple of `align` bytes; a tensor that could not be read there, since a view of another type must start at
-    a multiple of its size, begins the next bucket. A tensor that is `lent` takes its room in the bucket, so that buckets stay
-    the unit of progress, but is not copied.
-
-    Without a buffer the tensors are only counted, which keeps ranks other than 0 in step. Raises ValueError if a tensor
-    is larger than an empty bucket.
-    """
-    entries: list[TensorEntry] = []
-    used = 0
-    while stream.next is not None:
-        name, tensor = stream.next
-        if used + tensor.nbytes > room or used % tensor.itemsize:
-            if not entries:
-                raise ValueError(f"weight {name!r} has {tensor.nbytes} bytes, a bucket {room}")
-            break
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), used, name, lent.find(tensor)))
-        if buffer is not None and entries[-1].lent is None:
-            tensor_in(buffer, entries[-1]).copy_(tensor.detach())
-        used += -(-tensor.nbytes // align) * align
-        stream.next = None  # drops the last reference first: two whole layers must not be in memory at once
-        stream.next = next(stream.tensors, None)
-    # The last tensor's alignment may reach past the buffer.
-    return entries, min(used, room)
-
-
 def tensor_in(buffer: Tensor, entry: TensorEntry, regions: Sequence[Tensor] = ()) -> Tensor:
     """The tensor of an entry inside a bucket, or inside of `regions` if it was lent and they are given; without a copy."""
     start = entry.offset
@@ -165,16 +122,15 @@ class Offer:
 class Sender(ABC):
     """The trainer's end, on rank 0. `slot_bytes`: the size of a bucket; no tensor may be larger."""
 
-    align: ClassVar[int] = ALIGN
-    """Where tensors begin in a bucket (see `fill`)."""
+    align = ALIGN
+    """Tensors begin at its multiples in a bucket."""
     every_rank: ClassVar[bool] = False
     """Whether every rank of the trainer fills buckets, and not only rank 0; `open` is then a collective."""
 
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         self.slot_bytes, self.receivers = max(slot_bytes, TOKEN_BYTES), receivers
-        self._turn = 0
         self.slots: list[Tensor] = []
-        """The bytes of each, uint8 [slot_bytes], made by `open`."""
+        """The bytes of each, uint8 [slot_bytes], made by `open`; none where tensors are only counted."""
         self.lent: Lent = NOTHING_LENT
 
     def lend(self, tensors: Sequence[Tensor]) -> None:
@@ -189,22 +145,38 @@ class Sender(ABC):
         """Called when all receivers have attached. Raises ConfigError if they cannot be reached after all."""
         return None
 
-    def send(self, stream: Stream) -> Bucket | None:
-        """Fill the next slot from the stream and send it; None at the stream's end."""
-        if stream.next is None:
-            return None
-        # No receiver reads the slot any more: the driver asks for the next bucket but one only when all have loaded this one.
-        slot, self._turn = self._turn, (self._turn + 1) % SLOTS
-        entries, used = fill(stream, self.slot_bytes, self.slots[slot], self.align, self.lent)
-        return self.ship(Bucket(slot, used, tuple(entries)))
+    def buckets(self, tensors: Iterator[Named]) -> Iterator[Bucket | None]:
+        """Pack the tensors into one slot after the other, and ship each once the next tensor does not fit.
 
-    def ship(self, bucket: Bucket) -> Bucket:
+        A tensor that could not be read at the next multiple of `align`, since a view of another type must start at a multiple of
+        its size, begins the next bucket. One that is `lent` takes its room in the bucket, so that buckets stay the unit of
+        progress, but is not copied. Raises ValueError if a tensor is larger than an empty bucket."""
+        slot, used, entries = 0, 0, list[TensorEntry]()
+        for name, tensor in tensors:
+            if used + tensor.nbytes > self.slot_bytes or used % tensor.itemsize:
+                if not entries:
+                    raise ValueError(f"weight {name!r} has {tensor.nbytes} bytes, a bucket {self.slot_bytes}")
+                yield self.ship(Bucket(slot, used, tuple(entries)))
+                # No receiver reads the next slot any more: the driver asks only when all have loaded the bucket before the last.
+                slot, used, entries = (slot + 1) % SLOTS, 0, []
+            dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+            entries.append(TensorEntry(name, dtype, shape, used, tensor.nbytes, name, self.lent.find(tensor)))
+            if self.slots and entries[-1].lent is None:
+                tensor_in(self.slots[slot], entries[-1]).copy_(tensor.detach())
+            # The last tensor's alignment may reach past the slot.
+            used = min(used + -(-tensor.nbytes // self.align) * self.align, self.slot_bytes)
+            del tensor  # before the next one is gathered: two whole layers must not be in memory at once
+        if entries:
+            yield self.ship(Bucket(slot, used, tuple(entries)))
+
+    def ship(self, bucket: Bucket) -> Bucket | None:
         """Make a filled slot available to the receivers; returns the bucket to tell them."""
         return bucket
 
     def close(self) -> None:
         """Free everything; idempotent."""
         self.slots.clear()
+        self.lent.regions.clear()  # a receiver of this process has the same list
 
 
 class Silent(Sender):
@@ -213,14 +185,12 @@ class Silent(Sender):
     def __init__(self, other: Sender) -> None:
         """`other`: as rank 0 has it."""
         super().__init__(other.slot_bytes, other.receivers)
-        self._as = other.align
+        self.align = other.align
 
     def open(self) -> Offer:
         return Offer("none", self.slot_bytes, self.receivers, ())
 
-    def send(self, stream: Stream) -> Bucket | None:
-        if stream.next is not None:
-            fill(stream, self.slot_bytes, None, self._as)
+    def ship(self, bucket: Bucket) -> None:
         return None
 
 
@@ -230,7 +200,8 @@ class Receiver(ABC):
     def __init__(self, offer: Offer, index: int) -> None:
         self.offer, self.index = offer, index
         self.slots: list[Tensor] = []
-        """The sender's, of a route that maps them: set by `open`."""
+        """The sender's, of a route that maps them: set by `open`, as the regions that it lends are."""
+        self.regions: list[Tensor] = []
 
     @abstractmethod
     def open(self) -> None:
@@ -238,11 +209,11 @@ class Receiver(ABC):
 
     def receive(self, bucket: Bucket) -> list[Named]:
         """The tensors of a bucket. They are valid until the caller answers the driver: clone a tensor to keep it."""
-        return bucket.cut(self.slots[bucket.slot])
+        return bucket.cut(self.slots[bucket.slot], self.regions)
 
     def close(self) -> None:
         """Free everything; idempotent."""
-        self.slots = []
+        self.slots, self.regions = [], []
 
 
 class Route(ABC):

@@ -55,7 +55,7 @@ def gpu_bytes(count: int, device: int) -> Tensor:
 class IpcSender(Sender):
     """One on every rank."""
 
-    align: ClassVar[int] = PACKED
+    align = PACKED
     every_rank: ClassVar[bool] = True
 
     def open(self) -> Offer:
@@ -136,7 +136,7 @@ JOIN_S = 120.0
 class NcclSender(Sender):
     """`host`: the address at which the engine's machines reach this one."""
 
-    align: ClassVar[int] = PACKED
+    align = PACKED
 
     def __init__(self, slot_bytes: int, receivers: int, host: str) -> None:
         super().__init__(slot_bytes, receivers)

@@ -62,12 +62,9 @@ class MemorySender(Sender):
 
 class MemoryReceiver(Receiver):
     def open(self) -> None:
-        if self.offer.where[0] not in _open:
+        if (sender := _open.get(self.offer.where[0])) is None:
             raise ConfigError("weights.route = memory: the engine's weights are in another process than the trainer's")
-
-    def receive(self, bucket: Bucket) -> list[Named]:
-        sender = _open[self.offer.where[0]]
-        return bucket.cut(sender.slots[bucket.slot], sender.lent.regions)
+        self.slots, self.regions = sender.slots, sender.lent.regions
 
 
 @ROUTES.register("memory", traits={"one_process"})

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.engines.embedded.scheduler import Drawn, Request
-from agentrl.engines.weights.base import Bucket, Stream
+from agentrl.engines.weights.base import Bucket
 from agentrl.engines.weights.host_routes import MemorySender
 from agentrl.rollout.engine import Sampling
 from agentrl.utils.errors import AgentrlError
@@ -123,10 +123,11 @@ class Model:
                     own[key].copy_(tensor)
         sender = MemorySender(1 << 26, 1)
         await self.engine.attach(sender.open())
-        stream = Stream(iter([(key, value.detach()) for key, value in self.plain.named_parameters()]))
+        held = [(key, value.detach()) for key, value in self.plain.named_parameters()]
 
         async def buckets() -> AsyncIterator[Bucket]:
-            while (bucket := sender.send(stream)) is not None:
+            for bucket in sender.buckets(iter(held)):
+                assert bucket is not None
                 yield bucket
 
         version = max(self.names) + 1
