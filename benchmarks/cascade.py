@@ -45,14 +45,14 @@ def measure(groups: int, prompt: int, own: int, queries: int) -> tuple[int, floa
     pool = Pool(shape, prompt + own + 32)
     pool.kv = torch.randn(2, 1, rows, KV_HEADS, pool.capacity, DIM)
     draw = random.Random(0)
-    parts = []
+    sequences = []
     for group in range(groups):
         begin = [group] * prompt
         blocks = PrefixIndex().find([*begin, 0])[2]
         for member in range(MEMBERS):
             tokens = begin + [draw.randrange(99) for _ in range(own)]
-            parts.append((Sequence("", tokens, pool, group * MEMBERS + member, len(tokens) - 1, blocks), 1))
-    span = attention.Span(pool, 0, parts, shape.device)
+            sequences.append(Sequence("", tokens, pool, group * MEMBERS + member, len(tokens) - 1, blocks, len(blocks)))
+    span = attention.Span(0, sequences, [1] * rows, shape.device)
     shared = span.cascade
     assert shared is not None
     query = torch.randn(rows, KV_HEADS * queries, 1, DIM)

@@ -179,6 +179,16 @@ class Engine(ABC):
         """Free everything; idempotent."""
 
 
+class StreamingEngine(Engine):
+    """Base of engines that tell of tokens as they are sampled: `told` is None if nobody listens."""
+
+    @abstractmethod
+    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation: ...
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        return await self.stream(token_ids, sampling, request_key, None)
+
+
 # Makers of engines, by name
 
 PROCESS_MIB = 700

@@ -24,9 +24,8 @@ SHAPE = KvShape(1, 2, 8, torch.float32, torch.device("cpu"))
 
 
 def held(tokens: list[int], slot: int) -> Sequence:
-    sequence = Sequence(str(slot), tokens, None, slot)  # type: ignore[arg-type]
-    sequence.blocks = PrefixIndex().find(tokens)[2]
-    return sequence
+    blocks = PrefixIndex().find(tokens)[2]
+    return Sequence(str(slot), tokens, None, slot, blocks=blocks, first=len(blocks))  # type: ignore[arg-type]
 
 
 def prompts() -> list[list[int]]:
@@ -59,7 +58,7 @@ def test_rows_attend_to_what_they_would_alone(slots: list[int], monkeypatch: pyt
         for other in rows:  # what a copy of a prefix, or its computation, would have made
             same = next((i for i, (a, b) in enumerate(zip(row.tokens, other.tokens, strict=False)) if a != b), 0)
             pool.kv[:, :, other.slot, :, :same] = pool.kv[:, :, row.slot, :, :same]
-    span = attention.Span(pool, 0, [(row, 1) for row in rows], SHAPE.device)
+    span = attention.Span(0, rows, [1] * len(rows), SHAPE.device)
     assert span.cascade is not None
     assert (span.cascade.length, len(span.cascade.leaders)) == (32, 1), (
         "4 rows x 32 tokens save 96, 3 x 48 also 96, 2 x 64 only 64"
@@ -144,8 +143,8 @@ def test_a_turns_new_tokens_read_the_cache_of_their_own_rows_alone_into_memory_t
     and the second layer's into the same memory. Histories that are one token longer take twice as much once, then no more."""
     pool = attention.Pool(SHAPE, 96)
     pool.kv = torch.randn(2, 2, 64, 2, 96, 8)
-    parts = [(Sequence(str(slot), list(range(40)), pool, slot, computed=30), 10) for slot in (3, 60)]
-    span = attention.Span(pool, 0, parts, SHAPE.device)
+    rows = [Sequence(str(slot), list(range(40)), pool, slot, computed=30) for slot in (3, 60)]
+    span = attention.Span(0, rows, [10, 10], SHAPE.device)
     taken = []
     for layer, tokens in ((0, 40), (1, 40), (0, 41), (1, 42)):
         span.longest = tokens

@@ -24,7 +24,7 @@ from agentrl.engines.token_text import StopStrings, Words, check_request
 from agentrl.engines.weights.base import Adapter, Bucket, Offer, Receiver, WakeStage, WeightTarget, open_receiver
 from agentrl.engines.weights.parameters import Arrivals, apply_adapter
 from agentrl.render.modality import modality_in
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told
+from agentrl.rollout.engine import EngineStats, Generation, Sampling, StreamingEngine, Told
 from agentrl.utils.errors import EngineError, ModelError, ResourceError
 from agentrl.utils.processor import own_threads, threads_for
 from agentrl.utils.threads import in_thread
@@ -36,7 +36,7 @@ ITERATIONS = 32
 request, so that the request is there before the next pass, however long that one takes."""
 
 
-class EmbeddedEngine(Engine, WeightTarget):
+class EmbeddedEngine(StreamingEngine, WeightTarget):
     """See the module. Single-threaded: use it from one event loop only."""
 
     def __init__(
@@ -112,9 +112,6 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._batcher = Batcher(model, slots, self._max_slots, self._step_tokens, [*self._unused, *model.never_drawn])
         self._task = asyncio.create_task(self._run(), name="embedded-engine")
 
-    async def generate(self, token_ids: Seq[int], sampling: Sampling, request_key: str) -> Generation:
-        return await self.stream(token_ids, sampling, request_key, None)
-
     def refusal(self, sampling: Sampling) -> str:
         return self._words.refusal(sampling)
 
@@ -187,7 +184,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         try:
             async with self._turn:
                 batcher.reset()  # keys and values of the old weights must not be attended to with the new ones
-                if not batcher.busy:
+                if not batcher.requests():
                     model.drop_images()
             model.base.clear()
             weights, arrivals = model.module.state_dict(), Arrivals(model.expected)
@@ -220,7 +217,7 @@ class EmbeddedEngine(Engine, WeightTarget):
     async def sleep(self) -> None:
         batcher, model = self._running_parts()
         async with self._turn:
-            if batcher.busy:
+            if batcher.requests():
                 raise EngineError("the engine cannot sleep while requests are under way")
             batcher.reset(free_memory=True)
             model.base.clear()
@@ -286,7 +283,7 @@ class EmbeddedEngine(Engine, WeightTarget):
 
         while True:
             async with self._turn:
-                runs = batcher.busy and not self._paused
+                runs = not self._paused and bool(batcher.requests())
                 if runs and self._unfit is not None:
                     self._fail_all(self._unfit)
                 elif runs:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from agentrl.data.expert_routing import router_code
 from agentrl.data.images import Image
 from agentrl.engines.embedded import kv_cache as attention
-from agentrl.engines.embedded.kv_cache import KvShape, Slots, Span
+from agentrl.engines.embedded.kv_cache import CachedSequence, KvShape, Slots, Span
 from agentrl.engines.weights.parameters import expected_parameters
 from agentrl.render.modality import auto_class
 from agentrl.utils.errors import EngineError, ModelError
@@ -52,6 +52,8 @@ class EmbeddedModel:
         self.vocab, self.positions = self.expected.vocab, self.expected.positions
         self.base: dict[str, Tensor] = {}
         """Weights of the layers that an adapter has changed, without it."""
+        self.experts: npt.NDArray[Any] | None = None
+        """Those of the tokens of the last pass, [tokens, routers, k]; None if they are not noted."""
         self._watch = router_code().watch(self.module) if router_replay else None
         try:
             self._check(getattr(torch, dtype))
@@ -74,13 +76,9 @@ class EmbeddedModel:
                 )
         finally:
             attention.SPANS.reset(under_way)
+        self.experts = None if self._watch is None else self._watch.experts()
         logits: Tensor = output.logits[0].float()
         return logits
-
-    @property
-    def experts(self) -> npt.NDArray[Any] | None:
-        """Those of the tokens of the last pass, [tokens, routers, k]; None if they are not noted."""
-        return None if self._watch is None else self._watch.experts()
 
     def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
         """A prompt as its tokens are kept here. Raises EngineError for images, or for a prompt that is not as its images are."""
@@ -103,12 +101,11 @@ class EmbeddedModel:
         reference = self.module(input_ids=given, use_cache=False).logits[0].float()
         self.shape = self._cache_shape(given, dtype)
         slots = Slots(self.shape, 16, 2**40)
-        sequence = slots.new("probe", ids)
-        if sequence is None:
-            raise ModelError("no memory for a probe of 9 tokens")
-        rows = []
+        room = slots.take(len(ids))
+        assert room is not None, "the limit is far above what a probe takes"
+        sequence, rows = CachedSequence("probe", ids, *room), []
         for count in (len(ids) - 2, 1, 1):
-            span = Span(sequence.pool, 0, [(sequence, count)], self.device)
+            span = Span(0, [sequence], [count], self.device)
             chunk = ids[sequence.computed : sequence.computed + count]
             rows.append(self.forward(chunk, [span], list(range(count))))
             sequence.computed += count

@@ -6,9 +6,11 @@ attention function that transformers' models call."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import add, attrgetter
 from typing import Any, cast
 
 import numpy.typing as npt
@@ -49,8 +51,8 @@ class KvShape:
 @dataclass(eq=False, slots=True)
 class CachedSequence:
     """Tokens and their cache: keys and values of `tokens[:computed]` are in the slot, the rest is still to be computed.
-    `blocks` and `later`: hashes of its first prompt, and of what came after it (see `PrefixIndex`).
-    `experts`: if they are noted, those of each computed token, [routers, k]."""
+    `blocks`: their hashes (see `PrefixIndex`), of which `first` are those of its first prompt. `experts`: if they are noted,
+    those of each computed token, [routers, k]."""
 
     key: str
     tokens: list[int]
@@ -58,7 +60,7 @@ class CachedSequence:
     slot: int
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    later: list[int] = field(default_factory=list)
+    first: int = 0
     experts: list[npt.NDArray[Any]] = field(default_factory=list)
 
 
@@ -69,15 +71,12 @@ class Pool:
         self.shape = shape
         self.capacity = capacity
         self.slot_bytes = capacity * shape.token_bytes
-        self.kv = self._zeros(0)
         self.free: list[int] = []
-        self._copies = self._zeros(0).flatten()
+        self._allocate(0)
+        self.copies = self.kv.flatten()
+        """Memory for slots that a step reads one by one, valid until its next reading."""
         self.cascade: tuple[list[list[int]], list[int], Any] = [], [], None
         """Of the last decode step: its rows' tokens, their slots, and how they share their prompts (a Cascade or None)."""
-
-    @property
-    def slots(self) -> int:
-        return self.kv.shape[2]
 
     def grow(self, budget_bytes: int) -> bool:
         """Ensure a free slot: double the slots, or add as many as the budget allows. False if it allows none."""
@@ -87,36 +86,27 @@ class Pool:
         more = min(max(1, min(self.slots, 64)), budget_bytes // self.slot_bytes)
         if more < 1:
             return False
-        old, slots = self.kv, self.slots + more
-        if old.device.type != "cpu" and slots * self.slot_bytes > budget_bytes:
+        old, held = self.kv, self.slots
+        if old.device.type != "cpu" and (held + more) * self.slot_bytes > budget_bytes:
             # Old and new together would exceed the limit, which is all that a GPU has left.
-            old, self.kv = old.cpu(), self._zeros(0)
-        self.kv = self._zeros(slots)
-        self.kv[:, :, : old.shape[2]] = old
-        self.free = list(range(old.shape[2], self.slots))
+            old = old.cpu()
+            self._allocate(0)
+        self._allocate(held + more)
+        self.kv[:, :, :held] = old
+        self.free = list(range(held, self.slots))
         return True
-
-    def gather(self, kv: Tensor, slots: list[int]) -> Tensor:
-        """A copy of these slots of a layer's [2, slots, heads, tokens, dim], on a CPU; valid until the next call."""
-        # By slices: `index_select` would first make a copy of all slots, whose memory is not in one piece. And into memory that
-        # stays: pages that are new each time take longer than what is written into them. Histories grow with each turn, so that
-        # memory for just this one would be too small for the next.
-        shape = (kv.shape[0], len(slots), *kv.shape[2:])
-        if self._copies.numel() < math.prod(shape):
-            self._copies = kv.new_empty(max(math.prod(shape), 2 * self._copies.numel()))
-        return torch.stack([kv[:, slot] for slot in slots], 1, out=self._copies[: math.prod(shape)].view(shape))
 
     def clear(self, free_memory: bool = True) -> None:
         """Free every slot, and their memory, unless the next sequences need it at once."""
         if free_memory:
-            self.kv = self._zeros(0)
-            self._copies = self.kv.flatten()
+            self._allocate(0)
+            self.copies = self.kv.flatten()
         self.free = list(range(self.slots))
 
-    def _zeros(self, slots: int) -> Tensor:
+    def _allocate(self, slots: int) -> None:
         # Zeros rather than uninitialized memory: masked positions still enter a product, and 0 x NaN is NaN.
-        s = self.shape
-        return torch.zeros(2, s.layers, slots, s.heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
+        self.slots, s = slots, self.shape
+        self.kv = torch.zeros(2, s.layers, slots, s.heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
 
 
 class Slots:
@@ -130,17 +120,11 @@ class Slots:
         sizes[-1] = max_context
         self.pools = [Pool(shape, size) for size in sizes]
 
-    def new(self, key: str, tokens: list[int]) -> CachedSequence | None:
-        """A sequence with a slot for all its tokens, or None if there is not enough memory."""
-        # For the tokens so far, not for all that may be sampled: most turns end early, and `enlarge` moves those that do not.
-        found = self._room(len(tokens))
-        return None if found is None else CachedSequence(key, tokens, *found)
-
     def enlarge(self, sequence: CachedSequence) -> bool:
         """Make room for all tokens of a sequence; False if there is not enough memory."""
         if len(sequence.tokens) <= sequence.pool.capacity:
             return True
-        if (found := self._room(len(sequence.tokens))) is None:
+        if (found := self.take(len(sequence.tokens))) is None:
             return False
         old, left, length = sequence.pool, sequence.slot, sequence.computed
         sequence.pool, sequence.slot = found
@@ -148,9 +132,9 @@ class Slots:
         old.free.append(left)
         return True
 
-    def _room(self, length: int) -> tuple[Pool, int] | None:
-        """Take a slot of that length in the smallest pool that has one; None if memory allows none."""
-        fitting = [pool for pool in self.pools if pool.capacity >= length]
+    def take(self, length: int) -> tuple[Pool, int] | None:
+        """Take a slot for that many tokens, in the smallest pool that has one; None if memory allows none."""
+        fitting = self.pools[bisect_left(self.pools, length, key=attrgetter("capacity")) :]
         left = self.limit - sum(pool.slots * pool.slot_bytes for pool in self.pools)
         found = fitting[0] if fitting[0].grow(left) else None
         if found is None:
@@ -196,11 +180,8 @@ def cache_limit(given_mib: int | None, room: int | None, weights: int, token: in
 BLOCK = 16
 
 
-class PrefixIndex:
+class PrefixIndex(dict[int, CachedSequence]):
     """Maps a block's hash to the sequence that holds (or is about to compute) the tokens up to that block."""
-
-    def __init__(self) -> None:
-        self.holders: dict[int, CachedSequence] = {}
 
     def find(self, tokens: list[int]) -> tuple[CachedSequence | None, int, list[int]]:
         """The holder of the longest known prefix of `tokens[:-1]`, that prefix's length in tokens (a
@@ -212,7 +193,7 @@ class PrefixIndex:
             chain = hash((chain, *tokens[start : start + BLOCK]))
             blocks.append(chain)
         for number in range(len(blocks), 0, -1):
-            holder = self.holders.get(blocks[number - 1])
+            holder = self.get(blocks[number - 1])
             length = number * BLOCK
             # Hashes may collide, and a wrong hit would attend to another prompt's cache.
             if holder is not None and holder.tokens[:length] == tokens[:length]:
@@ -222,25 +203,21 @@ class PrefixIndex:
     def grow(self, sequence: CachedSequence, kept: int) -> None:
         """An episode goes on with another prompt, of whose tokens the first `kept` are those that it had: its turns may be the
         prefix of another episode (`rollout.branch`). Not if its history was rewritten from within its first prompt on."""
-        places = kept // BLOCK - len(sequence.blocks)
-        if places < 0:
+        if kept // BLOCK < sequence.first:
             return
-        self._forget(sequence, sequence.later[places:])
-        del sequence.later[places:]
-        chain = (sequence.later or sequence.blocks or [0])[-1]
-        for start in range((len(sequence.blocks) + len(sequence.later)) * BLOCK, len(sequence.tokens) - BLOCK, BLOCK):
+        self.remove(sequence, kept // BLOCK)
+        chain = sequence.blocks[-1] if sequence.blocks else 0
+        for start in range(len(sequence.blocks) * BLOCK, len(sequence.tokens) - BLOCK, BLOCK):
             chain = hash((chain, *sequence.tokens[start : start + BLOCK]))
-            sequence.later.append(chain)
-            self.holders.setdefault(chain, sequence)
+            sequence.blocks.append(chain)
+            self.setdefault(chain, sequence)
 
-    def remove(self, sequence: CachedSequence) -> None:
-        self._forget(sequence, [*sequence.blocks, *sequence.later])
-        sequence.blocks, sequence.later = [], []
-
-    def _forget(self, sequence: CachedSequence, blocks: list[int]) -> None:
-        for block in blocks:
-            if self.holders.get(block) is sequence:
-                del self.holders[block]
+    def remove(self, sequence: CachedSequence, kept: int = 0) -> None:
+        """Forget what a sequence holds after its first `kept` blocks."""
+        for block in sequence.blocks[kept:]:
+            if self.get(block) is sequence:
+                del self[block]
+        del sequence.blocks[kept:]
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:
@@ -326,8 +303,9 @@ def cascade_of(sequences: Seq[CachedSequence], rows: Seq[int], count: int, shape
         return None
     # The number of blocks in which most tokens are shared, counted once for each row but the first of its group.
     best, blocks = 0, 0
-    for number in range(1, min(len(sequence.blocks) for sequence in sequences) + 1):
-        saved = (len(sequences) - len({sequence.blocks[number - 1] for sequence in sequences})) * number
+    prompts = [sequence.blocks[: sequence.first] for sequence in sequences]
+    for number, hashes in enumerate(zip(*prompts, strict=False), 1):
+        saved = (len(sequences) - len(set(hashes))) * number
         if saved > best:
             best, blocks = saved, number
     length = blocks * BLOCK
@@ -362,17 +340,16 @@ class Span:
     """Tokens of several sequences of one pool that attend together.
 
     Row i holds `counts[i]` tokens of one slot, starting at position `starts[i]`; the tokens are stored flat, row
-    after row, at `[offset, offset + tokens)`. `parts` must be sorted by slot.
+    after row, at `[offset, offset + tokens)`. `sequences`, of one pool, must be sorted by slot.
     """
 
-    def __init__(self, pool: Pool, offset: int, parts: Seq[tuple[CachedSequence, int]], device: torch.device) -> None:
-        self.pool, self.offset = pool, offset
-        sequences, counts = zip(*parts, strict=True)
+    def __init__(self, offset: int, sequences: Seq[CachedSequence], counts: Seq[int], device: torch.device) -> None:
+        self.pool, self.offset = (pool := sequences[0].pool), offset
         self._slots = slots = [sequence.slot for sequence in sequences]
         first = [sequence.computed for sequence in sequences]
         self.tokens = sum(counts)
         self.width = max(counts)
-        self.longest = max(start + count for start, count in zip(first, counts, strict=True))
+        self.longest = max(map(add, first, counts))
         self.slots = torch.tensor(slots, device=device)
         self.starts = torch.tensor(first, device=device)
         self.view: slice | None = None
@@ -423,7 +400,16 @@ class Span:
         kv = kv[:, :, :, start : self.longest]
         if self.view is not None:
             return kv[:, self.view]
-        return self.pool.gather(kv, self._slots) if kv.device.type == "cpu" else kv.index_select(1, self.slots)
+        if kv.device.type != "cpu":
+            return kv.index_select(1, self.slots)
+        # By slices: `index_select` would first make a copy of all slots, whose memory is not in one piece. And into memory that
+        # stays: pages that are new each time take longer than what is written into them. Histories grow with each turn, so that
+        # memory for just this one would be too small for the next.
+        shape = (kv.shape[0], len(self._slots), *kv.shape[2:])
+        size, pool = math.prod(shape), self.pool
+        if pool.copies.numel() < size:
+            pool.copies = kv.new_empty(max(size, 2 * pool.copies.numel()))
+        return torch.stack([kv[:, slot] for slot in self._slots], 1, out=pool.copies[:size].view(shape))
 
     def mask(self, form: AttentionForm, dtype: torch.dtype) -> Tensor:
         """Additive mask [rows, 1, width, longest]: 0 where a token may attend, -inf elsewhere."""

@@ -104,29 +104,6 @@ class Request:
     stops: StopStrings | None = None
     constraint: Constraint | None = None
 
-    def add(self, token: int, logprob: float, version: int) -> Finish | None:
-        """The next token was sampled. Returns why the turn ends with it, None if it goes on."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        if self.told is not None:
-            self.told([token], [logprob])
-        if token in self.sampling.stop_token_ids:
-            return "stop"
-        if self.stops is not None and self.stops.completes(token):
-            return "stop_string"
-        if self.constraint is not None:
-            self.constraint.take(token)
-            if self.constraint.over and not self.sampling.stop_token_ids:
-                return "length"
-        return "length" if len(self.logprobs) == len(self.uniforms) else None
-
-    def keep_experts(self) -> None:
-        """Before the cache of the sequence is dropped: recomputed tokens may go elsewhere, and tokens were sampled
-        with these."""
-        if self.sequence is not None:
-            self.experts += self.sequence.experts[len(self.experts) :]
-
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -160,10 +137,6 @@ class Batcher:
         self._poisoned = False
         self._unused = torch.tensor(unused, device=model.device) if unused else None
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.waiting or self.running)
-
     def requests(self) -> list[Request]:
         return [*self.running, *self.waiting]
 
@@ -185,8 +158,8 @@ class Batcher:
         spans: list[Span] = []
         for group in groups.values():
             group.sort(key=lambda item: item[1].slot)
-            parts = [(sequence, count) for _, sequence, count in group]
-            spans.append(Span(parts[0][0].pool, len(token_ids), parts, self._model.device))
+            _, sequences, counts = zip(*group, strict=True)
+            spans.append(Span(len(token_ids), sequences, counts, self._model.device))
             for request, sequence, count in group:
                 stop = sequence.computed + count
                 token_ids += request.tokens[sequence.computed : stop]
@@ -220,13 +193,26 @@ class Batcher:
                 self._poisoned = True
                 self.fail(request, EngineError(f"the output of weights version {self.version} is not finite"))
                 continue
-            if (reason := request.add(token, logprob, self.version)) is not None:
-                self.finish(request, reason)
+            request.tokens.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(self.version)
+            if request.told is not None:
+                request.told([token], [logprob])
+            full, ends = len(request.logprobs) == len(request.uniforms), request.sampling.stop_token_ids
+            if token in ends:
+                self.finish(request, "stop")
+            elif request.stops is not None and request.stops.completes(token):
+                self.finish(request, "stop_string")
+            else:
+                if request.constraint is not None:
+                    request.constraint.take(token)
+                    full = full or (request.constraint.over and not ends)
+                if full:
+                    self.finish(request, "length")
         self.sampled_tokens += len(drawn.ready)
 
     def finish(self, request: Request, reason: Finish) -> None:
         """Answer a request with what it sampled and keep its cache for the episode's next turn."""
-        request.keep_experts()
         self.drop(request, keep=True)
         if request.done.done():
             return
@@ -243,13 +229,10 @@ class Batcher:
 
     def reset(self, free_memory: bool = False) -> None:
         """Forget all caches; running requests go back to the queue, in order, and are computed again from the start."""
-        for request in self.running:
-            request.keep_experts()
-            request.sequence = None
-        self.waiting.extendleft(reversed(self.running))
-        self.running = []
+        while self.running:
+            self._send_back()
         self.idle.clear()
-        self._index = PrefixIndex()
+        self._index.clear()
         for pool in self.slots.pools:  # memory that is not wiped may hold numbers that are not finite
             pool.clear(free_memory=self._poisoned or free_memory)
         self._poisoned = False
@@ -263,6 +246,8 @@ class Batcher:
         sequence, request.sequence = request.sequence, None
         if sequence is None:
             return
+        # Recomputed tokens may go to others, and tokens were sampled with these.
+        request.experts += sequence.experts[len(request.experts) :]
         if keep and sequence.computed:
             older = self.idle.pop(request.key, None)
             if older is not None:
@@ -310,20 +295,20 @@ class Batcher:
             if self.idle.get(source.key) is not source:
                 return None, True
             length = source.computed
-        sequence = None
-        while len(self.running) + len(self.idle) >= self._max_slots or (sequence := self.slots.new(request.key, tokens)) is None:
+        # For the tokens so far, not for all that may be sampled: most turns end early, and `enlarge` moves those that do not.
+        while len(self.running) + len(self.idle) >= self._max_slots or (room := self.slots.take(len(tokens))) is None:
             if not self._evict(spare=source):
                 # As a last resort, evict the very sequence whose cache was to be copied.
                 if not self._evict():
                     return None, False
                 source = None
+        sequence = Sequence(request.key, tokens, *room, blocks=blocks, first=len(blocks))
         if source is not None:
             # A copy, no shared pages: decoding reads a slot's keys in place, as one block of memory.
             sequence.pool.kv[:, :, sequence.slot, :, :length] = source.pool.kv[:, :, source.slot, :, :length]
             sequence.computed, sequence.experts = length, source.experts[:length]
-        sequence.blocks = blocks
         for block in blocks:
-            self._index.holders.setdefault(block, sequence)
+            self._index.setdefault(block, sequence)
         return sequence, False
 
     def _schedule(self) -> Iterator[tuple[Request, Sequence, int]]:
@@ -335,13 +320,7 @@ class Batcher:
             while (sequence := request.sequence) is not None and not self.slots.enlarge(sequence):
                 if self._evict():
                     continue
-                # The youngest has the least computed to lose, and the oldest are sure to finish, so nothing starves.
-                youngest = self.running.pop()
-                if youngest.sequence is not None:
-                    youngest.keep_experts()
-                    self._release(youngest.sequence)
-                    youngest.sequence = None
-                self.waiting.appendleft(youngest)
+                self._send_back()
             if sequence is None:
                 continue
             due = len(request.tokens) - sequence.computed
@@ -351,6 +330,12 @@ class Batcher:
                 budget -= count
             if count:
                 yield request, sequence, count
+
+    def _send_back(self) -> None:
+        """Return the youngest running request to the head of the queue, without its cache."""
+        # It has the least computed to lose, and the oldest are sure to finish, so nothing starves.
+        self.drop(youngest := self.running[-1])
+        self.waiting.appendleft(youngest)
 
     def _evict(self, spare: Sequence | None = None) -> bool:
         """Forget the episode that has been idle longest, except `spare`. False without one."""
