@@ -7,9 +7,10 @@ import inspect
 import logging
 import random
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, Protocol, Self, TypeVar
 
 import gymnasium
@@ -19,7 +20,7 @@ from agentrl.env.call_options import Problem
 from agentrl.env.copying import ENVIRONMENT, Snapshot, copy_parts
 from agentrl.env.spaces import Action, Observation
 from agentrl.env.toolbox import Toolbox, Waiting, error_text
-from agentrl.env.tools import Tool, ToolSession, ToolSet, ToolSource
+from agentrl.env.tools import Tool, ToolSet, ToolSource
 from agentrl.env.users import User, UserModel
 from agentrl.utils.errors import EnvError, HookError, TaskDataError, answer_problem, did_you_mean, is_alien, place_of, raised_text
 from agentrl.utils.parsing import json_form
@@ -278,7 +279,7 @@ class ToolSide(EnvHooks):
     user_toolbox: Toolbox
     _class_tools: ClassVar[list[Mapping[str, Tool]]]
     _sources: tuple[ToolSource, ...] = ()
-    _sessions: list[ToolSession]
+    _closers: list[Callable[[], Coroutine[Any, Any, None]]]
     _set_makers: tuple[Callable[[], ToolSet], ...] = ()
     _sets: dict[str, ToolSet]
 
@@ -286,7 +287,7 @@ class ToolSide(EnvHooks):
     def queued(self) -> str:
         """Resource that this environment queues for (a sandbox, say), in words; "" if for nothing. Such time is not counted
         against the episode."""
-        return next((text for item in self._sets.values() if (text := item.queued)), "")
+        return next(filter(None, map(attrgetter("queued"), self._sets.values())), "")
 
     def limit_output(self, tokens: int) -> None:
         """Cut the answers of tools that have no `max_output` of their own to this many tokens, in place of the class's."""
@@ -325,7 +326,7 @@ class ToolSide(EnvHooks):
         self._sets, owners = {}, dict[str, str]()
         for source in self._sources:
             session = source.session()
-            self._sessions.append(session)
+            self._closers.append(session.close)
             for item in await session.open():
                 box = self.user_toolbox if item.options.by == "user" else self.toolbox
                 if item.name in box:
@@ -338,6 +339,8 @@ class ToolSide(EnvHooks):
         for make in self._set_makers:
             made = make()
             self._sets[made.name] = made
+            if getattr(made.close, "__func__", None) is not ToolSet.close:
+                self._closers.append(made.close)
             await made.open()
 
 
@@ -387,10 +390,9 @@ class Forkable(ToolSide):
 
     @property
     def holds(self) -> bool:
-        """True if an episode may hold something outside of this object, that has to be freed: a `teardown` of its own or
-        sessions say so."""
-        frees = any(getattr(item.close, "__func__", None) is not ToolSet.close for item in self._sets.values())
-        return frees or bool(self._sessions) or getattr(self.teardown, "__func__", None) is not EnvHooks.teardown
+        """True if an episode may hold something outside of this object, that has to be freed: a `teardown` of its own,
+        sessions or tool sets say so."""
+        return bool(self._closers) or getattr(self.teardown, "__func__", None) is not EnvHooks.teardown
 
     def _unshared_parts(self) -> list[str]:
         kept = _SHARED | self.shared

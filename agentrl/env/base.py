@@ -7,8 +7,8 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
@@ -76,12 +76,12 @@ class ScorerLike(Protocol):
     async def ascore(self, trajectory: Trajectory, /) -> Score: ...
 
 
+@dataclass(eq=False)
 class OwnReward:
     """A scorer by the own spec of an environment's class, which is read and compiled when the first episode ends."""
 
-    def __init__(self, env: ToolEnv) -> None:
-        self._env = env
-        self._scorer: Scorer | None = None
+    _env: ToolEnv
+    _scorer: Scorer | None = None
 
     async def ascore(self, trajectory: Trajectory, /) -> Score:
         """The score of an episode. Raises CatalogError if the spec is not there, RewardSpecError for a bad one."""
@@ -178,11 +178,10 @@ class ToolEnv(Forkable):
             offered = [item for item in found if item not in users]
             cls._class_tools = [Toolbox(items).table for items in (offered, users)]
         most = MAX_OUTPUT if self.max_output is None else self.max_output
-        self.toolbox, self.user_toolbox = (
-            Toolbox(table, owner=self, count_tokens=count_tokens, max_output=most) for table in cls._class_tools
-        )
+        make_box = partial(Toolbox, owner=self, count_tokens=count_tokens, max_output=most)
+        self.toolbox, self.user_toolbox = map(make_box, cls._class_tools)
         self._tools_before, self._user_tools_before = self.toolbox.table, self.user_toolbox.table
-        self._sessions, self._sets = [], {}
+        self._closers, self._sets = [], {}
         self._record: Trajectory | None = None
         self._task: Task | None = None
         self._open = False
@@ -498,8 +497,8 @@ class ToolEnv(Forkable):
             try:
                 await self._hook("teardown")
             finally:
-                sessions, self._sessions = self._sessions, []
-                for close in (*(session.close for session in sessions), *(item.close for item in self._sets.values())):
+                closers, self._closers = self._closers, []
+                for close in closers:
                     await close()
 
         try:

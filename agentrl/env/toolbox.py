@@ -234,8 +234,7 @@ class Toolbox:
 
     def find(self, name: str) -> Tool | None:
         """The tool of this name, in either spelling of Unicode, also if it is unlisted."""
-        tables = (self.table, self.unlisted)
-        return self.table.get(name) or next((table[own] for table in tables if (own := own_name(name, table)) in table), None)
+        return self.table.get(own_name(name, self.table)) or self.unlisted.get(own_name(name, self.unlisted))
 
     def schemas(self) -> list[dict[str, Json]]:
         """All tools in OpenAI's function format, in order."""
@@ -287,7 +286,7 @@ class Toolbox:
                     answer = await self._run(waiting, values)
                 finally:
                     self.waiting.remove(waiting)
-                began, most = waiting.since, self._budget(item)
+                began, most = waiting.since, item.options.max_output or self.max_output
             if type(answer) is Problem:  # not isinstance, which asks the answer
                 text = redact(to_text(self.refusal(call, answer)))
                 result = ToolResult(call.id, call.name, text, None, answer.kind, time.monotonic() - began)
@@ -303,29 +302,22 @@ class Toolbox:
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Answer the calls of one turn, in order. Adjacent calls run in parallel if their tools allow it."""
         results: list[ToolResult] = []
-        batch: list[ToolCall] = []
-        for call in calls:
-            item = self.find(call.name)
-            if item is None or item.options.parallel:
-                batch.append(call)
+        while left := calls[len(results) :]:
+            # Up to a tool that overlaps nothing, before which all must have ended; or this alone.
+            alone = (n for n, call in enumerate(left) if (item := self.find(call.name)) is not None and not item.options.parallel)
+            together = left[: next(alone, len(left)) or 1]
+            if len(together) == 1:
+                results.append(await self.call(together[0]))
                 continue
-            # All before it must have ended, so that it overlaps nothing.
-            results += await self._together(batch)
-            results.append(await self.call(call))
-            batch = []
-        return results + await self._together(batch)
-
-    async def _together(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        if len(calls) <= 1:
-            return [await self.call(call) for call in calls]
-        tasks = [asyncio.ensure_future(self.call(call)) for call in calls]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            # If one call failed or the turn was cancelled, the others must not keep running in the background.
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            tasks = [asyncio.ensure_future(self.call(call)) for call in together]
+            try:
+                results += await asyncio.gather(*tasks)
+            finally:
+                # If one call failed or the turn was cancelled, the others must not keep running in the background.
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        return results
 
     def _prepare(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | Problem:
         if call.arguments is None:
@@ -380,17 +372,14 @@ class Toolbox:
         """Text that the policy reads in place of an answer: in the form of the tool, of the environment, or as JSON with the
         keys "error" and "message". The message is cut to the tool's budget."""
         item = self.find(call.name)
-        cut = replace(problem, message=fit(problem.message, self._budget(item), self._count))
+        most = item.options.max_output if item is not None else None
+        cut = replace(problem, message=fit(problem.message, most or self.max_output, self._count))
         if item is not None and item.options.error is not None:
             message = json.dumps(cut.message, ensure_ascii=False)
             values = {"message": cut.message, "json": message, "error": cut.kind, "tool": item.name}
             return FIELD.sub(lambda field: values[field[1]], item.options.error)
         own: Callable[[ToolCall, Problem], str] | None = getattr(self._owner, "error_text", None)
         return error_text(cut.kind, cut.message) if own is None else own(call, cut)
-
-    def _budget(self, item: Tool | None) -> int:
-        own = None if item is None else item.options.max_output
-        return self.max_output if own is None else own
 
 
 async def _invoke_tool(item: Tool, owner: object | None, values: Mapping[str, Any], child: Child | None) -> Any:

@@ -49,7 +49,7 @@ class Mcp(ToolEnv):
     host_params = frozenset({"command", "url", "tasks", "variables"})
     reward = "mcp"
     summary = "use the tools of any MCP server, on tasks from a file"
-    shared = frozenset({"tasks", "allowed", "state_tool", "system", "splits", "private", "_sessions"})
+    shared = frozenset({"tasks", "allowed", "state_tool", "system", "splits", "private", "_closers"})
 
     def __init__(
         self,
@@ -167,16 +167,16 @@ class Mcp(ToolEnv):
         """A copy on a new session, brought to the same state by the same calls. Raises EnvError if the server
         answers them differently, RuntimeError inside a running event loop."""
         forked = super().fork()
-        forked._sessions, forked.private = [], {}
+        forked._closers, forked.private = [], {}
         if forked.is_open:
             run_sync(forked._or_fail(forked._replay()))
         return forked
 
     def restore(self, snapshot: Snapshot) -> None:
         """As ToolEnv.restore, on a new session with the same calls; raises like `fork`."""
-        sessions, self._sessions = self._sessions, []
-        for session in sessions:
-            run_sync(session.close())
+        closers, self._closers = self._closers, []
+        for close in closers:
+            run_sync(close())
         super().restore(snapshot)
         if self.is_open:
             run_sync(self._or_fail(self._replay()))
