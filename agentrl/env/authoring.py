@@ -7,7 +7,7 @@ import inspect
 import logging
 import random
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import wraps
 from hashlib import blake2b
 from operator import attrgetter
@@ -20,7 +20,7 @@ from agentrl.env.call_options import Problem
 from agentrl.env.copying import ENVIRONMENT, Snapshot, copy_parts
 from agentrl.env.spaces import Action, Observation
 from agentrl.env.toolbox import Toolbox, Waiting, error_text
-from agentrl.env.tools import Tool, ToolSet, ToolSource
+from agentrl.env.tools import Tool, ToolSession, ToolSet, ToolSource
 from agentrl.env.users import User, UserModel
 from agentrl.utils.errors import EnvError, HookError, TaskDataError, answer_problem, did_you_mean, is_alien, place_of, raised_text
 from agentrl.utils.parsing import json_form
@@ -279,7 +279,7 @@ class ToolSide(EnvHooks):
     user_toolbox: Toolbox
     _class_tools: ClassVar[list[Mapping[str, Tool]]]
     _sources: tuple[ToolSource, ...] = ()
-    _closers: list[Callable[[], Coroutine[Any, Any, None]]]
+    _opened: list[ToolSession | ToolSet]
     _set_makers: tuple[Callable[[], ToolSet], ...] = ()
     _sets: dict[str, ToolSet]
 
@@ -326,7 +326,7 @@ class ToolSide(EnvHooks):
         self._sets, owners = {}, dict[str, str]()
         for source in self._sources:
             session = source.session()
-            self._closers.append(session.close)
+            self._opened.append(session)
             for item in await session.open():
                 box = self.user_toolbox if item.options.by == "user" else self.toolbox
                 if item.name in box:
@@ -339,8 +339,7 @@ class ToolSide(EnvHooks):
         for make in self._set_makers:
             made = make()
             self._sets[made.name] = made
-            if getattr(made.close, "__func__", None) is not ToolSet.close:
-                self._closers.append(made.close)
+            self._opened.append(made)
             await made.open()
 
 
@@ -392,7 +391,9 @@ class Forkable(ToolSide):
     def holds(self) -> bool:
         """True if an episode may hold something outside of this object, that has to be freed: a `teardown` of its own,
         sessions or tool sets say so."""
-        return bool(self._closers) or getattr(self.teardown, "__func__", None) is not EnvHooks.teardown
+        if getattr(self.teardown, "__func__", None) is not EnvHooks.teardown:
+            return True
+        return bool(self._opened) and any(getattr(item.close, "__func__", None) is not ToolSet.close for item in self._opened)
 
     def _unshared_parts(self) -> list[str]:
         kept = _SHARED | self.shared

@@ -181,7 +181,7 @@ class ToolEnv(Forkable):
         make_box = partial(Toolbox, owner=self, count_tokens=count_tokens, max_output=most)
         self.toolbox, self.user_toolbox = map(make_box, cls._class_tools)
         self._tools_before, self._user_tools_before = self.toolbox.table, self.user_toolbox.table
-        self._closers, self._sets = [], {}
+        self._opened, self._sets = [], {}
         self._record: Trajectory | None = None
         self._task: Task | None = None
         self._open = False
@@ -497,9 +497,9 @@ class ToolEnv(Forkable):
             try:
                 await self._hook("teardown")
             finally:
-                closers, self._closers = self._closers, []
-                for close in closers:
-                    await close()
+                opened, self._opened = self._opened, []
+                for item in opened:
+                    await item.close()
 
         try:
             await within(self.teardown_timeout, free(), f"the teardown of environment {self.id}")

@@ -49,7 +49,7 @@ class Mcp(ToolEnv):
     host_params = frozenset({"command", "url", "tasks", "variables"})
     reward = "mcp"
     summary = "use the tools of any MCP server, on tasks from a file"
-    shared = frozenset({"tasks", "allowed", "state_tool", "system", "splits", "private", "_closers"})
+    shared = frozenset({"tasks", "allowed", "state_tool", "system", "splits", "private", "_opened"})
 
     def __init__(
         self,
@@ -167,16 +167,16 @@ class Mcp(ToolEnv):
         """A copy on a new session, brought to the same state by the same calls. Raises EnvError if the server
         answers them differently, RuntimeError inside a running event loop."""
         forked = super().fork()
-        forked._closers, forked.private = [], {}
+        forked._opened, forked.private = [], {}
         if forked.is_open:
             run_sync(forked._or_fail(forked._replay()))
         return forked
 
     def restore(self, snapshot: Snapshot) -> None:
         """As ToolEnv.restore, on a new session with the same calls; raises like `fork`."""
-        closers, self._closers = self._closers, []
-        for close in closers:
-            run_sync(close())
+        opened, self._opened = self._opened, []
+        for item in opened:
+            run_sync(item.close())
         super().restore(snapshot)
         if self.is_open:
             run_sync(self._or_fail(self._replay()))
