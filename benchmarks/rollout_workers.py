@@ -39,7 +39,7 @@ from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
 from agentrl.trainer.pretrained import packaged_tokenizer
-from agentrl.utils.event_loop import watch_loop
+from agentrl.utils.event_loop import LoopWatchdog
 from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.threads import share_the_lock
 
@@ -173,7 +173,7 @@ def waiting(quick: bool) -> dict[str, Any]:
 
 
 async def watching(limit: float, seconds: float) -> float:
-    with watch_loop(limit):
+    with LoopWatchdog(limit):
         before = time.process_time()
         await asyncio.sleep(seconds)
         return (time.process_time() - before) / seconds

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agentrl.utils import event_loop as watchdog
-from agentrl.utils.event_loop import EPISODE, LoopWatchdog, watch_loop
+from agentrl.utils.event_loop import EPISODE, LoopWatchdog
 from agentrl.utils.threads import TOOLS, in_thread
 
 LIMIT = 0.05
@@ -47,7 +47,7 @@ def test_it_names_the_users_line_and_the_episode_once_and_counts_every_time() ->
         await asyncio.create_task(slow_tool())  # a task of the episode's own, as tool calls have
 
     async def body() -> LoopWatchdog:
-        with watch_loop(LIMIT, said.append, "the loop") as dog:
+        with LoopWatchdog(LIMIT, said.append, "the loop") as dog:
             await asyncio.create_task(play())
             await told(said, 1)
             await asyncio.create_task(play())
@@ -76,7 +76,7 @@ def test_agentrls_own_code_is_logged_and_not_said(caplog: pytest.LogCaptureFixtu
     exec(code, scope)
 
     async def body() -> LoopWatchdog:
-        with watch_loop(LIMIT, said.append, "the loop") as dog:
+        with LoopWatchdog(LIMIT, said.append, "the loop") as dog:
             await asyncio.create_task(scope["own"]())
             await asyncio.sleep(4 * LIMIT)
         return dog
@@ -93,7 +93,7 @@ def test_a_call_that_keeps_the_interpreters_lock_is_named_as_well(thread: bool) 
     said: list[str] = []
 
     async def body() -> None:
-        with watch_loop(LIMIT, said.append):
+        with LoopWatchdog(LIMIT, said.append):
             await asyncio.sleep(0.02)
             if thread:
                 await TOOLS.call("pattern", catastrophic)
@@ -126,7 +126,7 @@ def test_a_loop_that_turns_is_left_alone_and_so_is_one_without_a_limit() -> None
     said: list[str] = []
 
     async def body(limit: float) -> LoopWatchdog:
-        with watch_loop(limit, said.append) as dog:
+        with LoopWatchdog(limit, said.append) as dog:
             for _ in range(40):
                 time.sleep(0.005)  # a third of a second of work, in short calls
                 await asyncio.sleep(0)
@@ -147,7 +147,7 @@ def test_time_without_a_processor_is_not_the_calls(monkeypatch: pytest.MonkeyPat
     said: list[str] = []
 
     async def body() -> dict[str, float]:
-        with watch_loop(LIMIT, said.append) as dog:
+        with LoopWatchdog(LIMIT, said.append) as dog:
             await slow_tool()
             await asyncio.sleep(2 * LIMIT)
         return dog.read()
@@ -170,7 +170,7 @@ def test_a_call_that_does_not_end_is_told_before_it_does(
         return tells()
 
     async def body() -> bool:
-        with watch_loop(LIMIT, lambda line: None):
+        with LoopWatchdog(LIMIT, lambda line: None):
             return await stuck()
 
     with caplog.at_level(logging.WARNING):

@@ -41,7 +41,7 @@ from agentrl.run.reader import episode_of
 from agentrl.run.role_placement import engine_room
 from agentrl.run.rollout_workers import with_workers
 from agentrl.utils.errors import ConfigError, WorkerDiedError
-from agentrl.utils.event_loop import SLOW_LOOP, watch_loop
+from agentrl.utils.event_loop import SLOW_LOOP, LoopWatchdog
 from agentrl.utils.files import atomic_write, naming
 from agentrl.utils.parsing import json_text
 from agentrl.utils.redaction import redact, redact_json
@@ -375,7 +375,7 @@ class RolloutJob:
                     lost.append(fault_of(trajectory))
                 display.step(done, {"success": success_rate(self.episodes.values()), "unscored": len(lost)})
 
-            with watch_loop(SLOW_LOOP, display.warn), display.doing("episodes", waits=watch.waiting):
+            with LoopWatchdog(SLOW_LOOP, display.warn), display.doing("episodes", waits=watch.waiting):
                 await run_tasks(
                     parts.player,
                     config.the_env.called,

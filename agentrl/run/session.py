@@ -403,9 +403,8 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         if config.traces is not None or config.profile is not None:
             tracing = TRACING.entry(SPANS).make(TrackedRun(folder, config), engine_name, learner.groups, display.warn)
             opened.callback(tracing.close)
-        watchdog = LoopWatchdog(SLOW_LOOP, display.warn)
-        opened.callback(watchdog.stop)
-        watchdog.start()  # last: a start loads libraries on the loop, and no episode waits for it
+        # Last: a start loads libraries on the loop, and no episode waits for it.
+        watchdog = opened.enter_context(LoopWatchdog(SLOW_LOOP, display.warn))
         return Session(
             config,
             folder,

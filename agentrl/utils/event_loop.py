@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import linecache
 import logging
 import queue
@@ -14,8 +13,9 @@ import threading
 import time
 from asyncio import events
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import thread
+from contextlib import AbstractAsyncContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -48,34 +48,34 @@ class LateError(TimeoutError):
     """The awaited result did not come in time."""
 
 
+@dataclass(slots=True)
 class LoopClock:
-    """Seconds in which one event loop was running, counted while it has users (`enter` to `leave`)."""
+    """Seconds in which one event loop was running, counted while it has `users`: those that `enter` and have not left."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._users, self._counted, self._last = loop, 0, 0.0, 0.0
-        self._next: asyncio.TimerHandle | None = None
+    loop: asyncio.AbstractEventLoop
+    users: int = 0
+    counted: float = 0.0
+    last: float = 0.0
+    next: asyncio.TimerHandle | None = None
 
     def enter(self) -> None:
-        self._users += 1
-        if self._next is None:
-            self._last = time.monotonic()
-            self._next = self._loop.call_later(TICK, self._tick)
-
-    def leave(self) -> None:
-        self._users -= 1
+        self.users += 1
+        if self.next is None:
+            self.last = time.monotonic()
+            self.next = self.loop.call_later(TICK, self._tick)
 
     def now(self) -> float:
         """Seconds counted so far. Time is added at each tick and at each call of this."""
         now = time.monotonic()
         # Capped: in a longer gap the loop was blocked except for a tick or two, and nothing could be answered.
-        self._counted += min(now - self._last, 2 * TICK)
-        self._last = now
-        return self._counted
+        self.counted += min(now - self.last, 2 * TICK)
+        self.last = now
+        return self.counted
 
     def _tick(self) -> None:
         self.now()
         # Ends without users: an idle loop is not woken twenty times a second for a clock that nobody reads.
-        self._next = self._loop.call_later(TICK, self._tick) if self._users else None
+        self.next = self.loop.call_later(TICK, self._tick) if self.users else None
 
 
 _CLOCKS: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopClock] = WeakKeyDictionary()
@@ -89,11 +89,11 @@ def loop_clock() -> LoopClock:
     return _CLOCKS[loop]
 
 
-class OwnedTasks:
-    """Own tasks that no caller awaits to their end; `close` cancels them and waits. Also an async context manager."""
+@dataclass(eq=False, slots=True)
+class OwnedTasks(AbstractAsyncContextManager["OwnedTasks"]):
+    """Own tasks that no caller awaits to their end; `close`, as the end of a context, cancels them and waits."""
 
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -105,18 +105,14 @@ class OwnedTasks:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def close(self) -> None:
+    async def close(self, *_: object) -> None:
         """Cancel what still runs, and wait until it has ended; idempotent."""
         while tasks := list(self._tasks):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def __aenter__(self) -> OwnedTasks:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    __aexit__ = close
 
 
 async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable[[], bool] = lambda: True) -> T:
@@ -124,7 +120,7 @@ async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable
     false (for example while it waits in a queue) does not count. The work runs in a separate task, `contained`."""
     task = asyncio.ensure_future(run_contained(work, name))
     try:
-        if not await in_time(task, _budget(seconds, counts)):
+        if not await in_time(task, _Budget(seconds, counts)):
             await end(task, name)
     except asyncio.CancelledError:
         await end(task, name)
@@ -134,15 +130,16 @@ async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable
     raise LateError(f"{name}: not finished within {seconds:g} s")
 
 
-def _budget(seconds: float, counts: Callable[[], bool] = lambda: True) -> Callable[[float], float]:
+@dataclass(slots=True)
+class _Budget:
     """The `spend` of `in_time` that begins with these seconds."""
 
-    def spend(passed: float) -> float:
-        nonlocal seconds
-        seconds -= passed if counts() else 0.0
-        return seconds
+    seconds: float
+    counts: Callable[[], bool]
 
-    return spend
+    def __call__(self, passed: float) -> float:
+        self.seconds -= passed if self.counts() else 0.0
+        return self.seconds
 
 
 async def run_contained(work: Awaitable[T], name: str, kind: type[Exception] = RuntimeError) -> T:
@@ -176,52 +173,39 @@ async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], lo
     clock, loop = loop_clock(), asyncio.get_running_loop()
     clock.enter()
     try:
-        left = spend(0.0)
-        if task.done() or left <= 0:
+        if spend(0.0) <= 0 or task.done():
             return task.done()
         counted, woken = clock.now(), loop.create_future()
-        timer: asyncio.TimerHandle
+        timer: asyncio.TimerHandle | None = None
 
-        def wake(_: object = None) -> None:
-            if not woken.done():
-                woken.set_result(None)
-
-        def report() -> float:
-            """Report the time since the last call to `spend`; returns the time left."""
-            nonlocal counted
-            before, counted = counted, clock.now()
-            return spend(counted - before)
-
-        def check_later(left: float) -> asyncio.TimerHandle:
-            # An eighth of the time left: `counts` may change in between, and one late check would charge the whole span at once.
-            return loop.call_later(min(longest, max(left / 8, TICK), left + 0.005), check)
-
-        def check() -> None:
-            nonlocal timer
-            if woken.done() or task.done():
+        def look(ended: object = None) -> None:
+            """Report the time since the last look, by a timer or at the task's end; wake the caller once, at the end."""
+            nonlocal counted, timer
+            if woken.done() or (task.done() and ended is None):
                 return
             try:
-                if (left := report()) > 0:
-                    timer = check_later(left)
+                before, counted = counted, clock.now()
+                left = spend(counted - before)
+                if ended is not None or left <= 0:
+                    woken.set_result(None)
                 else:
-                    wake()
+                    # An eighth of the time left: `counts` may change in between, and one late look would charge the whole span.
+                    timer = loop.call_later(min(longest, max(left / 8, TICK), left + 0.005), look)
             except Exception as fault:
-                # Raised where it is waited for: out of a timer's callback it would only be logged.
+                # Raised where it is waited for: out of a callback it would only be logged.
                 woken.set_exception(fault)
 
-        # The caller is woken once, at the end.
-        task.add_done_callback(wake)
-        timer = check_later(left)
+        task.add_done_callback(look)
+        look()
         try:
             await woken
-            if task.done():
-                report()
             return task.done()
         finally:
-            timer.cancel()
-            task.remove_done_callback(wake)
+            if timer is not None:
+                timer.cancel()
+            task.remove_done_callback(look)
     finally:
-        clock.leave()
+        clock.users -= 1
 
 
 async def end(task: asyncio.Future[Any], name: str, grace: float = GRACE) -> None:
@@ -229,7 +213,7 @@ async def end(task: asyncio.Future[Any], name: str, grace: float = GRACE) -> Non
     task.cancel()
     # Not without a limit: work that swallows its cancellation would hold up everything that waits for its end. Of the loop's
     # time: where thousands are cancelled at once, each of them waits for the loop.
-    if not await in_time(task, _budget(grace)):
+    if not await in_time(task, _Budget(grace, lambda: True)):
         log.warning("%s did not end within %g s of being cancelled and is abandoned", name, grace)
 
 
@@ -348,7 +332,7 @@ SLOW_LOOP = 0.2
 
 
 class LoopWatchdog:
-    """Watches one event loop from a thread of its own. `start` it in the loop, `stop` it before the loop closes.
+    """Watches one event loop, which enters it as a context, from a thread of its own, until the context ends.
 
     `limit`: seconds of silence from which on a block is counted and reported (it is seen for certain from twice that on);
     0 turns the watchdog off. `say`: gets one line per place of the user's own code, on the loop, the first time that it blocks;
@@ -358,23 +342,23 @@ class LoopWatchdog:
     def __init__(self, limit: float, say: Callable[[str], None] = log.warning, name: str = "the event loop") -> None:
         self.limit = limit
         self._say, self._name = say, name
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
         self._over, self._turned = threading.Event(), threading.Event()
         self._answered = self._blocked = self._longest = 0.0
         self._told: set[tuple[str, str]] = set()
 
-    def start(self) -> None:
+    def __enter__(self) -> LoopWatchdog:
         """Watch the running loop; nothing if the limit is 0."""
-        if self.limit <= 0:
-            return
-        self._loop = asyncio.get_running_loop()
-        ident, native = threading.get_ident(), threading.get_native_id()
-        self._thread = threading.Thread(target=self._watch, args=(ident, native), daemon=True, name="agentrl-watchdog")
-        self._thread.start()
+        if self.limit > 0:
+            self._loop = asyncio.get_running_loop()
+            ident, native = threading.get_ident(), threading.get_native_id()
+            self._thread = threading.Thread(target=self._watch, args=(ident, native), daemon=True, name="agentrl-watchdog")
+            self._thread.start()
+        return self
 
-    def stop(self) -> None:
-        """Stop watching; idempotent. The counts stay."""
+    def __exit__(self, *_: object) -> None:
+        """Stop watching. The counts stay."""
         self._over.set()
         self._turned.set()  # it may be waiting for the loop, which is this very thread
         if self._thread is not None:
@@ -402,7 +386,9 @@ class LoopWatchdog:
                 # has just ended, and the stack is still that of its caller.
                 looks.look(ident)
             self._turned.clear()
-            if not self._ask(self._turn):
+            try:
+                self._loop.call_soon_threadsafe(self._turn)
+            except RuntimeError:  # the loop is closed
                 return
             if looks.found or not self._turned.wait(self.limit):
                 # Look at the stack until the loop turns.
@@ -417,14 +403,6 @@ class LoopWatchdog:
                 # Of the thread that waited longest.
                 lost = max(now - then for now, then in zip(_seconds_ready(threads), ready, strict=True))
                 self._count(self._answered - due - lost, looks)
-
-    def _ask(self, call: Callable[..., None], *args: object) -> bool:
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(call, *args)
-        except RuntimeError:  # the loop is closed
-            return False
-        return True
 
     def _turn(self) -> None:
         """Runs on the loop: its sign of life."""
@@ -443,20 +421,10 @@ class LoopWatchdog:
             self._told.add(key)
             text = f"{self._name} stood still for {block}: every episode waited (docs/rollouts.md)"
             if block.place is not None and block.place.owner == "user":
-                self._ask(self._say, text)
+                with suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._say, text)
             else:  # agentrl's own code, or a library's: nothing that the user could change
                 log.info("%s", text)
-
-
-@contextlib.contextmanager
-def watch_loop(limit: float, say: Callable[[str], None] = log.warning, name: str = "the event loop") -> Iterator[LoopWatchdog]:
-    """A watchdog of the running loop."""
-    watchdog = LoopWatchdog(limit, say, name)
-    watchdog.start()
-    try:
-        yield watchdog
-    finally:
-        watchdog.stop()
 
 
 def _seconds_ready(natives: tuple[int, ...]) -> list[float]:

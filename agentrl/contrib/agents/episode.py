@@ -210,7 +210,7 @@ class AgentEpisode:
             raise AgentFaultError(f"the agent cannot be started: {problem}") from problem
         finally:
             self._charge()
-            clock.leave()
+            clock.users -= 1
             first.cancel()
             await end(task, f"the agent of episode {self.spec.key}")
 

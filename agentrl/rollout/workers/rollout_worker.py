@@ -141,10 +141,9 @@ class WorkerCore:
             channel.send("unfit", **fault_fields(problem))
         elif building.done():
             channel.send("ready", pid=os.getpid())
-            self._watchdog.start()
-            beats = asyncio.create_task(self._beats(), name="beats")
-            await over
-            self._watchdog.stop()
+            with self._watchdog:
+                beats = asyncio.create_task(self._beats(), name="beats")
+                await over
             beats.cancel()
         building.cancel()  # a started part may wait for an answer of the driver, which is gone
         over.cancel()
