@@ -267,6 +267,9 @@ class Scorer:
         self.metrics = list(metrics)
         self.rule = rule
         self.success = success
+        self._by = str(rule)
+        self._unknown: dict[str, float | None] = {str(node.mods.id): None for node in metrics}
+        """The metrics of an unscored episode: they are unknown, not absent."""
         self.range = root.range()
         self._blocking = blocking
         self._services = services
@@ -372,44 +375,34 @@ class Scorer:
     def _pass(self, trajectory: Trajectory, group: GroupValues | None, member: int, answers: Answers) -> tuple[Score, Frame]:
         # A new one for each pass: the readings of the last one still say that an answer is missing.
         frame = Frame(group=group, member=member)
-        # Also for an unscored episode: its metrics are unknown (None), not absent.
-        names = {node.mods.id: None for node in self.metrics if node.mods.id is not None}
         if trajectory.stop.infrastructure:
             why = f"infrastructure: {trajectory.stop.value}"
-            return Score(None, evidence={"spec": self.name, "value": None, "unscored": why}, metrics=dict(names)), frame
+            return Score(None, evidence={"spec": self.name, "value": None, "unscored": why}, metrics={**self._unknown}), frame
         view = episode_view(trajectory, answers)
         result = self.root.evaluate(view, frame)
-        measured = [node.evaluate(view, frame) for node in self.metrics]
+        measured = [node.evaluate(view, frame).evidence for node in self.metrics]
         evidence: dict[str, Json] = {"spec": self.name, "value": result.value, "root": result.evidence}
-        metrics: dict[str, float | None] = {**names, **_values_by_id(result.evidence)}
-        success: bool | None = None
+        trees, success = [result.evidence], None
         if self.rule is not None and self.success is not None:
             decided = result if self.success is self.root else self.success.evaluate(view, frame)
             # An unscored episode has none, unless it is unscored only because its reward needs the group for comparison.
             alone = self.compares and frame.group is None
             if decided.value is not None and (result.value is not None or alone):
                 success = decided.value >= TRUE
-            evidence["success"] = {"by": str(self.rule), "value": success}
+            evidence["success"] = {"by": self._by, "value": success}
             if not self.rule.derived:  # the evidence of a derived rule is in that of the root
                 evidence["success"]["node"] = decided.evidence
-                metrics |= _values_by_id(decided.evidence)
+                trees.append(decided.evidence)
         if measured:
-            evidence["metrics"] = [item.evidence for item in measured]
-            metrics |= _values_by_id(evidence["metrics"])
-            for node, item in zip(self.metrics, measured, strict=True):
-                if node.mods.id is not None:
-                    metrics[node.mods.id] = item.value
+            evidence["metrics"] = measured
+        found = {node["id"]: node["value"] for node in evidence_nodes([*trees, *measured]) if "id" in node}
         steps = dict(sorted(result.steps.items())) if result.value is not None else {}
         value = result.value
         if value is not None and trajectory.given:  # what the given turns earned is not the policy's
             value = math.fsum([value, *(-amount for turn, amount in steps.items() if turn < trajectory.given)])
             steps = {turn: amount for turn, amount in steps.items() if turn >= trajectory.given}
             evidence["given"] = {"turns": trajectory.given, "value": value}
-        return Score(value, steps, evidence, metrics, success), frame
-
-
-def _values_by_id(evidence: Json) -> dict[str, float | None]:
-    return {node["id"]: node["value"] for node in evidence_nodes(evidence) if "id" in node}
+        return Score(value, steps, evidence, {**self._unknown, **found}, success), frame
 
 
 # Token rewards
