@@ -50,7 +50,7 @@ _lock = fork_safe(threading.Lock())
 def resolve_references(value: Any, where: str) -> Any:
     """The value with references replaced in all its texts; the very value if it has none. `where`: its key in the config. Raises
     ConfigError for a variable that is not set."""
-    if not any(True for _ in references(value, where)):
+    if next(references(value, where), None) is None:
         return value
     if isinstance(value, str):
         if whole := _WHOLE.fullmatch(value):
@@ -63,7 +63,9 @@ def resolve_references(value: Any, where: str) -> Any:
 
 def references(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
     """References of a value to environment variables: the key of each text that does, below `where`, and the text."""
-    return ((key, text) for key, text in texts(value, where) if _WHOLE.fullmatch(text) or _WITHIN.search(text))
+    for key, text in texts(value, where):
+        if _WHOLE.fullmatch(text) or _WITHIN.search(text):
+            yield key, text
 
 
 def texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:

@@ -327,13 +327,6 @@ class CostUsd(_Cost):
 # Python functions
 
 
-def _lent(view: View) -> View:
-    """The part as a function gets it, which may change task and lists: episodes share a task, and other leaves read on."""
-    whole = copy(view.trajectory)
-    whole.task, whole.messages, whole.turns = whole.task.copied(), list(whole.messages), list(whole.turns)
-    return replace(view, trajectory=whole, turns=list(view.turns), calls=list(view.calls), memo={})
-
-
 @LEAVES.register("python")
 class PythonFunction(Leaf):
     """Calls `context.python[name](view, args)`. A spec can name a function but not define or import one."""
@@ -362,8 +355,12 @@ class PythonFunction(Leaf):
         return True
 
     def read(self, view: View, args: Args) -> Reading:
+        # A function may change task and lists of what it gets: episodes share a task, and other leaves read on.
+        whole = copy(view.trajectory)
+        whole.task, whole.messages, whole.turns = whole.task.copied(), list(whole.messages), list(whole.turns)
+        lent = replace(view, trajectory=whole, turns=list(view.turns), calls=list(view.calls), memo={})
         try:
-            answer: Any = self.function(_lent(view), deep_copy_json(args.get("args")))
+            answer: Any = self.function(lent, deep_copy_json(args.get("args")))
         except BaseException as error:  # user code may raise anything, which must not stop a run
             if is_from_outside(error):
                 raise
