@@ -110,10 +110,6 @@ class ApiRenderer(Renderer):
     def __init__(self, transcript: Transcript) -> None:
         self._transcript = transcript
 
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        return ()
-
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         head = self._transcript.add({"tools": [dict(tool) for tool in tools]})
         return [head, *map(self._transcript.message, messages)]

@@ -230,15 +230,12 @@ class Renderer(ABC):
     syntax: str = ""
     """Name of the syntax of its calls (render/syntaxes.py), or another one. If it is empty, turns have none of these three:"""
     codec: Codec
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end an assistant turn."""
     frame: Marks = THINK
     """The marks around the reasoning of a turn."""
     in_reasoning: bool = False
     """Whether a turn begins within the reasoning, without its opening mark."""
-
-    @property
-    @abstractmethod
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end an assistant turn."""
 
     @abstractmethod
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -102,11 +102,7 @@ class ChatML(Renderer):
         for token in (START, END):
             if token not in self.codec.added:
                 raise ModelError(f"ChatML needs the added token {token!r}, which the tokenizer does not have")
-        self._end = self.codec.added[END]
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        return (self._end,)
+        self.stop_token_ids = (self.codec.added[END],)
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         if tools:
@@ -128,7 +124,7 @@ class ChatML(Renderer):
 
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
         # A cut turn may end in any token, which is then part of its text.
-        ids = token_ids[:-1] if finish == "stop" and token_ids and token_ids[-1] == self._end else token_ids
+        ids = token_ids[:-1] if finish == "stop" and token_ids and token_ids[-1] in self.stop_token_ids else token_ids
         reasoning, text = THINK.split(self.codec.decode(ids))
         content, calls = parse_tool_calls(text)
         return Message("assistant", content, name_cut(calls) if finish == "length" else calls, reasoning=reasoning)

@@ -74,6 +74,8 @@ class TemplateRenderer(Renderer):
         self._callable: set[str] = set()
         self._verify(_SAID)
         self.syntax, self.no_tools = self._find_syntax(parser)
+        stops = dict.fromkeys((self._turns.stop, self._turns.call_stop))
+        self.stop_token_ids = tuple(self.codec.added[stop] for stop in stops)
         known = SYNTAXES.get(self.syntax)
         self._parser = parser.parser if isinstance(parser, Syntax) else parser or (known or SYNTAXES["hermes"]).parser
         self._parse_calls = self._parser.bind(()) if isinstance(self._parser, ForTools) else self._parser
@@ -90,11 +92,6 @@ class TemplateRenderer(Renderer):
                 raise ModelError(f'{problem}; name the parser that does, or "auto" (model.tool_parser)')
             self.no_tools = f"{problem}; {self._what_to_do}"
         self.tools_need_system, self.in_reasoning = self._turns.tools_need_system, self._turns.in_reasoning
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        stops = dict.fromkeys((self._turns.stop, self._turns.call_stop))
-        return tuple(self._text.codec.added[stop] for stop in stops)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateRenderer:
         offered = bool(tools) and self._tools_matter

@@ -148,10 +148,6 @@ class Forced(Renderer):
         self._inner = inner
         self._call = Message("assistant", tool_calls=(ToolCall("get", {"key": "a"}),))
 
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        return ()
-
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         return self._inner.start(messages, tools)
 

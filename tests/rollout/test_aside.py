@@ -44,16 +44,12 @@ class Noting(Renderer):
 
     def __init__(self) -> None:
         self.inner = make_renderer(TOKENIZER)
-        self.stop_ids = self.inner.stop_token_ids
+        self.stop_token_ids = self.inner.stop_token_ids
         self.on_loop: dict[str, bool] = {}
         self.loop = threading.get_ident()
 
     def note(self, name: str) -> None:
         self.on_loop[name] = threading.get_ident() == self.loop
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        return self.stop_ids
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         self.note("start")
