@@ -64,8 +64,8 @@ def check_envs(envs: tuple[EnvConfig, ...], sft: SftConfig | None) -> None:
 
 
 def weight_at(weight: Steps | None, step: int) -> float:
-    """A weight after `step` updates: on the line between the points before and after it, else that of the nearest; by
-    default 1."""
+    """A weight, or a temperature, after `step` updates: on the line between the points before and after it, else that of the
+    nearest; by default 1."""
     if not isinstance(weight, list):
         return 1.0 if weight is None else weight
     for (before, low), (after, high) in pairwise(weight):
@@ -135,13 +135,8 @@ def named_leaves(table: Table, envs: Sequence[EnvConfig]) -> Iterator[tuple[str,
 LEAST_TEMPERATURE = 0.01
 
 
-def temperature_at(rollout: RolloutConfig, version: int) -> float:
-    """The temperature at which the episodes of the update after `version` others are sampled, and at which it is computed."""
-    return weight_at(rollout.temperature, version)
-
-
 def scheduled_temperature(rollout: RolloutConfig, version: int) -> float | None:
-    """`temperature_at`, or None if it is one number for the whole run."""
+    """The temperature of the update after `version` others, of its episodes and itself; None if it is one for the whole run."""
     return weight_at(rollout.temperature, version) if isinstance(rollout.temperature, list) else None
 
 

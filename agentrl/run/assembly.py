@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.config import ModelConfig, TrainConfig
-from agentrl.config.envs import temperature_at
+from agentrl.config.envs import weight_at
 from agentrl.config.schema import AgentConfig, EnvConfig, OptimConfig
 from agentrl.engines.makers import API
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
@@ -174,7 +174,7 @@ class Inputs:
         return Policy(
             engine,
             renderer,
-            temperature_at(rollout, 0) if self.temperature is None else self.temperature,
+            weight_at(rollout.temperature, 0) if self.temperature is None else self.temperature,
             rollout.top_p,
             rollout.top_k,
             make_context_policy(rollout.context),

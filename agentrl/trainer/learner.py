@@ -16,7 +16,7 @@ import torch
 from agentrl.cluster.group import WorkerGroup, check_arrived, check_shared
 from agentrl.cluster.launch import launch
 from agentrl.cluster.placement import has_gpus
-from agentrl.config.envs import own_advantages, scheduled_temperature, temperature_at
+from agentrl.config.envs import own_advantages, scheduled_temperature, weight_at
 from agentrl.config.load import check_idle_keys, check_unread
 from agentrl.config.schema import AlgorithmConfig, Choice, CriticConfig, TrainConfig
 from agentrl.data.rows import Ragged
@@ -235,7 +235,7 @@ class Learner:
         not finite in it, in words ("" if all is). `algorithm`, `own`: instead of the run's and its environments' estimators;
         `estimator`: a function instead of them."""
         algorithm, own = algorithm or self.algorithm, self._own if own is None else own
-        view, metrics = await self._prepare(Ragged.of(batch), temperature_at(self.config.rollout, step))
+        view, metrics = await self._prepare(Ragged.of(batch), weight_at(self.config.rollout.temperature, step))
         # Checked before the advantages too: whitening and group means would spread one NaN over all rows and hide its own.
         if broken := await in_thread("batch", broken_rows, view):
             return view, metrics, broken
@@ -330,7 +330,7 @@ class Learner:
 
         Both get the same batch, advantages included: values were computed before either of them moves."""
         metrics, seed = dict[str, float](), self.config.seed
-        temperature = temperature_at(self.config.rollout, step)
+        temperature = weight_at(self.config.rollout.temperature, step)
         added: list[tuple[Term, TensorDict]] = []
         for hook in self.hooks.values() if learns else ():
             rows, drawn = hook.draw(step, int(view.episode.max()) + 1)
