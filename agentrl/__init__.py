@@ -30,33 +30,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AdvantageInput": "agentrl.trainer.algorithms.base",
-    "AdvantageOutput": "agentrl.trainer.algorithms.base",
-    "Callback": "agentrl.run.callbacks",
-    "Draw": "agentrl.run.api.steps",
-    "EvalReport": "agentrl.run.api.functions",
-    "Group": "agentrl.data.trajectory",
-    "LivePolicy": "agentrl.run.api.steps",
-    "LossInput": "agentrl.trainer.algorithms.base",
-    "LossOutput": "agentrl.trainer.algorithms.base",
-    "Message": "agentrl.data.trajectory",
-    "RunRecord": "agentrl.run.reader",
-    "StepLoop": "agentrl.run.api.steps",
-    "Task": "agentrl.data.trajectory",
-    "TokenLedger": "agentrl.data.trajectory",
-    "ToolCall": "agentrl.data.trajectory",
-    "ToolEnv": "agentrl.env",
-    "TrainBatch": "agentrl.run.api.trainer",
-    "Trainer": "agentrl.run.api.trainer",
-    "Trajectory": "agentrl.data.trajectory",
-    "evaluate": "agentrl.run.api.functions",
-    "give": "agentrl.utils.search_path",
-    "load_run": "agentrl.run.reader",
-    "make": "agentrl.run.api.base",
-    "session": "agentrl.run.api.steps",
-    "train": "agentrl.run.api.functions",
+_NAMES = {
+    "agentrl.data.trajectory": "Group Message Task TokenLedger ToolCall Trajectory",
+    "agentrl.env": "ToolEnv",
+    "agentrl.run.api.base": "make",
+    "agentrl.run.api.functions": "EvalReport evaluate train",
+    "agentrl.run.api.steps": "Draw LivePolicy StepLoop session",
+    "agentrl.run.api.trainer": "TrainBatch Trainer",
+    "agentrl.run.callbacks": "Callback",
+    "agentrl.run.reader": "RunRecord load_run",
+    "agentrl.trainer.algorithms.base": "AdvantageInput AdvantageOutput LossInput LossOutput",
+    "agentrl.utils.search_path": "give",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Public name -> its module."""
 _ROOMS = ("env", "rollout")
 """Rooms with a public face; the last one can be called (agentrl/utils/callable_module.py)."""
