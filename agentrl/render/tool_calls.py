@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from agentrl.data.chat_forms import schema_parts
@@ -28,20 +28,12 @@ class ForTools:
     """A parser that needs the schemas of the available tools; `make` returns the parser for a list of tools."""
 
     def __init__(self, make: Callable[[Sequence[Mapping[str, Any]]], Parser]) -> None:
-        self._make = make
-        self._made: dict[str, Parser] = {}
+        # Once for equal lists: building one may mean reading a whole vocabulary.
+        self._make = lru_cache(maxsize=64)(lambda tools: make(json.loads(tools)))
 
     def bind(self, tools: Sequence[Mapping[str, Any]]) -> Parser:
-        """The parser for these tools, cached for equal lists: building one may mean reading a whole vocabulary."""
-        key = json.dumps(tools, sort_keys=True, default=str)
-        if key not in self._made:
-            if len(self._made) >= _TOOL_LISTS_REMEMBERED:
-                del self._made[next(iter(self._made))]
-            self._made[key] = self._make(tools)
-        return self._made[key]
-
-
-_TOOL_LISTS_REMEMBERED = 64
+        """The parser for these tools."""
+        return self._make(json.dumps(tools, sort_keys=True, default=str))
 
 
 @dataclass(frozen=True)

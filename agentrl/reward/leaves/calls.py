@@ -146,8 +146,9 @@ def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
     equal = equal_pairs(made, gold, rule) if rule.strict and how != "greedy" else []
     weights = partial(_weights, rule)
     others = _greedy(made, gold, weights) if how == "greedy" else assign.pair_rest(made, gold, equal, weights)
-    keys = len(equal) + sum(_key_score(made[i], gold[j]) for i, j in others)
-    values = sum(len(gold[j].arguments) for _, j in equal) + sum(_value_score(made[i], gold[j], rule) for i, j in others)
+    scores = [_pair_scores(made[i], gold[j], rule) for i, j in others]
+    keys = len(equal) + sum(key for key, _ in scores)
+    values = sum(len(gold[j].arguments) for _, j in equal) + sum(value for _, value in scores)
     top = 1.0 + len(gold) + sum(len(call.arguments) for call in gold)
     evidence = {
         "made": len(made),
@@ -175,7 +176,7 @@ def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], weights: assign.
 def _weights(rule: EqualityRule, made: Sequence[ToolCall], gold: Sequence[GoldCall]) -> assign.Weights:
     """The scores of names and values together, of all pairs of calls of one function."""
     if len(made) * len(gold) < assign.MANY:
-        return [[_key_score(a, b) + _value_score(a, b, rule) if a.name == b.name else 0.0 for b in gold] for a in made]
+        return [[sum(_pair_scores(a, b, rule)) if a.name == b.name else 0.0 for b in gold] for a in made]
     shared, fitting, _ = assign.shared_arguments(made, gold, CallRule(values=rule))
     own, wanted = (np.array([float(len(call.arguments or ())) for call in calls]) for calls in (made, gold))
     either = own[:, None] + wanted - shared
@@ -183,17 +184,13 @@ def _weights(rule: EqualityRule, made: Sequence[ToolCall], gold: Sequence[GoldCa
     return same_names + fitting
 
 
-def _key_score(call: ToolCall, gold: GoldCall) -> float:
-    """Jaccard index of the parameter names; 1 if neither call has any."""
-    if call.arguments is None:
-        return 0.0
-    made, wanted = call.arguments.keys(), gold.arguments.keys()
-    return 1.0 if made == wanted else len(made & wanted) / len(made | wanted)
-
-
-def _value_score(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> int:
-    made = call.arguments or {}
-    return sum(key in made and same(made[key], value, rule) for key, value in gold.arguments.items())
+def _pair_scores(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> tuple[float, int]:
+    """Jaccard index of the parameter names (1 if neither call has any), and the number of right values."""
+    made, wanted = call.arguments, gold.arguments
+    if made is None:
+        return 0.0, 0
+    names = 1.0 if made.keys() == wanted.keys() else len(made.keys() & wanted.keys()) / len(made.keys() | wanted.keys())
+    return names, sum(key in made and same(made[key], value, rule) for key, value in wanted.items())
 
 
 # `calls.match`
@@ -270,7 +267,10 @@ class CallsMatch(Leaf):
         made = view.made(self.by)
         if "made" in args:  # calls that are data (an answer's, say), as if they had been made; null for none
             items = args["made"] or []
-            if not isinstance(items, list) or not all(map(_is_call, items)):
+            if not isinstance(items, list) or not all(
+                isinstance(x, dict) and isinstance(x.get("name"), str) and isinstance(x.get("arguments"), dict | None)
+                for x in items
+            ):
                 raise UnscorableError(f"made must be a list of calls (name: text, arguments: object), not {brief(items, 80)!r}")
             turn = next(reversed(view.trajectory.turns), Turn(-1, Message("assistant")))
             made = [Made(turn, ToolCall(x["name"], x.get("arguments")), None) for x in items]
@@ -356,10 +356,6 @@ def _in_turn(rule: CallRule, calls: Sequence[ToolCall], gold: Sequence[GoldCall]
         return match
     table = np.asarray(assign.all_weights(calls, gold, partial(_credits, rule, False))).tolist()
     return lambda i, j: float(table[i][j])
-
-
-def _is_call(item: Json) -> bool:
-    return isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("arguments"), dict | None)
 
 
 def _in_nfc(made: Made) -> Made:
