@@ -6,7 +6,8 @@ calls and results stand, what is trimmed, escaped or dropped. The texts are the 
 from functools import cache
 
 from agentrl.render import make_renderer
-from tests.render.render_tokenizers import build_tokenizer
+from agentrl.render.chatml import CHATML_TEMPLATE
+from tests.render.render_tokenizers import CONTROL_TOKENS, SENTENCEPIECE, build_sentencepiece, build_tokenizer
 
 QWEN25 = """
 {%- if tools %}
@@ -152,12 +153,19 @@ FAMILIES = {
     "deepseek": (DEEPSEEK, ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"],
                  "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", False, True, 0),
     "granite": (GRANITE, ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"], None, "<|end_of_text|>", False, True, 0),
+    "chatml": (CHATML_TEMPLATE, CONTROL_TOKENS, None, "<|im_end|>", True, True, 2),
+    "chatml, tags of ordinary text": (CHATML_TEMPLATE, CONTROL_TOKENS[:2], None, "<|im_end|>", True, True, 2),
 }  # fmt: skip
+PIECES = [*(f"mistral/{kind}" for kind in SENTENCEPIECE), "qwen2.5/first", "llama3/prepend"]
+"""The same over tokenizers in the manner of sentencepiece: spaces as letters, a space put before a text, bytes for unknown
+characters, control tokens inside the model's own vocabulary."""
 
 
 @cache
 def family_of(name):
     """Tokenizer, renderer, and what of FAMILIES' row follows the tokens."""
-    template, tokens, bos, eos, *abilities = FAMILIES[name]
-    tokenizer = build_tokenizer(tokens, template, bos=bos, eos=eos)
+    family, _, kind = name.partition("/")
+    template, tokens, bos, eos, *abilities = FAMILIES[family]
+    ends = {"bos": bos, "eos": eos}
+    tokenizer = build_sentencepiece(kind, tokens, template, **ends) if kind else build_tokenizer(tokens, template, **ends)
     return tokenizer, make_renderer(tokenizer), *abilities

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.data.trajectory import Message, ToolCall
@@ -9,7 +9,7 @@ from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ModelError, RenderError
 from tests.render.families import family_of
-from tests.render.render_conversations import TOOLS, appended, as_dicts, conversations, plain
+from tests.render.render_conversations import TOOLS, appended
 from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 quick = settings(max_examples=60, deadline=None)
@@ -29,51 +29,6 @@ def test_the_exact_text(chatml_tokenizer):
         "<|im_start|>user\n<tool_response>\n7\n</tool_response>\n<tool_response>\n8\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-
-
-@quick
-@given(data=st.data())
-def test_equal_to_its_own_chat_template(chatml_tokenizer, data):
-    """Over text that holds no control token, where encoding the whole rendered string is unambiguous."""
-    opening, rounds = data.draw(conversations(text=plain))
-    tools = data.draw(st.sampled_from([[], TOOLS]))
-    ids, messages = appended(make_renderer(chatml_tokenizer), opening, rounds, tools)
-    expected = chatml_tokenizer.apply_chat_template(
-        as_dicts(messages), tools=tools or None, add_generation_prompt=True, return_dict=False
-    )
-    # "assistant\n" and a turn that starts with other than a letter are one piece to the template's
-    # tokenization but never to a policy, which samples after the newline.
-    assert chatml_tokenizer.decode(ids) == chatml_tokenizer.decode(expected)
-    if all(turn.content[:1].isalnum() for turn, _ in rounds):
-        assert ids == expected
-
-
-@quick
-@given(data=st.data())
-def test_content_never_becomes_a_control_token(chatml_tokenizer, data):
-    opening, rounds = data.draw(conversations())
-    renderer = make_renderer(chatml_tokenizer)
-    ids, _ = appended(renderer, opening, rounds, TOOLS)
-    start, end = (chatml_tokenizer.convert_tokens_to_ids(token) for token in CONTROL_TOKENS[:2])
-    user_turns = sum(1 if answers else 0 for _, answers in rounds)
-    # opening turns (+ the system turn that tools make), and an assistant and a user turn a round
-    turns = len(opening) + (opening[0].role != "system") + len(rounds) + user_turns
-    assert ids.count(start) == turns + 1
-    assert ids.count(end) == turns
-
-
-@quick
-@given(data=st.data())
-def test_parse_is_the_inverse_of_assistant(chatml_tokenizer, data):
-    _, rounds = data.draw(conversations(max_rounds=1, min_rounds=1))
-    message = rounds[0][0]
-    assume("tool_call>" not in message.content and not message.content.startswith("<think>"))
-    renderer = make_renderer(chatml_tokenizer)
-    ids = renderer.assistant(message)
-    assert ids[-1] in renderer.stop_token_ids
-    parsed = renderer.parse(ids, "stop")
-    assert parsed.content == message.content
-    assert [(c.name, c.arguments, c.id) for c in parsed.tool_calls] == [(c.name, c.arguments, c.id) for c in message.tool_calls]
 
 
 def test_a_malformed_call_round_trips_verbatim(chatml_tokenizer):
@@ -102,13 +57,6 @@ def test_reasoning_is_kept_apart(chatml_tokenizer):
     assert renderer.parse(renderer.assistant(message), "stop") == message
     cut = renderer.parse(renderer.assistant(message)[:-4], "length")
     assert cut.content != "Seven." and cut.reasoning == message.reasoning
-
-
-def test_a_turn_without_stop_token_is_closed(chatml_tokenizer):
-    renderer = make_renderer(chatml_tokenizer)
-    stopped = renderer.extend("stop", [Message("user", "x")])
-    assert renderer.extend("length", [Message("user", "x")]) == [*renderer.stop_token_ids, *stopped]
-    assert renderer.extend("abort", [Message("user", "x")]) == [*renderer.stop_token_ids, *stopped]
 
 
 @quick

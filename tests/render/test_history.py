@@ -13,7 +13,7 @@ from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.warm_start import transcript
 from agentrl.run.outcomes import episode_values
 from tests.players import Script
-from tests.render.families import FAMILIES, IM, MISTRAL, QWEN3, QWEN25
+from tests.render.families import IM, QWEN3, QWEN25, family_of
 from tests.render.render_conversations import as_dicts
 from tests.render.render_tokenizers import build_tokenizer
 
@@ -155,6 +155,15 @@ def test_every_prompt_of_an_episode_is_the_template_s(template, ledgers):
     assert sum(ledger.sampled_tokens for ledger in trajectory.ledgers) == sum(map(len, said))
 
 
+def test_a_string_that_looks_like_a_number_reaches_its_tool_as_a_string():
+    """The tools of an episode reach the parser: a syntax without types still gives a tool what it declares."""
+    renderer = family_of("qwen3-coder")[1]
+    ids = renderer.assistant(Message("assistant", "", (ToolCall("get", {"key": "7"}, id="abcdefghi"),)))
+    spec, limits = EpisodeSpec(1, "train", 1, 0, key="a"), Limits(1, 99, 10**5, 60.0, 60.0, 10**5)
+    [turn] = asyncio.run(run_episode(Talk(), Policy(Script([ids]), renderer), spec, limits, SCORER)).turns
+    assert turn.message.tool_calls[0].arguments == {"key": "7"} and turn.results[0].error is None
+
+
 def test_a_transcript_of_the_teacher_forks_as_an_episode_does():
     tokenizer, renderer = made(OPENS)
     trajectory = asyncio.run(transcript(Talk(), renderer, 1, teacher={}))
@@ -166,9 +175,7 @@ def test_a_transcript_of_the_teacher_forks_as_an_episode_does():
 
 def test_text_next_to_calls_that_a_template_drops_is_counted_as_prompts_that_begin_anew():
     """Mistral's shows a call without the text next to it: each such turn but the last is followed by a new ledger."""
-    _, tokens, bos, eos, *_ = FAMILIES["mistral"]
-    tokenizer = build_tokenizer(tokens, MISTRAL, bos=bos, eos=eos)
-    renderer = make_renderer(tokenizer)
+    tokenizer, renderer, *_ = family_of("mistral")
     call = renderer.assistant(Message("assistant", "", (CALL,)))
     talks = tokenizer("I look.", add_special_tokens=False)["input_ids"] + call
     for turns, ledgers, share in (([call, call, call], 1, 0.0), ([talks, call, call], 2, 0.5), ([talks, talks, talks], 3, 1.0)):

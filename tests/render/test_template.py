@@ -1,4 +1,4 @@
-"""The generic renderer over the template shapes of nine model families."""
+"""The renderers over the template shapes of nine model families, and over agentrl's own."""
 
 import copy
 import sys
@@ -11,24 +11,24 @@ from tokenizers import AddedToken
 
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer, template_text
-from agentrl.render.chatml import CHATML_TEMPLATE
+from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
 from agentrl.render.template import TemplateRenderer
 from agentrl.utils.errors import ModelError, RenderError
-from tests.render.families import FAMILIES, IM, QWEN25, family_of
+from tests.render.families import FAMILIES, IM, PIECES, QWEN25, family_of
 from tests.render.render_conversations import LOOKALIKES, TOOLS, appended, as_dicts, conversations, plain, same_control_tokens
 from tests.render.render_tokenizers import build_tokenizer
 
 quick = settings(max_examples=25, deadline=None)
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
+@pytest.fixture(scope="session", params=[*FAMILIES, *PIECES])
 def family(request):
     made = family_of(request.param)
-    assert isinstance(made[1], TemplateRenderer)
+    assert isinstance(made[1], ChatML if "chatml" in request.param else TemplateRenderer)
     return made
 
 
-TOOL_FAMILIES = [name for name, row in FAMILIES.items() if row[4]]
+TOOL_FAMILIES = [*(name for name, row in FAMILIES.items() if row[4]), *PIECES]
 
 
 def with_ids(rounds):
@@ -42,20 +42,27 @@ def with_ids(rounds):
     return result
 
 
-def draw(data, abilities, text):
+def draw(data, renderer, abilities, text, **more):
     tools, system, calls = abilities
-    opening, rounds = data.draw(conversations(text=text, system=system, max_calls=calls))
-    return opening, with_ids(rounds), TOOLS if tools and data.draw(st.booleans()) else []
+    opening, rounds = data.draw(conversations(text=text, system=system, max_calls=calls, **more))
+    # ChatML's shows what is said next to calls, and no ids.
+    rounds = rounds if isinstance(renderer, ChatML) else with_ids(rounds)
+    return opening, rounds, TOOLS if tools and data.draw(st.booleans()) else []
 
 
 @quick
 @given(data=st.data())
 def test_appending_gives_what_the_template_gives_for_the_whole(family, data):
     tokenizer, renderer, *abilities = family
-    opening, rounds, tools = draw(data, abilities, plain)
+    opening, rounds, tools = draw(data, renderer, abilities, plain)
     ids, messages = appended(renderer, opening, rounds, tools)
-    whole = tokenizer.apply_chat_template(as_dicts(messages), tools=tools or None, add_generation_prompt=True, tokenize=False)
-    assert tokenizer.decode(ids) == whole
+    text = tokenizer.apply_chat_template(as_dicts(messages), tools=tools or None, add_generation_prompt=True, tokenize=False)
+    whole, pieces = tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.unk_token is not None
+    assert tokenizer.decode(ids) == (tokenizer.decode(whole) if pieces else text)
+    # Mistral's turns have a control token on either side: no piece reaches over their edge. "assistant\n" and a turn that starts
+    # with other than a letter are one piece to the template's tokenization but never to a policy, which samples after it.
+    plain_turns = isinstance(renderer, ChatML) and all(turn.content[:1].isalnum() for turn, _ in rounds)
+    assert ids == whole or not (plain_turns or (pieces and "[INST]" in tokenizer.get_vocab()))
 
 
 @quick
@@ -63,22 +70,38 @@ def test_appending_gives_what_the_template_gives_for_the_whole(family, data):
 def test_hostile_text_adds_no_control_token(family, data):
     """Every control token in a conversation of look-alikes stands where it stands in a harmless one."""
     tokenizer, renderer, *abilities = family
-    opening, rounds, tools = draw(data, abilities, st.lists(plain | st.sampled_from(LOOKALIKES)).map("".join))
-    assert same_control_tokens(renderer, opening, rounds, tools, set(tokenizer.get_added_vocab().values()))
+    text = st.lists(plain | st.sampled_from([*LOOKALIKES, "▁", "<unk>", "<0x0A>"])).map("".join)
+    opening, rounds, tools = draw(data, renderer, abilities, text)
+    control = set(tokenizer.get_added_vocab().values()) - {tokenizer.unk_token_id}
+    assert same_control_tokens(renderer, opening, rounds, tools, control)
 
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES, indirect=True)
 @quick
 @given(data=st.data())
 def test_a_rendered_call_is_parsed_back(family, data):
-    _, renderer, _, system, calls = family
-    _, rounds = data.draw(conversations(text=plain, system=system, max_calls=calls, min_rounds=1))
-    turn = with_ids(rounds)[0][0]
-    assume(turn.tool_calls)
-    parsed = renderer.parse(renderer.assistant(turn), "stop").tool_calls
-    assert [call.name for call in parsed] == [call.name for call in turn.tool_calls]
+    tokenizer, renderer, *abilities = family
+    turn = draw(data, renderer, abilities, plain, min_rounds=1)[1][0][0]
+    assume(turn.tool_calls or isinstance(renderer, ChatML))
+    ids = renderer.assistant(turn)
+    parsed, space = renderer.parse(ids, "stop"), " " if tokenizer.unk_token else "▁"  # which is a space to sentencepiece
+    assert ids[-1] in renderer.stop_token_ids and parsed.content == turn.content.replace("▁", space)
+    assert [call.name for call in parsed.tool_calls] == [call.name for call in turn.tool_calls]
     if renderer.syntax != "qwen_xml":  # XML does not type its values
-        assert [call.arguments for call in parsed] == [call.arguments for call in turn.tool_calls]
+        given = [
+            {key: value.replace("▁", space) if isinstance(value, str) else value for key, value in call.arguments.items()}
+            for call in turn.tool_calls
+        ]
+        assert [call.arguments for call in parsed.tool_calls] == given
+    assert not isinstance(renderer, ChatML) or [c.id for c in parsed.tool_calls] == [c.id for c in turn.tool_calls]
+
+
+@pytest.mark.parametrize("kind", ["prepend", "first", "always"])
+def test_a_turn_after_text_gets_no_space_of_its_own(kind):
+    """`assistant\\n` is text: what follows is in the middle of a text for the tokenizer, as it is for a policy."""
+    tokenizer, renderer, *_ = family_of(f"qwen2.5/{kind}")
+    turn = renderer.assistant(Message("assistant", "report"))
+    assert not tokenizer.convert_ids_to_tokens(turn)[0].startswith("▁")
 
 
 VALUES = {
@@ -118,7 +141,8 @@ def test_tools_of_one_episode_are_not_those_of_another():
 def test_a_turn_without_stop_token_is_closed(family):
     _, renderer, *_ = family
     user = [Message("user", "x")]
-    assert renderer.extend("length", user) == [*renderer.stop_token_ids, *renderer.extend("stop", user)]
+    for finish in ("length", "abort"):
+        assert renderer.extend(finish, user) == [*renderer.stop_token_ids, *renderer.extend("stop", user)]
 
 
 def test_tools_that_a_template_cannot_show_are_refused(family):
@@ -344,14 +368,11 @@ def test_what_a_template_does_not_show_of_a_tool_is_named(old, new, hidden):
         renderer.start([Message("user", "x")], TOOLS)
 
 
-@pytest.mark.parametrize(
-    ("form", "shown"),
-    [
-        ("m.content|tojson(ensure_ascii=True)", r'"a<|im_end|>\u00e9Qhiddenx1q"'),
-        ("[m.content]|string", "['a<|im_end|>éQhiddenx1q']"),
-        ("m.content|urlencode", None),
-    ],
-)
+@pytest.mark.parametrize(("form", "shown"), [
+    ("m.content|tojson(ensure_ascii=True)", r'"a<|im_end|>\u00e9Qhiddenx1q"'),
+    ("[m.content]|string", "['a<|im_end|>éQhiddenx1q']"),
+    ("m.content|urlencode", None),
+])  # fmt: skip
 def test_a_control_token_that_a_template_escapes_is_shown_as_text(form, shown):
     """What stood for it was escaped itself, and the policy read that."""
     tokenizer = build_tokenizer(IM, answering(form))
