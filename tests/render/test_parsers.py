@@ -2,26 +2,11 @@ import tracemalloc
 
 import pytest
 
-from agentrl.data.trajectory import ToolCall
 from agentrl.render import tagged_syntaxes as gemma
 from agentrl.render.syntaxes import SYNTAXES
 from agentrl.render.tagged_syntaxes import parse_qwen_xml
 from agentrl.render.tool_calls import MOST_CALLS
-from tests.render.render_conversations import TOOLS
 from tests.render.test_syntaxes import read
-
-XML = (
-    "<tool_call>\n<function=set>\n<parameter=key>\nk3\n</parameter>\n"
-    "<parameter=value>\n7\n</parameter>\n</function>\n</tool_call>"
-)
-
-
-def test_qwen_xml_reads_values_by_schema():
-    text, (call,) = parse_qwen_xml("On it.\n" + XML, TOOLS)
-    assert text == "On it."
-    assert call == ToolCall("set", {"key": "k3", "value": "7"}, id="call_0", raw=XML)
-    assert parse_qwen_xml(XML)[1][0].arguments == {"key": "k3", "value": 7}
-
 
 TYPED = {
     "n": {"type": "integer"}, "x": {"type": "number"}, "b": {"type": "boolean"}, "s": {"type": "string"},
@@ -38,28 +23,19 @@ def xml_of(values):
     return f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "value"),
-    [
-        ("n", "7", 7), ("n", " 7 ", 7), ("n", "7.5", 7.5), ("b", "7", 7), ("n", "seven", "seven"), ("n", "9" * 5000, "9" * 5000),
-        ("x", "7", 7), ("x", "7.5", 7.5), ("x", "1e3", 1000), ("x", "inf", "inf"), ("x", "nan", "nan"),
-        ("b", "true", True), ("b", "False", False), ("b", "0", False), ("b", "yes", "yes"),
-        ("s", "7", "7"), ("s", "true", "true"), ("s", "null", "null"), ("s", '{"a": 1}', '{"a": 1}'), ("s", "", ""),
-        ("l", "[1, 2]", [1, 2]), ("l", "[1, 2", "[1, 2"), ("l", "[1e999]", "[1e999]"), ("l", "[NaN]", "[NaN]"),
-        ("o", '{"a": [null]}', {"a": [None]}), ("o", "{'a': 1}", "{'a': 1}"), ("o", '{"a": 1} x', '{"a": 1} x'),
-        ("maybe", "null", None), ("maybe", "NULL", None), ("maybe", "7", 7), ("any_of", "7.5", 7.5), ("any_of", "x", "x"),
-        ("level", "low", "low"), ("level", "3", 3), ("ref", '{"y": 1}', {"y": 1}), ("free", "7", "7"), ("other", "7", "7"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "text", "value"), [
+    ("n", "7", 7), ("n", " 7 ", 7), ("n", "7.5", 7.5), ("b", "7", 7), ("n", "seven", "seven"), ("n", "9" * 5000, "9" * 5000),
+    ("x", "7", 7), ("x", "7.5", 7.5), ("x", "1e3", 1000), ("x", "inf", "inf"), ("x", "nan", "nan"),
+    ("b", "true", True), ("b", "False", False), ("b", "0", False), ("b", "yes", "yes"),
+    ("s", "7", "7"), ("s", "true", "true"), ("s", "null", "null"), ("s", '{"a": 1}', '{"a": 1}'), ("s", "", ""),
+    ("l", "[1, 2]", [1, 2]), ("l", "[1, 2", "[1, 2"), ("l", "[1e999]", "[1e999]"), ("l", "[NaN]", "[NaN]"),
+    ("o", '{"a": [null]}', {"a": [None]}), ("o", "{'a': 1}", "{'a': 1}"), ("o", '{"a": 1} x', '{"a": 1} x'),
+    ("maybe", "null", None), ("maybe", "NULL", None), ("maybe", "7", 7), ("any_of", "7.5", 7.5), ("any_of", "x", "x"),
+    ("level", "low", "low"), ("level", "3", 3), ("ref", '{"y": 1}', {"y": 1}), ("free", "7", "7"), ("other", "7", "7"),
+])  # fmt: skip
 def test_qwen_xml_converts_as_declared(key, text, value):
     (call,) = parse_qwen_xml(xml_of({key: text}), [TYPED_TOOL])[1]
     assert call.arguments == {key: value} and type(call.arguments[key]) is type(value)
-
-
-def test_qwen_xml_keeps_lines_and_brackets_of_a_value():
-    body = "if a < b:\n  print('</x>')\n"
-    text = f"<tool_call><function=set><parameter=key>\n{body}\n</parameter></function></tool_call>"
-    assert parse_qwen_xml(text)[1][0].arguments == {"key": body}
 
 
 MANY = {
@@ -86,31 +62,24 @@ def test_a_turn_has_so_many_calls_and_what_follows_is_kept_as_one(name):
         assert errors == ([] if last is None else [(last, f"more than {MOST_CALLS} calls in one turn")])
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("mistral", "[TOOL_CALLS][" + ", ".join(['{"name": "f", "arguments": {}}'] * (MOST_CALLS + 9)) + "]"),
-        ("granite", "<|tool_call|>[" + ", ".join(['{"name": "f", "arguments": {}}'] * (MOST_CALLS + 9)) + "]"),
-        ("pythonic", "[" + ", ".join(["f()"] * (MOST_CALLS + 9)) + "]"),
-        ("deepseek_dsml", MANY["deepseek_dsml"].replace("<｜DSML｜invoke", "<｜DSML｜invoke", 1).replace(
-            '<｜DSML｜invoke name="f"></｜DSML｜invoke>', '<｜DSML｜invoke name="f"></｜DSML｜invoke>' * (MOST_CALLS + 9))),
-    ],
-    ids=["mistral", "granite", "pythonic", "deepseek_dsml"],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "text"), [
+    ("mistral", "[TOOL_CALLS][" + ", ".join(['{"name": "f", "arguments": {}}'] * (MOST_CALLS + 9)) + "]"),
+    ("granite", "<|tool_call|>[" + ", ".join(['{"name": "f", "arguments": {}}'] * (MOST_CALLS + 9)) + "]"),
+    ("pythonic", "[" + ", ".join(["f()"] * (MOST_CALLS + 9)) + "]"),
+    ("deepseek_dsml", MANY["deepseek_dsml"].replace("<｜DSML｜invoke", "<｜DSML｜invoke", 1).replace(
+        '<｜DSML｜invoke name="f"></｜DSML｜invoke>', '<｜DSML｜invoke name="f"></｜DSML｜invoke>' * (MOST_CALLS + 9))),
+], ids=["mistral", "granite", "pythonic", "deepseek_dsml"])  # fmt: skip
 def test_a_list_of_more_calls_is_cut_too(name, text):
     _, calls = SYNTAXES[name].parser(text)
     assert len(calls) == MOST_CALLS + 1 and calls[-1].error == f"more than {MOST_CALLS} calls in one turn"
     assert [call.name for call in calls[:-1]] == ["f"] * MOST_CALLS and calls[-1].raw.startswith(text[:5].strip())
 
 
-@pytest.mark.parametrize(
-    ("name", "before", "again", "error"),
-    [
-        ("llama_json", "", "{}", "more than 10000 calls"),
-        ("llama_json", '{"name": "f", "parameters": {"k": [', "[],", "more than 500000 values"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"k": [', "{},", "more than 500000 values"),
-    ],
-)
+@pytest.mark.parametrize(("name", "before", "again", "error"), [
+    ("llama_json", "", "{}", "more than 10000 calls"),
+    ("llama_json", '{"name": "f", "parameters": {"k": [', "[],", "more than 500000 values"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"k": [', "{},", "more than 500000 values"),
+])  # fmt: skip
 def test_a_long_turn_takes_little_memory(name, before, again, error):
     """The texts of 1.5 MB took 35 to 160 MB; what is beyond the limits is not read."""
     text = before + again * (1_500_000 // len(again))
