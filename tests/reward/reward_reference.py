@@ -118,28 +118,29 @@ def part_match(made: Any, gold: dict[str, Any]) -> Fraction:
     return Fraction(1 + right, 1 + len(keys))
 
 
-def best(credit: Any, made: list[Any], gold: list[Any], order: str) -> Fraction:
-    """Greatest total over all one-to-one pairings: free, or in order."""
-    if order == "prefix":
-        run = itertools.takewhile(lambda pair: full_match(*pair), zip(made, gold, strict=False))
-        return Fraction(len(list(run)))
-    short = min(len(made), len(gold))
-    top = Fraction(0)
-    for size in range(short + 1):
-        for rows in itertools.combinations(range(len(made)), size):
-            columns = itertools.permutations if order == "free" else itertools.combinations
-            for picked in columns(range(len(gold)), size):
-                top = max(top, sum((credit(made[i], gold[j]) for i, j in zip(rows, picked, strict=True)), Fraction(0)))
-    return top
+def most(weights: Any, ordered: bool = False) -> Any:
+    """The greatest total of one-to-one pairings, by trying them all; of those that cross nowhere if `ordered`."""
+    wide = weights if not weights or len(weights) <= len(weights[0]) else list(zip(*weights, strict=True))
+    n, m = len(wide), len(wide[0]) if wide else 0
+    sizes, pick = (range(n + 1), itertools.combinations) if ordered else ([min(n, m)], itertools.permutations)
+    return max(
+        sum(wide[i][j] for i, j in zip(rows, columns, strict=True))
+        for size in sizes
+        for rows in itertools.combinations(range(n), size)
+        for columns in pick(range(m), size)
+    )
 
 
 def calls_match(args: dict[str, Any], part: Part) -> Fraction:
     made, gold = part.calls, args["expect"]
     partial = args.get("credit") == "partial" and args.get("order") != "prefix"
     credit = part_match if partial else lambda a, b: Fraction(int(full_match(a, b)))
-    total = best(credit, made, gold, args.get("order", "free"))
+    if (order := args.get("order", "free")) == "prefix":
+        total = len(list(itertools.takewhile(lambda pair: full_match(*pair), zip(made, gold, strict=False))))
+    else:
+        total = most([[credit(a, b) for b in gold] for a in made], order == "ordered")
     size = {"exact": max(len(made), len(gold)), "superset": len(gold), "subset": len(made)}[args.get("compare", "exact")]
-    share = total / size if size else Fraction(int(not gold))
+    share = Fraction(total) / size if size else Fraction(int(not gold))
     if args.get("credit", "all") == "all":
         return Fraction(int(share == 1))
     return share

@@ -1,6 +1,5 @@
 """Pairs by hash and all pairs at once: the same result as the optimal assignment, pair by pair and by trying them all."""
 
-import itertools
 import random
 from functools import cache
 from typing import Any
@@ -13,6 +12,7 @@ from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
 from agentrl.reward import Scorer, call_matching, compile_spec
 from agentrl.reward.call_matching import ARGUMENTS, CALL_FORMS, CallRule, declared_gold, gold_calls, parts
 from agentrl.reward.values import NORMALIZERS, EqualityRule, same
+from tests.reward.reward_reference import most
 
 VALUES = st.one_of(
     st.sampled_from([0, 1, 1.0, True, None, "a", "A", " a", float("nan")]),
@@ -39,70 +39,44 @@ def _scorer(args: tuple[tuple[str, Any], ...]) -> Scorer:
     return compile_spec({"agentrl_reward": 1, "name": "pairs", "root": root})
 
 
-def by_trying(made: list[ToolCall], want: list[Any], credit: Any) -> float:
-    """The mean credit of the best of all one-to-one assignments, over the longer side."""
-    short, long = sorted([list(range(len(made))), list(range(len(want)))], key=len)
-    flip = len(made) > len(want)
-    best = 0.0
-    for chosen in itertools.permutations(long, len(short)):
-        pairs = [(j, i) if flip else (i, j) for i, j in zip(short, chosen, strict=True)]
-        best = max(best, sum(credit(made[i], want[j]) for i, j in pairs))
-    return best / len(long) if long else 1.0
+ALL = st.lists(st.tuples(st.sampled_from("fg"), ARGS, st.none()), max_size=3)
+SOME = st.lists(
+    st.tuples(st.sampled_from("fg"), ARGS, st.none() | st.lists(st.sampled_from("abc"), max_size=2, unique=True)), max_size=3
+)
+"""Expected calls: of each the arguments that count, None for all."""
 
 
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("strings", ["exact", "bfcl"])
-@given(CALLS, CALLS)
+@pytest.mark.parametrize("expected", [ALL, SOME], ids=["all arguments count", "some count"])
+@given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_calls_paired_by_hash_earn_what_the_best_assignment_earns(at_once: bool, strings: str, calls: Any, wanted: Any) -> None:
-    made, want = made_of(calls), [{"name": name, "arguments": arguments} for name, arguments in wanted]
-    rule = EqualityRule(normalize=NORMALIZERS[strings])
-
-    def correct(call: ToolCall, other: Any) -> int:
-        return sum(
-            1 for k, v in (call.arguments or {}).items() if k in other["arguments"] and same(v, other["arguments"][k], rule)
-        )
-
-    def full(call: ToolCall, other: Any) -> float:
-        keys = (call.arguments or {}).keys()
-        return float(call.name == other["name"] and keys == other["arguments"].keys() and correct(call, other) == len(keys))
-
-    def part(call: ToolCall, other: Any) -> float:
-        either = (call.arguments or {}).keys() | other["arguments"].keys()
-        return (1 + correct(call, other)) / (1 + len(either)) if call.name == other["name"] else 0.0
-
-    with pytest.MonkeyPatch.context() as patch:
-        if at_once:
-            patch.setattr(call_matching, "MANY", 0)
-        for how in ("optimal", "greedy"):
-            assert scored(made, want, credit="matched", assign=how, strings=strings) == pytest.approx(by_trying(made, want, full))
-        assert scored(made, want, credit="partial", strings=strings) == pytest.approx(by_trying(made, want, part))
-
-
-COUNTED = st.none() | st.lists(st.sampled_from("abc"), max_size=2, unique=True)
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-@given(CALLS, st.lists(st.tuples(st.sampled_from("fg"), ARGS, COUNTED), max_size=3))
-@settings(max_examples=40, deadline=None)
-def test_calls_of_which_only_some_arguments_count_are_not_paired_by_hash(at_once: bool, calls: Any, wanted: Any) -> None:
-    made = made_of(calls)
+def test_calls_are_paired_as_the_best_of_all_assignments_pairs_them(
+    at_once: bool, strings: str, expected: Any, data: Any
+) -> None:
+    """Equal calls by hash, unless only some of their arguments count."""
+    made, wanted, rule = made_of(data.draw(CALLS)), data.draw(expected), EqualityRule(normalize=NORMALIZERS[strings])
     want: list[Any] = [{"name": n, "arguments": a, **({} if c is None else {"compare": c})} for n, a, c in wanted]
 
     def credit(call: ToolCall, other: Any) -> float:
         have, need = call.arguments or {}, other["arguments"]
         counted = other.get("compare", have.keys() | need.keys())
-        alike = [k for k in counted if (k in have) == (k in need) and (k not in have or same(have[k], need[k]))]
+        alike = [k for k in counted if (k in have) == (k in need) and (k not in have or same(have[k], need[k], rule))]
         return (1 + len(alike)) / (1 + len(counted)) if call.name == other["name"] else 0.0
 
-    def full(call: ToolCall, other: Any) -> float:
-        return float(credit(call, other) == 1.0)
-
+    partial = [[credit(call, other) for other in want] for call in made]
+    full = [[float(one == 1.0) for one in row] for row in partial]
+    size = max(len(made), len(want))
     with pytest.MonkeyPatch.context() as patch:
         if at_once:
             patch.setattr(call_matching, "MANY", 0)
-        assert scored(made, want, credit="matched") == pytest.approx(by_trying(made, want, full))
-        assert scored(made, want, credit="partial") == pytest.approx(by_trying(made, want, credit))
+        for credits, how in ((full, {"credit": "matched"}), (partial, {"credit": "partial"})):
+            found = scored(made, want, **how, strings=strings)
+            assert found == pytest.approx(most(credits) / size if size else 1.0)
+        if expected is ALL:  # else equality is not transitive
+            assert scored(made, want, credit="matched", assign="greedy", strings=strings) == scored(
+                made, want, credit="matched", strings=strings
+            )
 
 
 FORMS = [("literal", {}), ("literal", {"absolute": 1.0}), ("sets", {}), ("bfcl", {})]

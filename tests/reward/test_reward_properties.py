@@ -1,7 +1,6 @@
 """Properties that hold for every spec and every episode, on random ones."""
 
 import copy
-import itertools
 import json
 import math
 import random
@@ -22,7 +21,7 @@ from agentrl.reward.values import NORMALIZERS, EqualityRule, equality_key, same
 from agentrl.utils.errors import RewardSpecError
 from tests.conftest import examples
 from tests.reward.reward_episodes import call, episode, gold, leaf, spec
-from tests.reward.reward_reference import reference, whole
+from tests.reward.reward_reference import most, reference, whole
 
 names = st.sampled_from(["f", "g"])
 values = st.sampled_from([0, 1, 1.0, True, "a", None])
@@ -216,27 +215,10 @@ def toolrl_by_trying(made, want, tolerance):
         keys = len(have.keys() & need.keys()) / len(either) if either else 1.0
         return keys + sum(1 for key in need if key in have and close(have[key], need[key]))
 
-    padded = [*want, *[None] * len(made)]
-    best = max(
-        sum(pair(call, wanted) for call, wanted in zip(made, choice, strict=True) if wanted is not None)
-        for choice in itertools.permutations(padded, len(made))
-    )
+    best = most([[pair(call, wanted) for wanted in want] for call in made])
     have, need = Counter(call.name for call in made), Counter(wanted["name"] for wanted in want)
     name = (have & need).total() / (have | need).total()
     return (name + best) / (1 + len(want) + sum(len(wanted["arguments"]) for wanted in want))
-
-
-def most(weights, ordered=False):
-    """The greatest total of one-to-one pairings, by trying them all; of those that cross nowhere if `ordered`."""
-    wide = weights if not weights or len(weights) <= len(weights[0]) else list(zip(*weights, strict=True))
-    n, m = len(wide), len(wide[0]) if wide else 0
-    sizes, pick = (range(n + 1), itertools.combinations) if ordered else ([min(n, m)], itertools.permutations)
-    return max(
-        sum(wide[i][j] for i, j in zip(rows, columns, strict=True))
-        for size in sizes
-        for rows in itertools.combinations(range(n), size)
-        for columns in pick(range(m), size)
-    )
 
 
 def total(pairs, weights):
