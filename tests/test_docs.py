@@ -4,16 +4,16 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from types import ModuleType
 
 import pytest
-from pydantic import BaseModel
 
-from agentrl.config import TrainConfig, load_config
-from agentrl.config.schema import Choice, EnvConfig
+from agentrl.config import load_config
+from agentrl.config.keys import all_keys, find_keys, section_at
+from agentrl.config.schema import EnvConfig
 from agentrl.env.catalog import find_config
 from agentrl.run.metrics import info_of
+from agentrl.utils.errors import ConfigError
 from agentrl.utils.search_path import load_module
 from tests.test_shape import ROOMS
 
@@ -97,34 +97,21 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     assert gone == []
 
 
-def section_of(annotation: Any) -> Any:
-    """The section, `dict` or `list` that a key holds; None for a value."""
-    if get_origin(annotation) is Annotated:
-        return section_of(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return next((found for arg in get_args(annotation) if (found := section_of(arg))), None)
-    if get_origin(annotation) in (dict, list):
-        return get_origin(annotation)
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
 def is_key(dotted: str) -> bool:
-    model: Any = TrainConfig
-    for number, part in enumerate(parts := dotted.split(".")):
-        if model is EnvConfig and part not in model.model_fields and number + 1 < len(parts):
-            continue  # env.NAME.key: of the environment of that name
-        if model in (dict, list):
-            return True
-        if model is None or part not in model.model_fields:
-            return False
-        model = section_of(model.model_fields[part].annotation)
-        model = dict if model is Choice and part != "name" and dotted.count(".args") else model
-    return True
+    parts = dotted.split(".")
+    if parts[0] == "env" and len(parts) > 2 and parts[1] not in EnvConfig.model_fields:
+        del parts[1]  # of the environment of that name
+    if (section := section_at(parts[:-1])) is not None:
+        return parts[-1] in section.model_fields
+    try:
+        return bool(find_keys(".".join(parts)))  # inside of a table
+    except ConfigError:
+        return False
 
 
 @EACH_PAGE
 def test_every_config_key_that_a_page_names_is_there(page: Path) -> None:
-    sections = "|".join(name for name, field in TrainConfig.model_fields.items() if section_of(field.annotation))
+    sections = "|".join(key.name for key in all_keys() if "." not in key.name and (key.section or "table" in key.type))
     gone = []
     for tick in ticked(text_of(page)):
         for dotted in re.findall(rf"^((?:{sections})(?:\.[a-z_]+)+)(?=$|[ =])", tick):
