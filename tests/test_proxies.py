@@ -5,9 +5,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,37 +20,26 @@ from agentrl.env.users import UserModel
 from agentrl.render.litellm_calls import load_litellm
 from agentrl.utils import network as proxies
 from agentrl.utils.errors import EnvError
+from tests.rollout.loopback import LoopbackServer
 
 NAMES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 MESSAGE = {"role": "assistant", "content": "hello"}
 ANSWER = {"choices": [{"index": 0, "finish_reason": "stop", "message": MESSAGE}], "answer": "hello"}
 
 
-class Stub:
-    """An HTTP server on loopback that answers as a model, or refuses as a proxy, and keeps what it was asked."""
+class Stub(LoopbackServer):
+    """Answers as a model, or refuses as a proxy, and keeps what it was asked."""
 
     def __init__(self, refuses: bool) -> None:
-        seen: list[str] = []
-        self.seen = seen
+        super().__init__()
+        self.refuses, self.seen, self.url = refuses, list[str](), self.url.removesuffix("/v1")
+        handler: Any = self.http.RequestHandlerClass
+        handler.do_GET = handler.do_CONNECT = handler.do_POST
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers.get("content-length") or 0))
-                seen.append(self.path)
-                body = b"no such host" if refuses else json.dumps(ANSWER).encode()
-                self.send_response(503 if refuses else 200)
-                self.send_header("content-type", "text/plain" if refuses else "application/json")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_GET = do_CONNECT = do_POST
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+    def handle(self, handler: Any) -> None:
+        handler.rfile.read(int(handler.headers.get("content-length") or 0))
+        self.seen.append(handler.path)
+        self.send(handler, "no such host" if self.refuses else json.dumps(ANSWER), 503 if self.refuses else 200)
 
 
 @pytest.fixture
@@ -60,12 +47,11 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
-    stub = Stub(refuses=True)
-    monkeypatch.setenv("HTTP_PROXY", stub.url.replace("//", "//me:secret@"))
-    monkeypatch.setenv("NO_PROXY", "internal.example")
-    monkeypatch.setenv("no_proxy", "")
-    yield stub
-    stub.server.shutdown()
+    with Stub(refuses=True) as stub:
+        monkeypatch.setenv("HTTP_PROXY", stub.url.replace("//", "//me:secret@"))
+        monkeypatch.setenv("NO_PROXY", "internal.example")
+        monkeypatch.setenv("no_proxy", "")
+        yield stub
 
 
 def post(url: str) -> tuple[str | None, str | None]:
@@ -85,21 +71,20 @@ def post(url: str) -> tuple[str | None, str | None]:
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "127.0.1.1"])
 def test_an_agent_on_this_machine_is_asked_directly(proxy: Stub, name: str) -> None:
-    seen = Stub(refuses=False)
-    url = seen.url.replace("127.0.0.1", name)
+    with Stub(refuses=False) as seen:
+        output, failure = post(seen.url.replace("127.0.0.1", name))
     if name == "127.0.1.1":  # it listens on 127.0.0.1 alone: a direct connection is refused, and the proxy is not asked
-        _, failure = post(url)
         assert failure is not None and "ConnectError" in failure
     else:
-        assert post(url) == ("hello", None)
+        assert (output, failure) == ("hello", None)
     assert proxy.seen == []
 
 
 def test_an_api_a_judge_and_a_user_on_this_machine_are_asked_directly(proxy: Stub) -> None:
     pytest.importorskip("litellm")
-    server = Stub(refuses=False)
-    request = UserModel("openai/m", {"api_base": server.url, "api_key": "k"}).request([{"role": "user", "content": "hi"}])
-    answer = load_litellm().completion(**request)
+    with Stub(refuses=False) as server:
+        request = UserModel("openai/m", {"api_base": server.url, "api_key": "k"}).request([{"role": "user", "content": "hi"}])
+        answer = load_litellm().completion(**request)
     assert answer.choices[0].message.content == "hello"
     assert (proxy.seen, len(server.seen)) == ([], 1)
 
