@@ -241,36 +241,33 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
     check_update(folder.path / "profile" / "step_000001.json.gz")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["algorithm.advantage.name=valued"], 'algorithm.advantage "valued" needs a critic'),
-        (["algorithm.advantage.name=less_greedy", "reward_model.path=x"], '"less_greedy" reads scores of the reward spec'),
-        (["algorithm.loss.name=half"], 'algorithm.loss "half" needs algorithm.proximal = "recompute"'),
-        (["algorithm.loss.name=haf"], "did you mean 'half'"),
-        (["rollout.sampler={name='hundreds',args={fist=1}}"], "did you mean 'first'"),
-        (["rollout.sampler={name='hundreds',args={first='x'}}"], "argument first = 'x': .*valid integer"),
-        (["rollout.context={name='noted'}"], "argument 'into' is required"),
-        (["rollout.context={name='truncate'}", "rollout.summary_model=x"], 'rollout.context.name = "compact" uses summaries'),
-        (["env.wrappers=[{name='by_the_clock'}]"], "by_the_clock counts wall-clock time"),
-        (["rollout.group_size=1"], 'use one of "gae", "gae_turns", "reinforce_pp", "remax"'),
-        (["weights.route=tolt"], "did you mean 'told'"),
-        (["trackers=[{name='line'}]"], "did you mean 'lines'"),
-        (["trackers=[{name='lines'}]"], "argument 'file' is required"),
-        (["engine=far"], "engine = far cannot be trained: it is too far"),
-        (["engine=mine", "rollout.colocate=true"], 'only engine = "embedded", "vllm" can free'),
-        (["engine=mine", "engine_args={slot=1}"], "did you mean 'slots'"),
-        (["engine=mine", "optim.micro_tokens=299"], "optim.micro_tokens = 299: an episode may have 300 tokens"),
-        (["model.engine=lift"], "model.engine: unknown name 'lift'; did you mean 'lifted'"),
-        (["model.engine=lifted", "model.lora={}"], r'\[model.lora\]: model.engine = "lifted" does not .*do: "fsdp2"'),
-        (["model.engine=lifted", "model.sequence_parallel=2"], 'sequence_parallel > 1: model.engine = "lifted" does not'),
-        (["model.engine=lifted", "optim.prefix_sharing=on"], 'optim.prefix_sharing = "on": model.engine = "lifted" does not'),
-        (["model.engine=lifted", "model.compile=true"], "1 rank cannot compile"),
-        (["engine=embeded"], "did you mean 'embedded'"),
-        (["engine=embedded", "engine_args={x=1}"], "unknown argument 'x'; known: cache"),
-        (["model={path='api:openai/x'}"], "api:openai/x cannot be trained: .*can be evaluated"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["algorithm.advantage.name=valued"], 'algorithm.advantage "valued" needs a critic'),
+    (["algorithm.advantage.name=less_greedy", "reward_model.path=x"], '"less_greedy" reads scores of the reward spec'),
+    (["algorithm.loss.name=half"], 'algorithm.loss "half" needs algorithm.proximal = "recompute"'),
+    (["algorithm.loss.name=haf"], "did you mean 'half'"),
+    (["rollout.sampler={name='hundreds',args={fist=1}}"], "did you mean 'first'"),
+    (["rollout.sampler={name='hundreds',args={first='x'}}"], "argument first = 'x': .*valid integer"),
+    (["rollout.context={name='noted'}"], "argument 'into' is required"),
+    (["rollout.context={name='truncate'}", "rollout.summary_model=x"], 'rollout.context.name = "compact" uses summaries'),
+    (["env.wrappers=[{name='by_the_clock'}]"], "by_the_clock counts wall-clock time"),
+    (["rollout.group_size=1"], 'use one of "gae", "gae_turns", "reinforce_pp", "remax"'),
+    (["weights.route=tolt"], "did you mean 'told'"),
+    (["trackers=[{name='line'}]"], "did you mean 'lines'"),
+    (["trackers=[{name='lines'}]"], "argument 'file' is required"),
+    (["engine=far"], "engine = far cannot be trained: it is too far"),
+    (["engine=mine", "rollout.colocate=true"], 'only engine = "embedded", "vllm" can free'),
+    (["engine=mine", "engine_args={slot=1}"], "did you mean 'slots'"),
+    (["engine=mine", "optim.micro_tokens=299"], "optim.micro_tokens = 299: an episode may have 300 tokens"),
+    (["model.engine=lift"], "model.engine: unknown name 'lift'; did you mean 'lifted'"),
+    (["model.engine=lifted", "model.lora={}"], r'\[model.lora\]: model.engine = "lifted" does not .*do: "fsdp2"'),
+    (["model.engine=lifted", "model.sequence_parallel=2"], 'sequence_parallel > 1: model.engine = "lifted" does not'),
+    (["model.engine=lifted", "optim.prefix_sharing=on"], 'optim.prefix_sharing = "on": model.engine = "lifted" does not'),
+    (["model.engine=lifted", "model.compile=true"], "1 rank cannot compile"),
+    (["engine=embeded"], "did you mean 'embedded'"),
+    (["engine=embedded", "engine_args={x=1}"], "unknown argument 'x'; known: cache"),
+    (["model={path='api:openai/x'}"], "api:openai/x cannot be trained: .*can be evaluated"),
+])  # fmt: skip
 def test_what_a_plugin_needs_is_asked_for_before_the_run(shelf: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_config(run_of(*overrides))
@@ -396,14 +393,11 @@ def test_a_file_of_the_working_folder_goes_before_an_installed_package(installed
     assert ADVANTAGES.entry("packed").make.__name__ == "mine"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("lost", "the entry point algorithm.advantage/lost names 'shop_pack.gone', which does not import: ModuleNotFoundError"),
-        ("other", "shop_pack does not register 'other' when it is loaded"),
-        ("packd", "did you mean 'packed'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("lost", "the entry point algorithm.advantage/lost names 'shop_pack.gone', which does not import: ModuleNotFoundError"),
+    ("other", "shop_pack does not register 'other' when it is loaded"),
+    ("packd", "did you mean 'packed'"),
+])  # fmt: skip
 def test_an_installed_package_that_does_not_hold_its_word_is_named(installed: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ADVANTAGES.entry(name)

@@ -150,19 +150,16 @@ print(threads_for(1e9), placement.this_machine().cpus)
             group.rmdir()
 
 
-@pytest.mark.parametrize(
-    ("parameters", "cores", "processes", "said", "threads"),
-    [
-        (174_000, 8, 1, None, 1),
-        (135e6, 8, 1, None, 8),
-        (135e6, 8, 3, None, 2),
-        (math.inf, 2, 4, None, 1),
-        (135e6, None, 2, None, 4),
-        (174_000, 2, 1, "3", 3),
-        (135e6, 8, 1, "1", 1),
-        (135e6, 8, 1, "", 8),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "cores", "processes", "said", "threads"), [
+    (174_000, 8, 1, None, 1),
+    (135e6, 8, 1, None, 8),
+    (135e6, 8, 3, None, 2),
+    (math.inf, 2, 4, None, 1),
+    (135e6, None, 2, None, 4),
+    (174_000, 2, 1, "3", 3),
+    (135e6, 8, 1, "1", 1),
+    (135e6, 8, 1, "", 8),
+])  # fmt: skip
 def test_threads_by_size_and_cores(
     parameters: float, cores: int | None, processes: int, said: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,32 +178,26 @@ def test_the_size_of_a_model_is_known_without_its_weights(real: str, tmp_path: P
     assert size_of_folder(str(nested)) == size_of_folder(real) and size_of_folder("some/model") == math.inf
 
 
-@pytest.mark.parametrize(
-    ("said", "prefers"),
-    [
-        ("vendor_id : GenuineIntel\nflags : avx512_bf16 amx_bf16 amx_tile", True),
-        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16", False),  # twice as slow as float32 there
-        ("vendor_id : AuthenticAMD\nflags : avx512f avx512_bf16", True),  # 2.2 to 2.7 times as fast
-        ("vendor_id : AuthenticAMD\nflags : avx2", False),
-        ("", False),
-    ],
-)
+@pytest.mark.parametrize(("said", "prefers"), [
+    ("vendor_id : GenuineIntel\nflags : avx512_bf16 amx_bf16 amx_tile", True),
+    ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16", False),  # twice as slow as float32 there
+    ("vendor_id : AuthenticAMD\nflags : avx512f avx512_bf16", True),  # 2.2 to 2.7 times as fast
+    ("vendor_id : AuthenticAMD\nflags : avx2", False),
+    ("", False),
+])  # fmt: skip
 def test_which_processors_are_faster_in_bfloat16(said: str, prefers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda path: said)
     assert prefers_bfloat16.__wrapped__() == prefers
 
 
-@pytest.mark.parametrize(
-    ("amx", "cuda", "tiny", "dtype", "found"),
-    [
-        (False, False, False, "auto", "float32"),
-        (True, False, False, "auto", "bfloat16"),
-        (True, False, True, "auto", "float32"),
-        (False, True, True, "auto", "bfloat16"),
-        (True, False, False, "float32", "float32"),
-        (False, False, False, "bfloat16", "bfloat16"),
-    ],
-)
+@pytest.mark.parametrize(("amx", "cuda", "tiny", "dtype", "found"), [
+    (False, False, False, "auto", "float32"),
+    (True, False, False, "auto", "bfloat16"),
+    (True, False, True, "auto", "float32"),
+    (False, True, True, "auto", "bfloat16"),
+    (True, False, False, "float32", "float32"),
+    (False, False, False, "bfloat16", "bfloat16"),
+])  # fmt: skip
 def test_the_type_by_device_and_size(
     amx: bool, cuda: bool, tiny: bool, dtype: Any, found: str, real: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,20 +206,16 @@ def test_the_type_by_device_and_size(
     assert model.computes_in(cuda) == found
 
 
-@pytest.mark.parametrize(
-    ("keys", "threads", "alone"),
-    [
-        (["engine=embedded"], 8, 8),  # the engine's turn and the trainer's alternate
-        (["engine=embedded", "rollout.max_staleness=1"], 4, 8),
-        (["engine=embedded", "cluster.actors=4"], 2, 2),
-        (["engine=vllm", "vllm.replicas=2", "vllm.tensor_parallel=3", "rollout.max_staleness=2"], 1, 8),
-        (["engine=vllm", "vllm.replicas=2", "cluster.backend=inline", "rollout.max_staleness=2"], 2, 8),
-        (["engine=embedded", "reward.judge.engines.j.path=x"], 4, 8),
-        (["engine=embedded", "model.threads=5", "rollout.max_staleness=1"], 5, 5),
-        (["engine=embedded", "~model.path", "model.init={}"], 1, 1),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("keys", "threads", "alone"), [
+    (["engine=embedded"], 8, 8),  # the engine's turn and the trainer's alternate
+    (["engine=embedded", "rollout.max_staleness=1"], 4, 8),
+    (["engine=embedded", "cluster.actors=4"], 2, 2),
+    (["engine=vllm", "vllm.replicas=2", "vllm.tensor_parallel=3", "rollout.max_staleness=2"], 1, 8),
+    (["engine=vllm", "vllm.replicas=2", "cluster.backend=inline", "rollout.max_staleness=2"], 2, 8),
+    (["engine=embedded", "reward.judge.engines.j.path=x"], 4, 8),
+    (["engine=embedded", "model.threads=5", "rollout.max_staleness=1"], 5, 5),
+    (["engine=embedded", "~model.path", "model.init={}"], 1, 1),
+], ids=str)  # fmt: skip
 def test_the_threads_of_a_run(keys: list[str], threads: int, alone: int, real: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "judge" in keys[-1]:
         pytest.importorskip("agentrl.contrib.judges")

@@ -177,21 +177,18 @@ async def test_a_server_that_does_not_start_says_so_without_its_keys() -> None:
         await McpSource("s", missing).session().open()
 
 
-@pytest.mark.parametrize(
-    ("text", "stays"),
-    [
-        ("model.tokenizer = 'Qwen/Qwen3-0.6B'", True),
-        ("optim.max_tokens = 100000", True),
-        ("https://example.com/a:b@c", True),
-        ("a bearer of good news", True),
-        ("skating-rinks-are-closed-today", True),
-        ("Authorization: Bearer abcdefgh12345678", False),
-        ("https://u:secretpw@h/x", False),
-        ("hf_abcdefghijklmnopqrstuvwx", False),
-    ],
-    ids=range(8),  # pytest puts the name of a test into an environment variable, whose addresses are looked at too
-)
+@pytest.mark.parametrize(("text", "stays"), [
+    ("model.tokenizer = 'Qwen/Qwen3-0.6B'", True),
+    ("optim.max_tokens = 100000", True),
+    ("https://example.com/a:b@c", True),
+    ("a bearer of good news", True),
+    ("skating-rinks-are-closed-today", True),
+    ("Authorization: Bearer abcdefgh12345678", False),
+    ("https://u:secretpw@h/x", False),
+    ("hf_abcdefghijklmnopqrstuvwx", False),
+], ids=range(8))  # fmt: skip
 def test_what_looks_like_a_secret(text: str, stays: bool) -> None:
+    """By number: pytest puts the name of a test into an environment variable, whose addresses are looked at too."""
     assert (redact_said(text) == text) is stays and redact(text) == text
 
 
@@ -210,22 +207,19 @@ def _tracker(value: str) -> object:
     return makers(config.trackers, cast(Any, None))[0][1]()
 
 
-@pytest.mark.parametrize(
-    ("key", "used"),
-    [
-        (
-            "reward.judge.api_base",
-            lambda it: judge_call(JudgeConfig(api_base=it), VerdictRequest("openai/m", (), {}, 1))["api_base"],
-        ),
-        (
-            "api.base",
-            lambda it: LiteLlmEngine("openai/x", ApiConfig(base=it)).request([], [], Sampling(max_tokens=1))["api_base"],
-        ),
-        ("agent.url", lambda it: redaction.resolve_references(Remote(it)._url, "agent.url")),
-        ("trackers.planted.args.token", _tracker),
-        ("env.sandbox.args.token", lambda it: vars(provider_of(SandboxConfig(provider="planted", args={"token": it})))["token"]),
-    ],
-)
+@pytest.mark.parametrize(("key", "used"), [
+    (
+        "reward.judge.api_base",
+        lambda it: judge_call(JudgeConfig(api_base=it), VerdictRequest("openai/m", (), {}, 1))["api_base"],
+    ),
+    (
+        "api.base",
+        lambda it: LiteLlmEngine("openai/x", ApiConfig(base=it)).request([], [], Sampling(max_tokens=1))["api_base"],
+    ),
+    ("agent.url", lambda it: redaction.resolve_references(Remote(it)._url, "agent.url")),
+    ("trackers.planted.args.token", _tracker),
+    ("env.sandbox.args.token", lambda it: vars(provider_of(SandboxConfig(provider="planted", args={"token": it})))["token"]),
+])  # fmt: skip
 def test_every_address_and_argument_may_be_a_reference(key: str, used: Callable[[str], object]) -> None:
     assert used("http://h/${env:WITHIN}") == f"http://h/{PLANTED['within']}"
     assert redact(PLANTED["within"]) == GONE
@@ -284,26 +278,23 @@ def test_a_client_of_an_environment_s_server_reads_none_of_its_variables() -> No
             offer.build(asked)
 
 
-@pytest.mark.parametrize(
-    ("row", "refused"),
-    [
-        ({"env": {"id": "key_value", "params": {"x": ["env:REFERRED"]}}}, None),
-        ({"env": [{"id": "key_value", "wrappers": [{"name": "w", "args": {"x": "${env:WITHIN}"}}]}]}, None),
-        ({"env": {"id": "key_value"}, "trackers": [{"name": "jsonl", "args": {"x": "env:REFERRED"}}]}, None),
-        ({"env": {"id": "key_value"}, "api": {"base": "http://${env:WITHIN}@h"}}, None),
-        ({"env": {"id": "key_value"}, "model": {"path": "env:REFERRED"}}, "model.path = 'env:REFERRED': a reference"),
-        ({"env": {"id": "key_value"}, "engine_args": {"key": "a${env:WITHIN}"}}, "engine_args.key = 'a${env:WITHIN}': a ref"),
-        ({"env": {"id": "key_value"}, "name": "a-${env:REFERRED}"}, "name = 'a-${env:REFERRED}': a reference"),
-        ({"env": {"id": "key_value"}, "name": "$REFERRED"}, "name = '$REFERRED': a shell's variables, and"),
-        ({"env": {"id": "key_value"}, "out": "~nobody_here/x"}, "out = '~nobody_here/x': a shell's variables, and"),
-        ({"env": {"id": "key_value"}, "out": "${SCRATCH}/runs"}, "out = '${SCRATCH}/runs': a shell's variables, and"),
-        ({"env": {"id": "key_value"}, "model": {"path": "$HOME/m"}}, "model.path = '$HOME/m': a shell's variables, and"),
-        ({"env": {"id": "key_value"}, "api": {"base": "http://${ env:WITHIN }@h"}}, "http://${ env:WITHIN }@h': no ref"),
-        ({"env": {"id": "key_value", "params": {"x": "${oc.env:REFERRED}"}}}, "env.params.x = '${oc.env:REFERRED}': no ref"),
-        ({"env": {"id": "key_value", "params": {"x": "it costs $5, ${ENV} says"}}}, None),
-        ({"env": {"id": "key_value", "params": {"x": "env:NOWHERE_SET"}}}, "env.params.x: the environment variable NOWHERE_SET"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "refused"), [
+    ({"env": {"id": "key_value", "params": {"x": ["env:REFERRED"]}}}, None),
+    ({"env": [{"id": "key_value", "wrappers": [{"name": "w", "args": {"x": "${env:WITHIN}"}}]}]}, None),
+    ({"env": {"id": "key_value"}, "trackers": [{"name": "jsonl", "args": {"x": "env:REFERRED"}}]}, None),
+    ({"env": {"id": "key_value"}, "api": {"base": "http://${env:WITHIN}@h"}}, None),
+    ({"env": {"id": "key_value"}, "model": {"path": "env:REFERRED"}}, "model.path = 'env:REFERRED': a reference"),
+    ({"env": {"id": "key_value"}, "engine_args": {"key": "a${env:WITHIN}"}}, "engine_args.key = 'a${env:WITHIN}': a ref"),
+    ({"env": {"id": "key_value"}, "name": "a-${env:REFERRED}"}, "name = 'a-${env:REFERRED}': a reference"),
+    ({"env": {"id": "key_value"}, "name": "$REFERRED"}, "name = '$REFERRED': a shell's variables, and"),
+    ({"env": {"id": "key_value"}, "out": "~nobody_here/x"}, "out = '~nobody_here/x': a shell's variables, and"),
+    ({"env": {"id": "key_value"}, "out": "${SCRATCH}/runs"}, "out = '${SCRATCH}/runs': a shell's variables, and"),
+    ({"env": {"id": "key_value"}, "model": {"path": "$HOME/m"}}, "model.path = '$HOME/m': a shell's variables, and"),
+    ({"env": {"id": "key_value"}, "api": {"base": "http://${ env:WITHIN }@h"}}, "http://${ env:WITHIN }@h': no ref"),
+    ({"env": {"id": "key_value", "params": {"x": "${oc.env:REFERRED}"}}}, "env.params.x = '${oc.env:REFERRED}': no ref"),
+    ({"env": {"id": "key_value", "params": {"x": "it costs $5, ${ENV} says"}}}, None),
+    ({"env": {"id": "key_value", "params": {"x": "env:NOWHERE_SET"}}}, "env.params.x: the environment variable NOWHERE_SET"),
+])  # fmt: skip
 def test_a_reference_is_resolved_or_refused_by_its_key_before_a_run(row: dict[str, Any], refused: str | None) -> None:
     config = config_from({"model": {"path": "m"}} | row)
     with nullcontext() if refused is None else pytest.raises(ConfigError, match=re.escape(refused)):

@@ -76,34 +76,30 @@ def test_false_or_unset_alternatives_replace_nothing(tmp_path: Path) -> None:
         assert read(tmp_path, text).model.init is not None
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["~model.init"], lambda c: (c.model.init, c.model.dtype) == (None, "float32")),
-        (["~sft"], lambda c: c.sft is None),
-        (["~rollout.groups"], lambda c: (c.rollout.groups, c.rollout.max_turns) == (16, 4)),
-        (["~rollout"], lambda c: (c.rollout.groups, c.rollout.max_turns) == (16, 16)),
-        (["~stop_at_success"], lambda c: c.stop_at_success is None),
-        (["~env.reward"], lambda c: c.env.reward is None),
-        (["~env.params.calls"], lambda c: c.env.params == {"max_value": 4}),
-        (["~env.params"], lambda c: c.env.params == {}),
-        (["~algorithm.loss.args.clip_low"], lambda c: c.algorithm.loss.args == {"clip_high": 0.3}),
-        (["~algorithm.loss"], lambda c: c.algorithm.loss.args == {}),
-        (["~tools.mcp.shop"], lambda c: c.tools.mcp == {}),
-        (["~critic"], lambda c: c.critic is None),  # nothing had set it: it stays as it is
-        (["~model.lora.rank"], lambda c: c.model.lora is None),
-        (["~model.init", "model.init.hidden=16"], lambda c: (c.model.init.layers, c.model.init.hidden) == (3, 16)),
-        (["rollout.groups=9", "~rollout.groups"], lambda c: c.rollout.groups == 16),
-        (["~rollout.groups", "rollout.groups=9"], lambda c: c.rollout.groups == 9),
-        (["sft=false", "sft.batch=7"], None),
-        (['env.params."a.b = c".d=1'], lambda c: c.env.params["a.b = c"] == {"d": 1}),
-        (['env.params."a.b"=1', "~env.params.'a.b'"], lambda c: "a.b" not in c.env.params and "calls" in c.env.params),
-        (['env.params.x=a="b.c"'], lambda c: c.env.params["x"] == 'a="b.c"'),
-        (["stop_at_success=false"], lambda c: c.stop_at_success is None),
-        (["~model.dtype"], lambda c: c.model.dtype == "auto"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("overrides", "expected"), [
+    (["~model.init"], lambda c: (c.model.init, c.model.dtype) == (None, "float32")),
+    (["~sft"], lambda c: c.sft is None),
+    (["~rollout.groups"], lambda c: (c.rollout.groups, c.rollout.max_turns) == (16, 4)),
+    (["~rollout"], lambda c: (c.rollout.groups, c.rollout.max_turns) == (16, 16)),
+    (["~stop_at_success"], lambda c: c.stop_at_success is None),
+    (["~env.reward"], lambda c: c.env.reward is None),
+    (["~env.params.calls"], lambda c: c.env.params == {"max_value": 4}),
+    (["~env.params"], lambda c: c.env.params == {}),
+    (["~algorithm.loss.args.clip_low"], lambda c: c.algorithm.loss.args == {"clip_high": 0.3}),
+    (["~algorithm.loss"], lambda c: c.algorithm.loss.args == {}),
+    (["~tools.mcp.shop"], lambda c: c.tools.mcp == {}),
+    (["~critic"], lambda c: c.critic is None),  # nothing had set it: it stays as it is
+    (["~model.lora.rank"], lambda c: c.model.lora is None),
+    (["~model.init", "model.init.hidden=16"], lambda c: (c.model.init.layers, c.model.init.hidden) == (3, 16)),
+    (["rollout.groups=9", "~rollout.groups"], lambda c: c.rollout.groups == 16),
+    (["~rollout.groups", "rollout.groups=9"], lambda c: c.rollout.groups == 9),
+    (["sft=false", "sft.batch=7"], None),
+    (['env.params."a.b = c".d=1'], lambda c: c.env.params["a.b = c"] == {"d": 1}),
+    (['env.params."a.b"=1', "~env.params.'a.b'"], lambda c: "a.b" not in c.env.params and "calls" in c.env.params),
+    (['env.params.x=a="b.c"'], lambda c: c.env.params["x"] == 'a="b.c"'),
+    (["stop_at_success=false"], lambda c: c.stop_at_success is None),
+    (["~model.dtype"], lambda c: c.model.dtype == "auto"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_an_override_unsets(tmp_path: Path, overrides: list[str], expected) -> None:
     if expected is None:
         with pytest.raises(ConfigError, match="'sft' is a value, not a section"):
