@@ -50,13 +50,15 @@ class Count:
 @dataclass(slots=True)
 class Activity:
     """Activity within a step, since `began`. `look`: how far it is ("33/96 episodes"), `waits`: what it waits for; both are
-    called from the display's thread. `usual`: the seconds that it took last time, None if this is the first."""
+    called from the display's thread. `usual`: the seconds that it took last time, None if this is the first. `outer`: the
+    activities that it lies in ("evaluation > ")."""
 
     what: str
     began: float
     look: Callable[[], str] = nothing
     waits: Callable[[], str] = nothing
     usual: float | None = None
+    outer: str = ""
     _seen: str = ""
     _moved: float | None = None
 
@@ -67,7 +69,7 @@ class Activity:
             self._seen, self._moved = far, now
         passed = f"{now - self.began:.0f} s" + (f" of ~{self.usual:.0f}" if self.usual is not None and self.usual >= 1 else "")
         waits = self.waits() if now - max(self._moved, self.began) >= QUIET_S else ""
-        return "  ".join(part for part in (f"{self.what} {far}".rstrip(), passed, f"waits: {waits}" if waits else "") if part)
+        return f"{self.outer}{self.what} {far}".rstrip() + f"  {passed}" + (f"  waits: {waits}" if waits else "")
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ def frame(shown: Shown, now: float, width: int) -> Text:
         first.append("  " + "━" * full, style="green").append("─" * (size - full), style="dim")
     lines = [first.append(f"{count}{passed}{left}") if room >= 0 else first]
     if shown.doing:
-        lines.append(Text(_cut(f"  {_doing(shown, now)}", width), style="cyan"))
+        lines.append(Text(_cut(f"  {shown.doing[-1].describe(now)}", width), style="cyan"))
         lines += [Text(_cut(f"  engine: {shown.engine}", width), style="cyan")] if shown.engine else []
     held, top = shown.held, shown.best_held
     best = f" (best {percent(top[0])} at {top[1]})" if held is not None and top is not None and top[0] > held[0] else ""
@@ -164,12 +166,6 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _doing(shown: Shown, now: float) -> str:
-    """The innermost activity within the others."""
-    *outer, last = shown.doing
-    return "".join(f"{activity.what} > " for activity in outer) + last.describe(now)
-
-
 def _said(shown: Shown) -> Iterator[str]:
     for key, value in shown.values.items():
         if value is not None:
@@ -197,7 +193,8 @@ class Display:
     """Phase, step, its activity, success and its best, and other numbers. Use as a context manager.
 
     `live`: whether there is a frame that is drawn again and again; by default on a terminal that can do so, and not in CI.
-    `trouble`: returns the faults so far, or ""; shown once, at the first fault. May be called from any thread.
+    `trouble`: returns the faults so far, or ""; shown once, at the first fault. `took`: the seconds of each activity the last
+    time. May be called from any thread.
     """
 
     def __init__(
@@ -210,7 +207,7 @@ class Display:
         self._live: Live | None = None
         self._last = Text()
         self._shown = Shown(began=now())
-        self._usual: dict[str, float] = {}
+        self.took: dict[str, float] = {}
         self._printed, self._pause = 0.0, _PLAIN_EVERY_S
         self._stepped = -math.inf  # when the last step was printed, in plain output
         self._told = False
@@ -267,15 +264,16 @@ class Display:
     @contextmanager
     def doing(self, what: str, look: Callable[[], str] = nothing, waits: Callable[[], str] = nothing) -> Iterator[None]:
         """Show an activity meanwhile, within the current one; `look` and `waits` as in `Activity`."""
-        began = self._now()
-        activity = Activity(what, began, look, waits, self._usual.get(what))
-        self._shown.doing = (*self._shown.doing, activity)
+        began, within = self._now(), self._shown.doing
+        outer = f"{within[-1].outer}{within[-1].what} > " if within else ""
+        activity = Activity(what, began, look, waits, self.took.get(what), outer)
+        self._shown.doing = (*within, activity)
         self._pause = _PLAIN_EVERY_S
         try:
             yield
         finally:
             self._shown.doing = tuple(other for other in self._shown.doing if other is not activity)
-            self._usual[what] = self._now() - began
+            self.took[what] = self._now() - began
 
     def show_evaluation(self, step: int, success: float | None) -> None:
         """A held-out evaluation after `step` updates."""
@@ -312,7 +310,7 @@ class Display:
         if now - max(self._printed, shown.doing[-1].began) >= self._pause:
             self._printed, self._pause = now, min(2 * self._pause, _PLAIN_MOST_S)
             where = f" {shown.done}/{shown.total}" if shown.total > 1 else ""
-            self.say(f"[{shown.phase}]{where}  {_doing(shown, now)}")
+            self.say(f"[{shown.phase}]{where}  {shown.doing[-1].describe(now)}")
 
     def _beats(self) -> None:
         while not self._over.wait(_BEAT_S):

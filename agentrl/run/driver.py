@@ -247,7 +247,7 @@ class RunDriver:
             check_any_scored(before)
             await session.saver.save(before)
         if run_log.health is not None:
-            run_log.health.begin(session.collector.version, folder.read_metrics(), lambda: session.collector.stats.fault)
+            run_log.health.begin(session.collector.version, folder.read_metrics(), session.collector.stats)
         try:
             await train_loop(session, run_log, interrupt)
         except JudgeBudgetError as error:

@@ -102,7 +102,8 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     }
     # Means over the episodes whose gold solutions have as many calls; the interval of success is over tasks.
     horizons: dict[str, Any] = {}
-    for label, of in by_label(trajectories).items():
+    for label, places in by_label(t.horizon for t in trajectories).items():
+        of = [trajectories[place] for place in places]
         known: dict[str, list[bool]] = defaultdict(list)
         for t in of:
             if t.success is not None:

@@ -12,9 +12,7 @@ an evaluation or a checkpoint; above 0 they continue meanwhile."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -25,14 +23,14 @@ from agentrl.data.trajectory import Group
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.player import Evaluation, together
 from agentrl.rollout.stats import EngineMeter
-from agentrl.run.display import Count, Display, nothing, percent
+from agentrl.run.display import Count, percent
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import Row, kinds_of
-from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, service_metrics, shown_of, train_row
+from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, shown_of, train_row
 from agentrl.run.session import Session, evaluate_env, forget_evaluation, republish_to_new_replicas
 from agentrl.trainer.estimator_inputs import with_estimator_inputs
 from agentrl.utils.errors import ConfigError
-from agentrl.utils.spans import Kind, in_span, span
+from agentrl.utils.spans import in_span, span
 from agentrl.utils.threads import in_thread
 
 if TYPE_CHECKING:
@@ -43,10 +41,10 @@ NONE: Mapping[str, Choice] = MappingProxyType({})
 
 async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) -> None:
     """Run updates until `steps`, an early stop or an interrupt; a checkpoint is written in each case."""
-    config, collector = session.config, session.collector
+    config, collector, doing = session.config, session.collector, session.display.doing
     session.display.phase("train", config.steps, first=collector.ledger.version)
     interrupt.in_step = True
-    meter, advantages = EngineMeter(session.engine), own_advantages(config.envs)
+    meter, advantages, kinds = EngineMeter(session.engine), own_advantages(config.envs), kinds_of(session.envs)
     resumed_at = collector.ledger.version
     rows = run_log.folder.read_metrics() if resumed_at else []
     evaluated = next((row for row in rows if row["phase"] == "eval" and row["step"] == resumed_at), None)
@@ -71,31 +69,29 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     while not done:
         if session.tracing is not None:
             await session.tracing.begin(collector.ledger.version + 1)
-        laps: dict[str, float] = {}
-        part = partial(timed_part, session.display, laps)
-        with part("rollout", collector.ahead, collector.watch.waiting):
+        with doing("rollout", collector.ahead, collector.watch.waiting), span("rollout"):
             groups = await republish_to_new_replicas(session, collector.collect())
-        with part("batch"):
+        with doing("batch"), span("batch"):
             batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage, advantages)
             ages = await in_thread("batch", staleness, batch, collector.ledger.version)
             for hook in session.learner.hooks.values():
                 batch = await hook.prepare(batch, groups, session.envs)
-        with part("update"):
+        with doing("update"), span("update"):
             if config.rollout.colocate:
                 await session.rest()  # until the publish
             number = collector.ledger.version + 1
             keep = number % config.trajectories_every == 0 or number == config.steps  # the episodes are written
             update: Row = await session.learner.step(batch, collector.ledger.version, keep) | ages
         del batch  # also frees its part in the object store, which the next episodes need
-        with part("publish"):
+        with doing("publish"), span("publish"):
             # Counted first: `publish` sends the weights under the ledger's version.
             collector.trained(groups)
             await session.publish()
         update |= await meter.read() | session.watchdog.read()
         step = collector.ledger.version
         with span("log"):
-            played = await in_thread("batch", episodes_row, groups, kinds_of(session.envs), len(session.envs) > 1)
-            figures = train_row(session, played, update, laps)
+            played = await in_thread("batch", episodes_row, groups, kinds, len(session.envs) > 1)
+            figures = train_row(session, played, update)
             run_log.row("train", step, figures)
             if keep:
                 # No name for the episodes, which would keep them over the next steps.
@@ -114,8 +110,8 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         # Read once per step, for both the save and the end: Ctrl-C in between would end the loop without a checkpoint.
         reached = found is not None and _reaches(found.success, enough)
         done = step >= config.steps or reached or interrupt.requested
-        if done or step % config.checkpoint.every == 0 or session.saver.deserves(found):
-            with session.display.doing("checkpoint"):
+        if done or step % config.checkpoint.every == 0 or (found is not None and session.saver.deserves(found)):
+            with doing("checkpoint"):
                 await run_log.writes.wait()  # so that a resume from here finds the files of all earlier steps
                 await session.saver.save(found)
             done = done or interrupt.requested  # one that came meanwhile: this step is saved, another may take an hour
@@ -142,7 +138,7 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
             found[env.called] = await evaluate_env(session, env.called, own, on_episode=count, watch=watch)
     result = next(iter(found.values())) if len(found) == 1 else together(found, eval_weights(config.envs))
     await forget_evaluation(session)
-    row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began) | service_metrics(session)
+    row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began, session.services.values())
     await run_log.evaluation(phase, session.collector.ledger.version, result, row)
     return result
 
@@ -167,14 +163,3 @@ def staleness(batch: TensorDict, version: int) -> dict[str, float]:
             "context (model.init.context, vllm.max_model_len), or make prompts shorter (env.params, fewer tools)"
         )
     return {"staleness_mean": ages.double().mean().item(), "staleness_max": ages.max().item()}
-
-
-@contextmanager
-def timed_part(
-    display: Display, laps: dict[str, float], name: Kind, look: Callable[[], str] = nothing, waits: Callable[[], str] = nothing
-) -> Iterator[None]:
-    """The time within, in seconds, is that of part `name` of a step in `laps`; `look` and `waits` as in `Display.doing`."""
-    began = time.monotonic()
-    with display.doing(name, look, waits), span(name):
-        yield
-    laps[f"{name}_s"] = time.monotonic() - began

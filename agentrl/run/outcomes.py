@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -37,12 +37,12 @@ def order(label: str) -> int:
     return int(label.partition("-")[0])
 
 
-def by_label(episodes: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:
-    """The episodes whose horizon is known, by the ranges that these are in, the shortest first."""
-    found: dict[str, list[Trajectory]] = {}
-    for episode in episodes:
-        if episode.horizon is not None:
-            found.setdefault(label_of(episode.horizon), []).append(episode)
+def by_label(horizons: Iterable[int | None]) -> dict[str, list[int]]:
+    """The places of the known horizons by the ranges that they are in, the shortest first."""
+    found: dict[str, list[int]] = {}
+    for place, horizon in enumerate(horizons):
+        if horizon is not None:
+            found.setdefault(label_of(horizon), []).append(place)
     return {label: found[label] for label in sorted(found, key=order)}
 
 
@@ -90,68 +90,77 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     """Means, shares and counts over these episodes. `trained`: they belong to an update, for which only those with a reward are
     scored; an evaluation has also scored one with a known success alone. `several`: they are of several environments, so that
     nothing is said by horizon."""
-    has_score = [is_scored(t, trained) for t in episodes]
-    scored = [place for place, has in enumerate(has_score) if has]
-    unscored = Counter(unscored_cause(t) for t, has in zip(episodes, has_score, strict=True) if not has)
-    means = _means(episodes)
     # Each id's known values, by the episode's place; of an id that no episode knows, none.
-    by_id: dict[str, dict[int, float]] = {}
+    ends: dict[str, dict[int, float]] = {"success": {}, "reward": {}}
+    terms: dict[str, dict[int, float]] = {}
     for env in sorted({t.env for t in episodes}):
-        by_id |= {f"{kind}/{name}": {} for name, kind in kinds.get(env, {}).items()}
+        terms |= {f"{kind}/{name}": {} for name, kind in kinds.get(env, {}).items()}
+    scored, unscored = list[int](), Counter[str]()
     for place, t in enumerate(episodes):
+        if is_scored(t, trained):
+            scored.append(place)
+        else:
+            unscored[unscored_cause(t)] += 1
+        if t.success is not None:
+            ends["success"][place] = float(t.success)
+        if t.reward is not None:
+            ends["reward"][place] = t.reward
         for name, value in t.metrics.items():
-            known = by_id.setdefault(f"{kinds.get(t.env, {}).get(name, 'term')}/{name}", {})
+            known = terms.setdefault(f"{kinds.get(t.env, {}).get(name, 'term')}/{name}", {})
             if value is not None:
                 known[place] = value
-    terms = sorted(by_id.items())
-    found: Row = {name: _mean(known) for name, known in means}
+    everything = ends | dict(sorted(terms.items()))
+    found: Row = {name: sum(known.values()) / len(known) if known else None for name, known in everything.items()}
     found |= {"scored": len(scored), "unscored": len(episodes) - len(scored)}
-    found |= {f"unscored/{cause}": count for cause, count in sorted(unscored.items())}
-    found |= _lengths(episodes)
+    found |= {f"unscored/{cause}": number for cause, number in sorted(unscored.items())}
+    # An episode that was cut before its first token counts with 0.
+    count, tokens, turns = max(len(episodes), 1), [t.sampled_tokens for t in episodes], [len(t.turns) for t in episodes]
+    finishes = [turn.finish for t in episodes for turn in t.turns]
+    later = sum(max(number - 1, 0) for number in turns)
+    found |= {
+        "tokens": sum(tokens),
+        "turns": sum(turns) / count,
+        "turns_max": max(turns, default=0),
+        "response_length/mean": sum(tokens) / count,
+        "response_length/max": max(tokens, default=0),
+        "response_length/cut": finishes.count("length") / len(finishes) if finishes else None,
+        "truncated": sum(t.truncated for t in episodes) / count,
+        "forks": sum(max(len(t.ledgers) - 1 - len(t.rewrites), 0) for t in episodes) / later if later else None,
+        **_repetition(episodes),
+    }
+    # Gold calls that an episode was given, if any was given some.
+    given = [sum(len(turn.message.tool_calls) for turn in t.turns[: t.given]) for t in episodes]
+    found |= {"given": sum(given) / count} if any(given) else {}
     answers = [[result.error is not None for turn in t.turns for result in turn.results] for t in episodes]
     errors, called = [error for of in answers for error in of], [place for place, of in enumerate(answers) if of]
     calls = sum(len(turn.message.tool_calls) for t in episodes for turn in t.turns)
-    found |= {"tool_calls": calls / max(len(episodes), 1), "tool_error_rate": sum(errors) / len(errors) if errors else None}
+    found |= {"tool_calls": calls / count, "tool_error_rate": sum(errors) / len(errors) if errors else None}
     found |= {f"stop/{stop}": n / len(episodes) for stop, n in sorted(Counter(t.stop.value for t in episodes).items())}
-    found |= {name: _mean(known) for name, known in terms}
-    over = {name: len(known) for name, known in (*means, *terms) if list(known) != scored}
-    if called != scored:
-        over["tool_error_rate"] = len(called)
-    found |= {f"n/{name}": count for name, count in over.items()}
+    found |= {f"n/{name}": len(known) for name, known in everything.items() if list(known) != scored}
+    found |= {"n/tool_error_rate": len(called)} if called != scored else {}
     # Of the episodes of each range of horizons, counted in the same way.
-    for label, members in () if several else by_label(episodes).items():
-        at, count = f"horizon/{label}", sum(is_scored(t, trained) for t in members)
-        means = _means(members)
-        values: Row = {name: _mean(known) for name, known in means}
-        values |= {"scored": count, "unscored": len(members) - count} | _given_calls(members)
-        values["turns"] = sum(len(t.turns) for t in members) / len(members)
-        values["response_length"] = sum(t.sampled_tokens for t in members) / len(members)
-        found |= {f"{at}/{key}": value for key, value in values.items()}
-        found |= {f"n/{at}/{name}": len(known) for name, known in means if len(known) != count}
+    for label, places in () if several else by_label(t.horizon for t in episodes).items():
+        at, has = f"horizon/{label}", sum(is_scored(episodes[place], trained) for place in places)
+        for name, known in ends.items():
+            own = [known[place] for place in places if place in known]
+            found[f"{at}/{name}"] = sum(own) / len(own) if own else None
+            found |= {f"n/{at}/{name}": len(own)} if len(own) != has else {}
+        found |= {f"{at}/scored": has, f"{at}/unscored": len(places) - has}
+        for name, column in (("given", given), ("turns", turns), ("response_length", tokens)):
+            own = [column[place] for place in places]
+            found |= {f"{at}/{name}": sum(own) / len(own)} if name != "given" or any(own) else {}
     return found
-
-
-def by_env(episodes: Iterable[Trajectory], kinds: Kinds, *, trained: bool) -> Row:
-    """`episode_values` of each environment that has episodes among these, under `env/NAME/`."""
-    found: dict[str, list[Trajectory]] = defaultdict(list)
-    for trajectory in episodes:
-        found[trajectory.env].append(trajectory)
-    return {
-        f"env/{name}/{key}": value
-        for name in sorted(found)
-        for key, value in episode_values(found[name], kinds, trained=trained).items()
-    }
 
 
 def group_values(groups: Sequence[Group]) -> Row:
     """Differences of rewards within groups, from which group-relative estimators learn."""
-    counts = [(len(group.scored()), len(group.trajectories)) for group in groups]
-    spreads = [[t.reward for t in group.scored() if t.reward is not None] for group in groups]
-    known = [statistics.stdev(rewards) for rewards in spreads if len(rewards) > 1]
+    rewards = [[t.reward for t in group.scored() if t.reward is not None] for group in groups]
+    spreads = [statistics.stdev(own) for own in rewards if len(own) > 1]
+    thin = sum(len(own) < THIN and 2 * len(own) <= len(of.trajectories) for own, of in zip(rewards, groups, strict=True))
     return {
-        "reward_std": statistics.fmean(known) if known else None,
-        "zero_variance": sum(alike(group) for group in groups) / len(groups) if groups else None,
-        "thin_groups": sum(known < THIN and 2 * known <= of for known, of in counts) / len(counts) if counts else None,
+        "reward_std": statistics.fmean(spreads) if spreads else None,
+        "zero_variance": sum(map(alike, groups)) / len(groups) if groups else None,
+        "thin_groups": thin / len(groups) if groups else None,
     }
 
 
@@ -160,23 +169,10 @@ def is_scored(trajectory: Trajectory, trained: bool = False) -> bool:
     return trajectory.reward is not None or (trajectory.success is not None and not trained)
 
 
-def _means(episodes: Sequence[Trajectory]) -> list[tuple[str, dict[int, float]]]:
-    """The known successes and rewards, by the episode's place."""
-    return [
-        ("success", {place: float(t.success) for place, t in enumerate(episodes) if t.success is not None}),
-        ("reward", {place: t.reward for place, t in enumerate(episodes) if t.reward is not None}),
-    ]
-
-
-def _lengths(episodes: Sequence[Trajectory]) -> Row:
-    """Sampled tokens, turns and what they repeat; an episode that was cut before its first token counts with 0."""
-    tokens, turns = [t.sampled_tokens for t in episodes], [len(t.turns) for t in episodes]
-    finishes = [turn.finish for t in episodes for turn in t.turns]
-    later = sum(max(number - 1, 0) for number in turns)
-    forks = sum(max(len(t.ledgers) - 1 - len(t.rewrites), 0) for t in episodes)
-    count = max(len(episodes), 1)
-    # Shares of the policy's words that it has said before: within a turn, and at the ends of episodes of different tasks.
+def _repetition(episodes: Sequence[Trajectory]) -> Row:
+    """Shares of the policy's words that it has said before: within a turn, and at the ends of episodes of different tasks."""
     grams = new = 0
+    said, tasks = Counter[tuple[object, ...]](), set[tuple[str, str, int]]()
     for t in episodes:
         for turn in t.turns:
             if turn.ledger >= 0 and turn.sampled_tokens >= LEAST:
@@ -185,31 +181,14 @@ def _lengths(episodes: Sequence[Trajectory]) -> Row:
                 for at in range(GRAM):
                     hashes = hashes * PRIME + ids[at : at + len(hashes)]
                 grams, new = grams + len(hashes), new + len(np.unique(hashes))
-    ends = [(t.turns[-1].message, (t.env, t.task.id, t.task.seed)) for t in episodes if t.turns]
-    said = Counter((m.content.strip(), *((call.name, str(call.arguments)) for call in m.tool_calls)) for m, _ in ends)
+        if t.turns:
+            last = t.turns[-1].message
+            said[(last.content.strip(), *((call.name, str(call.arguments)) for call in last.tool_calls))] += 1
+            tasks.add((t.env, t.task.id, t.task.seed))
     return {
-        "tokens": sum(tokens),
-        "turns": sum(turns) / count,
-        "turns_max": max(turns, default=0),
-        "response_length/mean": sum(tokens) / count,
-        "response_length/max": max(tokens, default=0),
-        "response_length/cut": finishes.count("length") / len(finishes) if finishes else None,
-        "truncated": sum(t.truncated for t in episodes) / count,
-        "forks": forks / later if later else None,
-        **_given_calls(episodes),
         "repetition": 1 - new / grams if grams else None,
-        "same_answer": max(said.values()) / len(ends) if len({task for _, task in ends}) > 1 else None,
+        "same_answer": max(said.values()) / said.total() if len(tasks) > 1 else None,
     }
-
-
-def _given_calls(episodes: Sequence[Trajectory]) -> Row:
-    """Gold calls that an episode was given, if any was given some."""
-    calls = [sum(len(turn.message.tool_calls) for turn in t.turns[: t.given]) for t in episodes]
-    return {"given": sum(calls) / len(calls)} if any(calls) else {}
-
-
-def _mean(known: Mapping[int, float]) -> float | None:
-    return sum(known.values()) / len(known) if known else None
 
 
 # The curve

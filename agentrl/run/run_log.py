@@ -17,10 +17,12 @@ from agentrl.config.envs import own_advantages
 from agentrl.config.schema import CriticConfig, HealthConfig, KeepConfig, PrometheusConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.rollout.player import Evaluation, fault_of
+from agentrl.rollout.stats import RolloutStats
 from agentrl.run.display import Display, percent
 from agentrl.run.folder import RunFolder
-from agentrl.run.outcomes import Kinds, Row, by_env, episode_values, group_values, is_scored, points
+from agentrl.run.outcomes import Kinds, Row, episode_values, group_values, is_scored, points
 from agentrl.run.reader import token_lines
+from agentrl.run.services import Service
 from agentrl.run.session import Session, Writes
 from agentrl.run.trackers import FLUSH_S, LIVE_METRICS, Outlet, Status, Tracker, sampled_rows
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
@@ -56,55 +58,37 @@ def episodes_row(groups: Sequence[Group], kinds: Kinds, several: bool) -> Row:
     """Statistics of an update's episodes, all together and, of `several` environments, each one's; of each environment by
     horizon too."""
     members = [t for group in groups for t in group.trajectories]
-    own = by_env(members, kinds, trained=True) if several else {}
+    row = _values_of(members, kinds, trained=True, several=several)
+    row |= {"rewrites": sum(len(t.rewrites) for t in members) / len(members), **group_values(groups)}
     for env in sorted({group.env for group in groups}) if several else ():
-        found = group_values([group for group in groups if group.env == env])
-        own |= {f"env/{env}/{key}": value for key, value in found.items()}
-    return {
-        **episode_values(members, kinds, trained=True, several=several),
-        "rewrites": sum(len(t.rewrites) for t in members) / len(members),
-        **group_values(groups),
-        **own,
-        **_episode_times(members),
-    }
+        own = group_values([group for group in groups if group.env == env])
+        row |= {f"env/{env}/{key}": value for key, value in own.items()}
+    return row
 
 
-def service_metrics(session: Session) -> dict[str, float]:
-    """Figures of the services of rewards since the last call."""
-    return {key: value for service in session.services.values() for key, value in service.metrics().items()}
-
-
-def train_row(session: Session, episodes: Row, update: Mapping[str, Any], laps: Mapping[str, float]) -> Row:
+def train_row(session: Session, episodes: Row, update: Mapping[str, Any]) -> Row:
     """The row of update number `ledger.version`: its `episodes_row`, what it did (`update`), and the wall-clock seconds of its
     parts."""
-    collector = session.collector
-    trained = update.get("tokens_trained")
+    row: Row = {**episodes, **update}
+    for part in (session.collector, session.player, *session.services.values()):
+        row |= part.metrics()
+    trained, took = update.get("tokens_trained"), session.display.took
     return {
-        **episodes,
-        **update,
-        **collector.metrics(),
-        **session.player.metrics(),
-        **service_metrics(session),
-        **{f"groups/{state}": count for state, count in collector.ledger.counts().items()},
-        "throughput/trained_tokens_per_s": None if trained is None else trained / max(laps["update_s"], 1e-9),
-        **{f"time/{name}": seconds for name, seconds in laps.items()},
+        **row,
+        **{f"groups/{state}": count for state, count in session.collector.ledger.counts().items()},
+        "throughput/trained_tokens_per_s": None if trained is None else trained / max(took["update"], 1e-9),
+        **{f"time/{name}_s": took[name] for name in ("rollout", "batch", "update", "publish")},
     }
 
 
-def evaluation_row(result: Evaluation, kinds: Kinds, seconds: float) -> Row:
-    """Results of an evaluation, of each environment by horizon too. Of several environments success and reward are means over
-    them, by weight (`together`)."""
-    values = episode_values(result.trajectories, kinds, trained=False, several=bool(result.by_env))
+def evaluation_row(result: Evaluation, kinds: Kinds, seconds: float, services: Iterable[Service] = ()) -> Row:
+    """Results of an evaluation, of each environment by horizon too, and figures of the `services` of rewards since they were last
+    read. Of several environments success and reward are means over them, by weight (`together`)."""
+    row = _values_of(result.trajectories, kinds, trained=False, several=bool(result.by_env))
     if result.by_env:  # over how many episodes a mean is says nothing of one that is over environments
-        values = {key: value for key, value in values.items() if key not in ("n/success", "n/reward")}
-    return {
-        **values,
-        "success": result.success,
-        "reward": result.reward,
-        **(by_env(result.trajectories, kinds, trained=False) if result.by_env else {}),
-        **_episode_times(result.trajectories),
-        "time/eval_s": seconds,
-    }
+        row = {key: value for key, value in row.items() if key not in ("n/success", "n/reward")}
+    row |= {"success": result.success, "reward": result.reward, "time/eval_s": seconds}
+    return row | {key: value for service in services for key, value in service.metrics().items()}
 
 
 def shown_of(row: Mapping[str, Any], envs: Sequence[str]) -> tuple[Row, Row]:
@@ -131,9 +115,13 @@ def thrown_away(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**sums, "thrown": dict(causes.most_common())}
 
 
-def _episode_times(episodes: Sequence[Trajectory]) -> Row:
-    """Means over the episodes that have such a time, and the longest episode."""
-    found: Row = {}
+def _values_of(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: bool, several: bool) -> Row:
+    """`episode_values`, of `several` environments also of each, under `env/NAME/`; means over the episodes that have such a time,
+    and the longest episode."""
+    found = episode_values(episodes, kinds, trained=trained, several=several)
+    for name in sorted({t.env for t in episodes}) if several else ():
+        own = episode_values([t for t in episodes if t.env == name], kinds, trained=trained)
+        found |= {f"env/{name}/{key}": value for key, value in own.items()}
     for name, key in SPENT.items():
         seconds = [t.timings[name] for t in episodes if name in t.timings]
         found[key] = sum(seconds) / len(seconds) if seconds else None
@@ -281,8 +269,8 @@ class SignWatch:
         value = sign.null if key in row and row[key] is None else row.get(key)
         if value is None:
             return None
-        known = (row.get(f"{self._scope}{name}") for name in ("success", "reward"))
-        good = next((number for number in known if number is not None), None)
+        good = row.get(f"{self._scope}success")
+        good = row.get(f"{self._scope}reward") if good is None else good
         if self._left > 0:
             self._start = value if self._start is None else sign.extreme(self._start, value)
             self._before.append(good)
@@ -290,12 +278,12 @@ class SignWatch:
         self._newest.append((step, value, good))
         start = value if self._start is None else self._start
         shown = [sign.shows(number, start) for _, number, _ in self._newest]
-        # The policy may do well in spite of the sign.
-        newest, before = ([g for g in part if g is not None] for part in ([g for *_, g in self._newest], self._before))
         well = False
-        if sign.unless is not None and newest and before:
-            mean = sum(newest) / len(newest)
-            well = mean >= SOLVED or (sign.unless == "better" and mean > sum(before) / len(before))
+        if sign.unless is not None and any(shown):  # the policy may do well in spite of the sign
+            newest, before = ([g for g in part if g is not None] for part in ([g for *_, g in self._newest], self._before))
+            if newest and before:
+                mean = sum(newest) / len(newest)
+                well = mean >= SOLVED or (sign.unless == "better" and mean > sum(before) / len(before))
         begun = bool(self.found) and self.found[-1]["until"] is None
         if begun and (well or not any(shown)):
             self.found[-1]["until"] = step
@@ -315,14 +303,14 @@ class Health:
         self._config, self._warn = config, warn
         self._said: set[str] = set()
         self._fault: str | None = None
-        self.begin(0, (), lambda: None)
+        self.begin(0, ())
 
-    def begin(self, step: int, rows: Iterable[HealthRow], fault: Callable[[], str | None]) -> None:
-        """Updates begin after `step`, with these rows before them; those after it are forgotten, as they are done again. `fault`:
-        why the first episode of theirs was unscored, once there was one."""
+    def begin(self, step: int, rows: Iterable[HealthRow], stats: RolloutStats | None = None) -> None:
+        """Updates begin after `step`, with these rows before them; those after it are forgotten, as they are done again. `stats`:
+        say why the first episode of theirs was unscored."""
         config, most = self._config, self._config.health.idle_updates
         before = [row for row in rows if row["phase"] == "train" and row["step"] <= step]
-        self._updates, self._faults = Updates(config.critic, most, before), fault
+        self._updates, self._stats = Updates(config.critic, most, before), stats
         # Signs of episodes are looked for in each environment, if there are several.
         names = [f"env/{env.called}/" for env in config.envs] if len(config.envs) > 1 else [""]
         self._watches = [
@@ -343,7 +331,7 @@ class Health:
     @property
     def fault(self) -> str | None:
         """Why the first unscored episode is unscored."""
-        self._fault = self._fault or self._faults()
+        self._fault = self._fault or (None if self._stats is None else self._stats.fault)
         return self._fault
 
     def row(self, row: HealthRow) -> None:
@@ -400,8 +388,9 @@ def finding_text(one: Mapping[str, Any]) -> str:
 def idle(updates: Updates, rollout: RolloutConfig) -> Finding | None:
     """Return True if the newest updates, as many as are kept or all if there are fewer, trained nothing. Not if every
     episode of them was a success after others that taught something: then nothing is left to learn."""
-    newest, count = [row for row in updates.newest if row["step"] > updates.warmup], updates.idle
-    if not newest or any(has_trained(row) for row in newest):
+    count = updates.idle
+    newest = [row for row in updates.newest if row["step"] > updates.warmup] if count else []
+    if count < max(len(newest), 1):
         return None
     if updates.taught and all(row.get("success") == 1.0 for row in newest):
         return None
@@ -441,15 +430,13 @@ def has_trained(row: HealthRow) -> bool:
     return bool((row.get("grad_norm") or 0.0) > 0 and steps > 0 and not row.get("skipped_steps", 0))
 
 
-def _known(row: HealthRow, *names: str) -> float:
-    """The first of these numbers that a row has; 0 if none is there, as in one that was changed by hand."""
-    return next((row[name] for name in names if row.get(name) is not None), 0)
-
-
 def unscored_finding(rows: Collection[HealthRow], health: HealthConfig, fault: str | None) -> Finding | None:
     """Return True if more episodes of these rows are unscored than `health.max_unscored` allows."""
-    lost = sum(_known(row, UNSCORED, "unscored") for row in rows)
-    played = sum(_known(row, PLAYED, "scored") + (row.get(PLAYED) is None and _known(row, "unscored")) for row in rows)
+    lost = played = 0.0
+    for row in rows:
+        unscored = row.get("unscored") or 0
+        lost += unscored if row.get(UNSCORED) is None else row[UNSCORED]
+        played += (row.get("scored") or 0) + unscored if row.get(PLAYED) is None else row[PLAYED]
     if lost <= health.max_unscored * played:
         return None
     first = f"; the first: {fault}" if fault else ""

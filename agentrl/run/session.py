@@ -169,7 +169,7 @@ class Saver(Writes):
         if score is not None:
             self._checkpoints.rate(self._collector.version, score)
 
-    def deserves(self, evaluated: Evaluation | None) -> bool:
+    def deserves(self, evaluated: Evaluation) -> bool:
         """Return True if these weights deserve a checkpoint of their own: better than all that are kept as best."""
         score = self._score(evaluated) if self._config.keep_best > 0 else None
         return score is not None and ((best := self._checkpoints.best()) is None or score > best[1])

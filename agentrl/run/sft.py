@@ -20,7 +20,7 @@ from agentrl.run.assembly import longest_row
 from agentrl.run.display import Count
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import kinds_of
-from agentrl.run.run_log import RunLog, evaluation_row, service_metrics
+from agentrl.run.run_log import RunLog, evaluation_row
 from agentrl.run.session import Session, play_tasks
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import seal
@@ -61,8 +61,8 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
             with session.display.doing("gate", ended.__str__, watch.waiting):
                 found, shut = await _gate(session, ended, watch)
             success = found.success
-            row = evaluation_row(found, kinds_of(session.envs), time.monotonic() - began)
-            run_log.row("gate", step, row | service_metrics(session))
+            services = session.services.values()
+            run_log.row("gate", step, evaluation_row(found, kinds_of(session.envs), time.monotonic() - began, services))
             if not shut:
                 break
     if interrupt.requested:

@@ -60,14 +60,13 @@ async def test_a_step_whose_groups_lay_ready_has_the_speed_of_what_was_sampled_m
         collector=SimpleNamespace(metrics=lambda: {"tokens_sampled": 0.0}, ledger=SimpleNamespace(counts=dict)),
         player=SimpleNamespace(metrics=dict),
         services={},
+        display=SimpleNamespace(took=dict.fromkeys(("rollout", "batch", "update", "publish"), 0.2)),
     )
     meter = EngineMeter(engine)
     await meter.read()
     began = time.monotonic()
     await asyncio.sleep(0.2)  # an update, beside which the engine goes on
     sampled += 100
-    row = train_row(
-        session, {"success": None, "reward": None, "unscored": 0}, await meter.read(), {"rollout_s": 0.0, "update_s": 0.2}
-    )
+    row = train_row(session, {"success": None, "reward": None, "unscored": 0}, await meter.read())
     said, _ = shown_of(row, ["a"])
     assert 0 < 100 / (time.monotonic() - began) <= said["tokens/s"] <= 100 / 0.2

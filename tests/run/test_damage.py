@@ -161,7 +161,7 @@ def test_a_run_ends_whatever_a_figure_of_its_rows_has_become(tmp_path: Path, env
         for phase, step in (("before", 0), ("train", 1), ("eval", 1), ("train", 2), ("after", 2)):
             folder.append_metrics({"step": step, "phase": phase, **changed})
         health = Health(one, print)
-        health.begin(2, folder.read_metrics(), lambda: None)
+        health.begin(2, folder.read_metrics())
         log: Any = SimpleNamespace(trackers=[], health=health, end=lambda *_: None)
         display: Any = SimpleNamespace(say=lambda _: None)
         driver = RunDriver(one, folder, display, log, RunOutcome(status="done"), None)  # type: ignore[arg-type]

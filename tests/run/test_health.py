@@ -5,6 +5,7 @@ import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def watched(rows: list[dict[str, Any]], *overrides: str, fault: str | None = Non
     """What the run said, and its health."""
     said: list[str] = []
     health = Health(config(*overrides), said.append)
-    health.begin(0, [], lambda: fault)
+    health.begin(0, [], SimpleNamespace(fault=fault))  # type: ignore[arg-type]
     for row in rows:
         health.row(row)
     return said, health
@@ -142,7 +143,7 @@ def test_each_key_of_health_moves_its_limit() -> None:
 def test_what_was_before_a_resume_counts_and_what_is_done_again_does_not() -> None:
     said: list[str] = []
     health = Health(config(), said.append)
-    health.begin(4, [{"phase": "before", "step": 0}, *(alike(step) for step in range(1, 7))], lambda: None)
+    health.begin(4, [{"phase": "before", "step": 0}, *(alike(step) for step in range(1, 7))])
     health.row(alike(5))
     assert len(said) == 1 and "in the 5 updates" in said[0]
 
@@ -155,7 +156,7 @@ def test_a_long_run_keeps_no_rows_but_the_newest(of: Callable[..., dict[str, Any
         pass
 
     health, rows = Health(config(), print), list[weakref.ref[Row]]()
-    health.begin(0, [], lambda: None)
+    health.begin(0, [])
     for step in range(1, 300):
         row = Row(of(step))
         rows.append(weakref.ref(row))
@@ -287,8 +288,8 @@ def test_a_resumed_run_remembers_its_findings_and_forgets_those_of_updates_that_
     rows = [stuck(step, tool_calls=2.0 if step < 3 else 0.0) for step in range(1, 9)]
     said: list[str] = []
     health = Health(config(), said.append)
-    health.begin(8, rows, lambda: None)
+    health.begin(8, rows)
     health.row(stuck(9, tool_calls=0.0))
     assert [one["since"] for one in health.findings] == [3] and said == [], "it was said before"
-    health.begin(2, rows, lambda: None)
+    health.begin(2, rows)
     assert health.findings == []

@@ -177,11 +177,13 @@ def test_a_row_of_an_update_and_its_readers_bear_null(tmp_path: Path) -> None:
         ),
         player=SimpleNamespace(metrics=dict),
         services={},
+        display=SimpleNamespace(took={"rollout": 4.0, "batch": 1.0, "update": 2.0, "publish": 0.5}),
     )
     update = {"loss": float("nan"), "grad_norm": float("inf"), "tokens_trained": 8.0}
     played = episodes_row(groups, kinds_of(session.envs), several=False)
-    row = train_row(session, played, update, {"rollout_s": 4.0, "update_s": 2.0})
+    row = train_row(session, played, update)
     assert row["throughput/trained_tokens_per_s"] == 4.0
+    assert (row["time/rollout_s"], row["time/publish_s"]) == (4.0, 0.5)
     assert (row["time/episode_s"], row["time/episode_max_s"], row["time/episode_env_s"]) == (3.0, 4.0, None)
     folder, seen = RunFolder(tmp_path), list[Any]()
     with Display() as display, RunLog(folder, display, []) as log:

@@ -10,7 +10,6 @@ from agentrl.data.trajectory import Task, Trajectory
 from agentrl.reward import compile_spec, make_context
 from agentrl.run.assembly import read_inputs
 from agentrl.run.checks import RUN_CHECKS, check_config
-from agentrl.run.run_log import service_metrics
 from agentrl.utils.errors import ConfigError, RewardSpecError
 from tests import tiny
 from tests.e2e.inside import config_of
@@ -93,7 +92,7 @@ async def test_a_run_has_one_service_for_all_its_leaves_and_a_check_warns_of_it_
     assert [env.scorer.score(Trajectory("kv", Task("t", 0))).value for env in made.envs] == [0.25, 0.25]
     await made.start()
     await made.services["planted"].forget()
-    assert service_metrics(made) == {"planted/marks": 1.0}
+    assert made.services["planted"].metrics() == {"planted/marks": 1.0}
     await made.close()
     assert list(made.services) == ["planted"]
     assert made.services["planted"].course == ["asked", "asked", ["a", "b"], "forget", "close"]

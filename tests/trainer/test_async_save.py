@@ -188,7 +188,7 @@ async def test_the_best_stays(tiny: str, tmp_path: Path) -> None:
     manifest = json.loads((bench.folder.checkpoints / "step_000001" / MANIFEST).read_text())
     assert manifest["score"] == 0.9
     assert bench.saver.deserves(Evaluation(0.95, 0, 1, 0, {}, []))
-    assert not bench.saver.deserves(Evaluation(0.9, 0, 1, 0, {}, [])) and not bench.saver.deserves(None)
+    assert not bench.saver.deserves(Evaluation(0.9, 0, 1, 0, {}, []))
     resumed = Bench(tiny, tmp_path, keep=1, keep_best=1)
     assert await resumed.saver.load() and resumed.ledger.version == 4
     await resumed.save(5, wait=True)
