@@ -207,7 +207,7 @@ async def evaluated() -> None:
         )
         display: Any = SimpleNamespace(step=lambda *a: None, warn=print)
         with patch.object(run_rollout, "run_tasks", ran), patch.object(run_rollout, "SLOW_LOOP", 0.0):
-            await run_rollout.RolloutJob(config, request, display).play(session, [])
+            await run_rollout.RolloutJob(run_rollout.RunStart(config), request, display).play(session, [])
 
 
 def reset_of(name: str, **params: Any) -> Callable[[], Awaitable[None]]:

@@ -226,5 +226,5 @@ def test_a_rollout_names_what_blocks_its_loop(limit: float, lines: int, tmp_path
     monkeypatch.setattr(rollout, "run_tasks", blocking)
     monkeypatch.setattr(rollout, "SLOW_LOOP", limit)
     config = config_from({"env": {"id": "key_value"}, "model": {"init": {}}}, [])
-    asyncio.run(rollout.RolloutJob(config, request, display).play(session, []))
+    asyncio.run(rollout.RolloutJob(rollout.RunStart(config), request, display).play(session, []))
     assert len(said) == lines

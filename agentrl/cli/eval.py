@@ -19,7 +19,7 @@ from agentrl.utils.terminal import say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentrl.config import TrainConfig
+    from agentrl.run.assembly import RunStart
     from agentrl.run.evaluate import RolloutRequest
     from agentrl.run.folder import RunFolder
 
@@ -111,19 +111,19 @@ def _roll_out(args: argparse.Namespace, _: int) -> int:
         raise ConfigError("--model is needed: a model folder or hub name, or api:NAME")
     base: dict[str, Any] = {"name": "rollout", "env": {"id": args.env}, "model": {"path": args.model}}
     overrides = overrides_of(args, args.overrides)
-    config = config_from(base, overrides)
-    check_named(RunStart(config, purpose="eval"), partial(typed_origins, base, overrides))
-    name = config.the_env.id.replace("/", "_")
+    start = RunStart(config_from(base, overrides), purpose="rollout")
+    check_named(start, partial(typed_origins, base, overrides))
+    name = start.config.the_env.id.replace("/", "_")
     out = Path(args.out or f"{args.defaults['folder']}/{name}/{model_label(args.model)}")
     tasks, split = args.tasks or args.defaults["tasks"], args.split or args.defaults["split"]
     request = RolloutRequest("rollout", args.model, tasks, args.samples or 1, split, out, values=args.values)
-    config = check_eval(config, request.purpose)
+    start = check_eval(start.config, request.purpose)
     from agentrl.run.display import Display
 
     with Display() as display:
-        if (note := model_note(request.model, config)) is not None:
+        if (note := model_note(start)) is not None:
             display.warn(note)
-        job = RolloutJob(config, request, display)
+        job = RolloutJob(start, request, display)
         run_loop(job.run())
         if job.interrupted:
             return say_interrupted(display.say, request, len(job.episodes))
@@ -186,10 +186,10 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Plan:
-    """The evaluation of one model: a request for each environment of `config`. `notes`: what differs from its run."""
+    """The evaluation of one model: a request for each environment of its config. `notes`: what differs from its run."""
 
     label: str
-    config: TrainConfig
+    start: RunStart
     requests: dict[str, RolloutRequest]
     folder: Path
     about: dict[str, Any] = field(default_factory=dict)
@@ -219,7 +219,7 @@ def _evaluate(args: argparse.Namespace, _: int) -> int:
     plans = read_plans(args)
     from agentrl.run.checks import check_eval
 
-    plans = [replace(plan, config=check_eval(plan.config)) for plan in plans]
+    plans = [replace(plan, start=check_eval(plan.start.config)) for plan in plans]
     from agentrl.run.display import Display
 
     code = 0
@@ -245,10 +245,10 @@ def _play(plan: Plan, display: Any, every: bool) -> int:
     from agentrl.run.evaluate import RolloutJob, print_report, print_reports, run_evals, unscored_cause
 
     if len(plan.requests) > 1:
-        report, job = run_loop(run_evals(plan.config, plan.requests, display, plan.about))
+        report, job = run_loop(run_evals(plan.start, plan.requests, display, plan.about))
         reports = {} if report is None else report["envs"]
     else:
-        job = RolloutJob(plan.config, next(iter(plan.requests.values())), display)
+        job = RolloutJob(plan.start, next(iter(plan.requests.values())), display)
         report = run_loop(job.evaluate(plan.about))
         reports = {} if report is None else {"": report}
     if report is None:
@@ -303,12 +303,12 @@ def read_plans(args: argparse.Namespace) -> list[Plan]:
 def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: str, about: dict[str, Any], alone: bool) -> Plan:
     from agentrl.env.catalog import EnvRef
     from agentrl.run.compare import choose_tasks
-    from agentrl.run.engine_choice import EngineChoice
     from agentrl.run.evaluate import RolloutRequest
     from agentrl.run.provenance import Provenance, model_note
 
     args = argparse.Namespace(**{**vars(args), "model": path})
-    config, several = _config(args, folder)
+    start, several = _start(args, folder)
+    config = start.config
     name = config.name if args.config is not None else "_".join(env.called for env in config.envs)
     name = name if folder is None else folder.path.name
     out = Path(args.out or f"{args.defaults['folder']}/{name}") / ("" if args.out and alone else label)
@@ -323,9 +323,9 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
         number, chosen = choose_tasks(ref, split, wanted, config.seed, first=folder is not None)
         count, place = number or args.defaults["tasks"], out / env.called if several else out
         requests[env.called] = RolloutRequest("eval", path, count, args.samples or 1, split, place, chosen)
-    plan = Plan(label, config, requests, out, about)
+    plan = Plan(label, start, requests, out, about)
     if folder is None:
-        note = model_note(path, config)
+        note = model_note(start)
         plan.notes = [] if note is None else [note]
         return plan
     run, many = Provenance(folder, config), len(config.envs) > 1
@@ -337,7 +337,7 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
     differs += [f"the split{at} was {was}, is {args.split}" for at, was in splits]
     differs += [f"{args.samples} episodes a task, not 1"] if (args.samples or 1) > 1 else []
     # Another engine's numbers differ in their last digits.
-    was, now = (folder.read_summary() or {}).get("engine"), EngineChoice(config).name
+    was, now = (folder.read_summary() or {}).get("engine"), start.engine.name
     differs += [f"engine was {was}, is {now}"] if was and was != now else []
     plan.notes = [f"other than in the run: {line}" for line in differs]
     if tasks or splits:
@@ -352,9 +352,9 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
     return plan
 
 
-def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainConfig, bool]:
-    """The config of the chosen environments, and whether they are chosen from several. Of one environment it is a config of that
-    alone. Raises ConfigError or CatalogError."""
+def _start(args: argparse.Namespace, folder: RunFolder | None) -> tuple[RunStart, bool]:
+    """The start of an evaluation in the chosen environments, and whether they are chosen from several. Of one environment the
+    config is of that alone. Raises ConfigError or CatalogError."""
     from agentrl.config.envs import entry_of
     from agentrl.config.load import config_from
     from agentrl.config.origin import read_origins, typed_origins
@@ -369,9 +369,9 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
             raise ConfigError(f"an environment is needed, for example: agentrl eval key_value --model {args.model}")
         env: Any = {"id": names[0]} if len(names) == 1 else [{"id": name} for name in names]
         table = {"name": "eval", "env": env, "model": {"path": args.model}}
-        config = config_from(table, overrides)
-        check_named(RunStart(config, purpose="eval"), partial(typed_origins, table, overrides))
-        return config, len(names) > 1
+        start = RunStart(config_from(table, overrides), purpose="eval")
+        check_named(start, partial(typed_origins, table, overrides))
+        return start, len(names) > 1
     file = find_config_file(args.config) if folder is None else folder.config
     config = load_whole(file, overrides)
     if not config.envs:
@@ -388,4 +388,5 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
     if names:
         update["env"] = chosen
     several, config = len(config.envs) > 1, config.model_copy(update=update)
-    return (config if len(config.envs) > 1 else config.alone(config.envs[0])), several
+    config = config if len(config.envs) > 1 else config.alone(config.envs[0])
+    return RunStart(config, purpose="eval"), several

@@ -110,11 +110,11 @@ class TrainCommand:
     def check(self) -> list[str]:
         """All checks of a run that plays; returns the warnings."""
         from agentrl.run.assembly import RunStart
-        from agentrl.run.checks import check_train
+        from agentrl.run.checks import check_config
         from agentrl.run.checks.env_checks import check_named
 
         check_named(RunStart(self.config), self.origins)
-        return check_train(self.config)
+        return check_config(self.config, capacity=True)
 
     def plan(self) -> int:
         """Print the plan, after all that the start would refuse. Changes nothing."""

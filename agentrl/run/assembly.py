@@ -70,6 +70,19 @@ class RunStart:
         """The scorer of the only environment."""
         return self.scorers[self.config.the_env.called]
 
+    def inputs(self, model: str | None = None, temperature: float | None = None) -> Inputs:
+        """The reward specs, tokenizer and context length of the run.
+
+        Raises ConfigError, CatalogError, RewardSpecError or ModelError if one of them is missing or unfit.
+        """
+        config, specs = self.config, []
+        for env in config.envs:
+            with config.name_entry_in_errors(env):
+                specs.append(find_spec(EnvRef.of(env, config.tools), env.reward))
+        counts = "messages" not in self.engine.traits
+        context = self.engine.maker().context(model_length(config.model, model) if counts else 0)
+        return Inputs(config, tuple(specs), tokenizer_of(config.model, model) if counts else None, context, model, temperature)
+
     @contextmanager
     def alone(self, env: EnvConfig) -> Iterator[RunStart]:
         """The same as if `env` were the only environment. Begins a UserError with its entry, if there are several."""
@@ -190,21 +203,6 @@ def _api_model(maker: EngineMaker) -> tuple[Engine, Renderer]:
     # Shared: the renderer numbers messages, since episodes consist of ids, and the engine maps the numbers back.
     transcript = Transcript()
     return maker.make_with(transcript), ApiRenderer(transcript)
-
-
-def read_inputs(config: TrainConfig, model: str | None = None, temperature: float | None = None) -> Inputs:
-    """The reward specs, tokenizer and context length of a run.
-
-    Raises ConfigError, CatalogError, RewardSpecError or ModelError if one of them is missing or unfit.
-    """
-    specs = []
-    for env in config.envs:
-        with config.name_entry_in_errors(env):
-            specs.append(find_spec(EnvRef.of(env, config.tools), env.reward))
-    choice = EngineChoice(config)
-    counts = "messages" not in choice.traits
-    context = choice.maker().context(model_length(config.model, model) if counts else 0)
-    return Inputs(config, tuple(specs), tokenizer_of(config.model, model) if counts else None, context, model, temperature)
 
 
 def agents_of(agent: AgentConfig | None, tokenizer: Any) -> Agents | None:

@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +29,16 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _CHUNK, _CHUNKS, _WHOLE = 64 << 10, 128, 1 << 30
 
 
-def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Digests of files by key. `code`: the keys that are of code: of environments, tools, plug-ins, functions by name, agentrl's
+    own."""
+
+    digests: Identity
+    code: list[str]
+
+
+def contents_of(config: TrainConfig, purpose: Purpose) -> Contents:
     """Digests of the reward spec and of the files of models, environments and tool sets, and of those that arguments name (data,
     a chat template), for an identity.
 
@@ -41,13 +51,14 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
         **{f"{one.key}.path": _files(one.model.path) for one in RunServices(config).engines()},
     }
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
-    suites: list[str] = []
+    suites, code = list[str](), [VERSIONS, "the files of tools.sets"]
     for own in config.envs:
         with config.name_entry_in_errors(own):
             env = EnvRef.of(own, config.tools)
             at = f"env.{own.called}" if isinstance(config.env, list) else "env"
             digests[f"the content of {at}.reward"] = digest_of(find_spec(env, own.reward))
             tools = f"{at}.tools" if own.tools is not None else "tools"
+            code += [f"the files of {at}.id", f"the files of {at}.tools.sets"]
             if (card := env.card()) is not None:  # its server says the digest of its files and of its tool sets'
                 digests |= {f"the files of {at}.id": card["files"]} if card["files"] is not None else {}
             else:
@@ -64,38 +75,27 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
             named[of] += _named_in(resolve_references(value, key))
     digests |= _digests({key: sorted(paths) for key, paths in named.items()})
     if purpose == "train":
-        digests |= _digests(_own_code(config.model_dump_json()))
+        # The loaded files of plug-ins, and of modules whose functions the config names.
+        named_here = re.findall(r'"([\w.]+):[A-Za-z_]\w*"', config.model_dump_json())
+        modules = [(name, Path(getattr(module, "__file__", None) or "")) for name, module in list(sys.modules.items())]
+        own_code = {
+            f"{file.parent.name}/{file.name}": [file]
+            for name, file in modules
+            if (name in named_here or (name.startswith(PRIVATE) and file.parent.name == "plugins")) and file.is_file()
+        }
+        digests |= _digests(own_code)
+        code += [f"the files of {key}" for key in own_code]
         digests[VERSIONS] = f"{sys.modules['agentrl'].__version__}, {version('torch')}, {version('transformers')}"
     for name in used_names(config.model_dump(mode="json", exclude_none=True)):
         if (digest := source_digest(name)) is not None:
             digests[f"{SOURCE}{name}"] = digest
-    return digests
+        code += [] if isinstance(value_of(name), Mapping) else [f"{SOURCE}{name}"]  # a reward spec is no code
+    return Contents(digests, code)
 
 
 def files_digest(folder: str) -> str | None:
     """The digest of the files of a model's folder; None of one on a hub."""
     return _digest_all(_files(folder))
-
-
-def code_of(config: TrainConfig) -> list[str]:
-    """The keys of `contents_of` that are of code: of environments, tools, plug-ins, functions by name, agentrl's own."""
-    several, code = isinstance(config.env, list), _own_code(config.model_dump_json())
-    places = [f"env.{env.called}" if several else "env" for env in config.envs]
-    given = used_names(config.model_dump(mode="json", exclude_none=True))  # reward specs among them are no code
-    keys = ["tools.sets", *code, *(key for at in places for key in (f"{at}.id", f"{at}.tools.sets"))]
-    return [
-        VERSIONS,
-        *(f"the files of {key}" for key in keys),
-        *(f"{SOURCE}{name}" for name in given if not isinstance(value_of(name), Mapping)),
-    ]
-
-
-def _own_code(text: str) -> dict[str, list[Path]]:
-    """The loaded files of plug-ins, and of modules whose functions the config's JSON names."""
-    named = re.findall(r'"([\w.]+):[A-Za-z_]\w*"', text)
-    loaded = [(name, Path(getattr(module, "__file__", None) or "")) for name, module in list(sys.modules.items())]
-    files = [file for name, file in loaded if name in named or (name.startswith(PRIVATE) and file.parent.name == "plugins")]
-    return {f"{file.parent.name}/{file.name}": [file] for file in files if file.is_file()}
 
 
 def suite_env(env: EnvRef) -> Benchmark | None:

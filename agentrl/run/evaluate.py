@@ -9,7 +9,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, chdir, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal
@@ -19,16 +19,14 @@ from rich.console import Console
 
 from agentrl.cluster.ray_cluster import last_words, start_ray, stop_asking, stop_ray, while_ray_lives
 from agentrl.cluster.ray_parent import error_told, tell, unsaid
-from agentrl.config import TrainConfig
 from agentrl.config.envs import eval_weights, one_temperature
 from agentrl.config.identity import check_same_identity, identity_of
 from agentrl.data.trajectory import Trajectory
 from agentrl.engines.makers import api_name
-from agentrl.env.catalog import EnvRef
 from agentrl.env.official import success_rates
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.player import SCRIPTS, end_of, fault_of, run_tasks, success_rate
-from agentrl.run.assembly import RunStart, read_inputs
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.env_checks import suite_notes
 from agentrl.run.compare import mean_of, official, rate_of
 from agentrl.run.digests import contents_of
@@ -203,11 +201,12 @@ def _short(value: float | None) -> str:
 class EvalSession:
     """The parts that episodes need, and their connection to the outside; `close` closes all of them."""
 
-    def __init__(self, config: TrainConfig, temperature: float) -> None:
-        """Make the parts; nothing is started. Raises as `read_inputs` and `assemble`."""
-        rollout = config.rollout.model_copy(update={"router_replay": False})  # the trainer's own
-        config = EngineChoice(config.model_copy(update={"rollout": rollout})).with_threads(trains=False)
-        inputs, choice = read_inputs(config, temperature=temperature), EngineChoice(config)
+    def __init__(self, start: RunStart, temperature: float) -> None:
+        """Make the parts; nothing is started. Raises as `RunStart.inputs` and `assemble`."""
+        rollout = start.config.rollout.model_copy(update={"router_replay": False})  # the trainer's own
+        config = EngineChoice(start.config.model_copy(update={"rollout": rollout})).with_threads(trains=False)
+        start = replace(start, config=config)
+        inputs, choice = start.inputs(temperature=temperature), start.engine
         self.parts = inputs.assemble(room=engine_room(choice, trains=False))
         if workers := config.rollout.workers:
             self.parts = with_workers(inputs, self.parts)
@@ -277,18 +276,20 @@ class RolloutRequest:
 
 
 class RolloutJob:
-    """Plays the missing episodes of a request in the only environment of `config`.
+    """Plays the missing episodes of a request in the only environment of the config.
 
     `shared`: parts of several environments, which the caller closes; by default its own are made. `episodes`: those that are
     there, by (task, member); `interrupted`: more were asked for. Raises ConfigError if values are to be measured of episodes that
     cannot be forked."""
 
-    def __init__(self, config: TrainConfig, request: RolloutRequest, display: Display, shared: EvalSession | None = None) -> None:
-        self.config, self.request, self.display, self.shared = config.with_date(request.day()), request, display, shared
+    def __init__(self, start: RunStart, request: RolloutRequest, display: Display, shared: EvalSession | None = None) -> None:
+        self.start = replace(start, config=start.config.with_date(request.day()))
+        self.config, self.request, self.display, self.shared = self.start.config, request, display, shared
+        config = self.config
         evaluates = request.purpose == "eval"  # with a temperature of its own
         self.temperature = config.eval.temperature if evaluates else one_temperature(config.rollout, "a rollout")
         self.file = request.out / "trajectories.jsonl"
-        self.script = SCRIPTS["values"](RunStart(config, purpose=request.purpose), request.values) if request.values else None
+        self.script = SCRIPTS["values"](self.start, request.values) if request.values else None
         self.episodes: dict[Pair, Trajectory] = {}
         self.interrupted = False
 
@@ -301,7 +302,7 @@ class RolloutJob:
         config, request, display = self.config, self.request, self.display
         interrupt = Interrupt(display.say)
         interrupt.install()  # the start of Ray and of the engine is to be ended too
-        for note in suite_notes([ref := EnvRef.of(config.the_env, config.tools)]):
+        for note in suite_notes([ref := self.start.env]):
             display.warn(note)
         if ref.at is None:  # before there is a folder; of one elsewhere the first task says it
             with closing(ref.build()) as env:
@@ -309,7 +310,7 @@ class RolloutJob:
         request.out.mkdir(parents=True, exist_ok=True)
         with lock_folder(request.out, OTHER):
             self.episodes = self._resume()
-            session = self.shared or EvalSession(config, self.temperature)
+            session = self.shared or EvalSession(self.start, self.temperature)
             missing = [pair for pair in request.pairs if pair not in self.episodes]
             display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
             if missing:
@@ -320,7 +321,7 @@ class RolloutJob:
                     more = [f", rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
                     greedy = " (greedy)" if self.temperature == 0 else ""
                     display.say(f"[{request.purpose}] {section}.temperature = {self.temperature:g}{greedy}{''.join(more)}")
-                if computes := EngineChoice(config).computation_line(trains=False):
+                if computes := self.start.engine.computation_line(trains=False):
                     display.say(computes)
             try:
                 if missing:
@@ -395,7 +396,7 @@ class RolloutJob:
         request, purpose = self.request, self.request.purpose
         # All that an episode depends on; `-n` and `-k` only say which episodes there are.
         own = {"command": purpose, "--split": request.split, **({"--values": request.values} if request.values else {})}
-        identity = {**identity_of(self.config, purpose), **own, **contents_of(self.config, purpose)}
+        identity = {**identity_of(self.config, purpose), **own, **contents_of(self.config, purpose).digests}
         note, path = request.note, self.file
         if (before := stored_object(note, OTHER)) is not None:
             kind = "an evaluation" if purpose == "eval" else "a rollout"
@@ -422,21 +423,22 @@ def _write_report(file: Path, report: Mapping[str, Any]) -> None:
 
 
 async def run_evals(
-    config: TrainConfig, requests: Mapping[str, RolloutRequest], display: Display, about: Mapping[str, Any] | None = None
+    start: RunStart, requests: Mapping[str, RolloutRequest], display: Display, about: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any] | None, RolloutJob]:
     """The evaluations of several environments, one after the other with one engine, by their names: `requests`, each in a folder
     of one root, into which their common report is written. Returns that (None after Ctrl-C), and the last job.
     """
-    config = config.with_date(next(iter(requests.values())).day())
+    config = start.config.with_date(next(iter(requests.values())).day())
+    start = replace(start, config=config)
     envs = {env.called: env for env in config.envs}
     Interrupt(display.say).install()  # each of them takes over, once what they share is open
-    shared = EvalSession(config, config.eval.temperature)
+    shared = EvalSession(start, config.eval.temperature)
     reports: dict[str, Any] = {}
     episodes: dict[str, list[Trajectory]] = {}
     try:
         for name, request in requests.items():
             display.say(f"[{name}] {request.tasks} tasks of {envs[name].id}")
-            job = RolloutJob(config.alone(envs[name]), request, display, shared)
+            job = RolloutJob(replace(start, config=config.alone(envs[name])), request, display, shared)
             report = await job.evaluate()
             if report is None:
                 return None, job

@@ -17,7 +17,7 @@ from agentrl.data.schedule import shuffle_parts
 from agentrl.env.catalog import EnvRef, find_spec
 from agentrl.rollout.group_ledger import more
 from agentrl.rollout.mixtures import MixedTasks, parts_of
-from agentrl.run.checks import RunStart, check_train, run_checks
+from agentrl.run.checks import RunStart, check_config, run_checks
 from agentrl.run.checks.model_checks import check_router_replay
 from agentrl.run.checks.reward_checks import evaluations_of
 from agentrl.run.checks.size_checks import start_notes
@@ -191,7 +191,7 @@ class Planner:
             plain = {"path": None, "init": init, "tensor_parallel": 1, "expert_parallel": 1}
             rollout = config.rollout.model_copy(update={"router_replay": False})
             checked = config.model_copy(update={"model": config.model.model_copy(update=plain), "rollout": rollout})
-        suspicious = check_train(checked, planned=True, capacity=here)
+        suspicious = check_config(checked, planned=True, capacity=here)
         # Of the real model, in whose place the checks may have had another: its routers, heads, experts and plans, and its cache.
         start = RunStart(config, planned=True)
         check_router_replay(start)

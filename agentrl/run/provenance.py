@@ -10,12 +10,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.identity import Identity, changes, check_resumed, differences, identity_of, later_changes
 from agentrl.config.load import with_absolute_paths
 from agentrl.env.catalog import find_env
-from agentrl.run.digests import code_of, contents_of
+from agentrl.run.digests import contents_of
 from agentrl.run.folder import DRIVER, RunFolder, lock_folder, stored_object
 from agentrl.trainer.checkpoint import Checkpoints, check_model
 from agentrl.trainer.learner import policy_updates
@@ -25,6 +26,9 @@ from agentrl.utils.errors import CatalogError, CheckpointError, ConfigError, Mod
 from agentrl.utils.files import atomic_write, read_plain
 from agentrl.utils.parsing import read_json
 from agentrl.utils.redaction import redact_json
+
+if TYPE_CHECKING:
+    from agentrl.run.assembly import RunStart
 
 FILE = "provenance.json"
 
@@ -38,7 +42,7 @@ class Provenance:
 
     def write(self) -> None:
         """Record what a new run is started with. Raises a UserError if a file that the config names is missing."""
-        contents, identity = contents_of(self.config, "train"), identity_of(self.config, "train")
+        contents, identity = contents_of(self.config, "train").digests, identity_of(self.config, "train")
         provenance = {"folder": str(Path.cwd()), "contents": contents, "identity": identity}
         atomic_write(self.folder.path / FILE, json.dumps(redact_json(provenance), indent=2) + "\n")
 
@@ -96,7 +100,8 @@ class Provenance:
         """Notes on code that changed since the run began. Raises ConfigError if the reward spec, data or a model did."""
         if (recorded := _read_provenance(self.folder)) is None:
             return []
-        then, now, code = recorded["contents"], contents_of(self.config, "train"), code_of(self.config)
+        found_now = contents_of(self.config, "train")
+        then, now, code = recorded["contents"], found_now.digests, found_now.code
         # With what an older version did not record, nothing can be compared.
         both = ({key: one.get(key) for key in then if key not in code} for one in (then, now))
         if found := changes(*both):
@@ -133,7 +138,7 @@ class Provenance:
         # Empty if it was started by an older agentrl.
         then = (_read_provenance(self.folder) or {"contents": {}})["contents"]
         try:
-            now = contents_of(self.config, "eval") if then else {}
+            now = contents_of(self.config, "eval").digests if then else {}
         except (CatalogError, ConfigError) as error:
             raise type(error)(f"{error}{origin_hint(self.folder)}") from None
         keys = [key for key in now if key in then and not key.startswith(_MODEL)]
@@ -277,13 +282,14 @@ def model_label(model: str) -> str:
     return _UNFIT.sub("_", "_".join(words)).strip("._")[-_LONGEST:] or "model"
 
 
-def model_note(model: str, config: TrainConfig) -> str | None:
+def model_note(start: RunStart) -> str | None:
     """A warning for a model that lies in a run's folder and is played otherwise than the run's evaluations play; else None."""
+    model = str(start.config.model.path)
     path = Path(model).absolute()
     for above in list(path.parents)[:_ABOVE] if path.is_dir() else []:
         if not ((above / "config.toml").is_file() and (above / FILE).is_file()):
             continue
-        run = Provenance(RunFolder(above), config)
+        run = Provenance(RunFolder(above), start.config)
         if not (differs := run.differences()):
             return None
         return (

@@ -26,7 +26,7 @@ from agentrl.rollout.collector import Acceptance, Collector
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.mixtures import MixedTasks, parts_of
 from agentrl.rollout.player import Evaluation, Player, RunEnv, run_tasks, summarize
-from agentrl.run.assembly import read_inputs
+from agentrl.run.assembly import RunStart
 from agentrl.run.callbacks import Callback, Callbacks
 from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import EngineChoice
@@ -345,7 +345,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
                 if start_ray(config.cluster):
                     opened.callback(stop_ray)
         room = engine_room(choice, trains=True)  # before the processes that take the rest
-        inputs = read_inputs(config, path)  # before any process is started, so that a missing file fails fast
+        inputs = RunStart(config).inputs(path)  # before any process is started, so that a missing file fails fast
         # All roles at once, before any process: a run that got only some of its places would wait and keep others from starting.
         with display.doing("starting the training processes"):
             pools = RunRoles(choice).open_pools()

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config import load_config
-from agentrl.run.checks import check_train
+from agentrl.run.checks import check_config
 from agentrl.run.folder import RunFolder
 from agentrl.utils.errors import CatalogError
 
@@ -90,7 +90,7 @@ def test_without_a_file_the_key_is_named() -> None:
     table = ["engine=embedded", "cluster.backend=inline", "sft.gate_params.y=1"]
     config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml", table)
     with pytest.raises(CatalogError, match=r"^sft\.gate_params\.y: agentrl/KeyValue-v0: no parameter 'y'"):
-        check_train(config)
+        check_config(config, capacity=True)
 
 
 def test_an_environment_that_is_not_chosen_may_be_missing(tiny: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.load import config_from
-from agentrl.run.checks import check_train
+from agentrl.run.checks import check_config
 from agentrl.run.driver import execute
 from agentrl.run.folder import RunFolder
 from agentrl.utils.errors import ModelError
@@ -35,7 +35,7 @@ def test_two_updates_at_a_temperature(family: str, packing: str, tmp_path: Path)
     sharing = ["optim.prefix_sharing=off"] if packing == "one_row" else []
     keys = [f"out={tmp_path}", f"model.path={path}", "engine_args={cache=false}", f"model.packing={packing}", *sharing]
     config = config_from({}, [*RUN, *keys])
-    check_train(config)
+    check_config(config, capacity=True)
     folder = RunFolder.create(config)
     assert execute(config, folder, resumed=False) == 0
     said = f"packing: {'packed' if packing == 'auto' else 'one row a pass'}: "

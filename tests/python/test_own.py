@@ -22,7 +22,7 @@ from agentrl.config.load import load_config
 from agentrl.run.api.base import config_of, run_blocking
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks.size_checks import check_workers
-from agentrl.run.digests import code_of, contents_of
+from agentrl.run.digests import contents_of
 from agentrl.utils.errors import CallbackError, CatalogError, ConfigError, RunFolderError
 from agentrl.utils.search_path import give, pack_given, unpack
 from tests.conftest import proof
@@ -367,9 +367,9 @@ def test_what_cannot_be_sent_is_refused_with_the_way_out() -> None:
 
 def test_a_config_of_what_is_python_is_refused_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(table())
-    contents = contents_of(config, "train")
+    contents = contents_of(config, "train").digests
     names = ["the source of given:Pick", "the source of given:share_of_low_ids"]
-    assert all(contents[name].startswith("sha256:") for name in names) and set(names) <= set(code_of(config))
+    assert all(contents[name].startswith("sha256:") for name in names) and set(names) <= set(contents_of(config, "train").code)
     monkeypatch.setattr(agentrl.utils.search_path, "_TABLE", {})
     with pytest.raises(ConfigError, match=r"env.reward: 'given:share_of_low_ids' was defined in Python, .* agentrl.give\(IT\)"):
         contents_of(config, "train")

@@ -28,7 +28,7 @@ WAYS = ("ctrl-c", "killed after a checkpoint", "killed before a checkpoint", "ki
 
 def begun(out: str, name: str, overrides: list[str], way: str, step: int, code_file: str) -> None:
     """Begin the run; at update `step` it ends as `way` says."""
-    from agentrl.run.checks import check_train
+    from agentrl.run.checks import check_config
     from agentrl.run.driver import execute
     from agentrl.run.folder import RunFolder
     from agentrl.run.provenance import Provenance
@@ -36,7 +36,7 @@ def begun(out: str, name: str, overrides: list[str], way: str, step: int, code_f
     break_off(way, step)
     os.environ[VARIABLE] = TOKEN
     config = config_of(Path(out), name, *overrides)
-    check_train(config)
+    check_config(config, capacity=True)
     folder = RunFolder.create(config)
     Provenance(folder, config).write()
     Path(code_file).write_text(str(execute(config, folder, resumed=False)))

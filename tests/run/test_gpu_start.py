@@ -19,7 +19,7 @@ from agentrl.config.schema import InitModelConfig
 from agentrl.env.catalog import find_config
 from agentrl.rollout.engine import Sampling
 from agentrl.run import role_placement as memory
-from agentrl.run.checks import check_train
+from agentrl.run.checks import check_config
 from agentrl.run.checks import size_checks as sizes
 from agentrl.run.display import Display
 from agentrl.run.engine_choice import EngineChoice
@@ -70,7 +70,7 @@ def narrow(name: str, tmp_path: Path, *more: str) -> TrainConfig:
 def test_a_config_for_one_gpu_starts_and_samples(name: str, card: None, tmp_path: Path) -> None:
     """Its cache may take what FILL of the card holds beside the trainer, and holds its longest episode."""
     config = narrow(name, tmp_path)
-    check_train(config)
+    check_config(config, capacity=True)
 
     async def sampled() -> tuple[Any, int]:
         session = await open_session(config, RunFolder.create(config), Display())
@@ -116,7 +116,7 @@ def test_the_start_and_its_plan_refuse_a_cache_that_holds_no_episode(
     small = CARD if more == [] else 6 * GIB
     monkeypatch.setattr(memory, "driver_card", lambda: small)
     with pytest.raises(ResourceError, match=said):
-        check_train(config)
+        check_config(config, capacity=True)
     with pytest.raises(ResourceError, match=said):
         Planner(config).dry_run(small / GIB)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from agentrl.cli.eval import read_plans
 from agentrl.cli.main import _parse
 from agentrl.config.load import config_from
+from agentrl.run.assembly import RunStart
 from agentrl.run.display import Display
 from agentrl.run.driver import RunDriver, RunOutcome
 from agentrl.run.evaluate import RolloutJob
@@ -99,10 +100,10 @@ def test_the_next_evaluation_has_the_runs_environment_tools_reward_and_limits(tm
     plan = plan_of(*words[1:3], "--checkpoint", "last")
     run, request = config_from(TABLE), plan.requests["key_value"]
     assert request.model == str(folder.final) and request.samples == 1 and request.tasks == 100
-    assert plan.config.env == run.env and plan.config.tools == run.tools and plan.config.reward == run.reward
-    assert plan.config.rollout == run.rollout and plan.config.eval == run.eval
+    assert plan.start.config.env == run.env and plan.start.config.tools == run.tools and plan.start.config.reward == run.reward
+    assert plan.start.config.rollout == run.rollout and plan.start.config.eval == run.eval
     today = {"date": date.today().isoformat()}  # the run's folder keeps the date of its start
-    assert plan.config.model == run.model.model_copy(update={"path": request.model, "init": None, **today})
+    assert plan.start.config.model == run.model.model_copy(update={"path": request.model, "init": None, **today})
     assert str(request.out) == "evals/a run/final" and plan.about["run"]["differs"] == [] == plan.notes
 
 
@@ -179,17 +180,19 @@ def test_of_several_environments_one_evaluation_has_all_of_the_run(tmp_path: Pat
     table = {"name": "two", "env": envs, "model": {"init": {}}, "eval": {"tasks": 30}, "rollout": {"max_turns": 5}}
     folder, _ = ended(tmp_path, table)
     plan = plan_of("--run", str(folder.path))
-    assert plan.config.envs == config_from(table).envs and plan.config.rollout.max_turns == 5
-    assert plan.config.model.path == str(folder.final) and plan.config.model.init is None
+    assert plan.start.config.envs == config_from(table).envs and plan.start.config.rollout.max_turns == 5
+    assert plan.start.config.model.path == str(folder.final) and plan.start.config.model.init is None
     assert [(name, r.tasks, r.samples, r.split, str(r.out)) for name, r in plan.requests.items()] == [
         ("a", 7, 1, "heldout", "evals/two/final/a"),
         ("b", 30, 1, "train", "evals/two/final/b"),
     ]
     show = Display(Console(quiet=True))
-    heats = [RolloutJob(one, plan.requests[one.envs[0].called], show).temperature for one in plan.config.each()]
+    heats = [RolloutJob(RunStart(one), plan.requests[one.envs[0].called], show).temperature for one in plan.start.config.each()]
     assert heats == [0.5, 1.0]
     one = plan_of("b", "--run", str(folder.path), "-n", "2", "env.b.params.calls=3")
-    assert [env.called for env in one.config.envs] == ["b"] == list(one.requests) and one.config.envs[0].params == {"calls": 3}
+    assert [env.called for env in one.start.config.envs] == ["b"] == list(one.requests) and one.start.config.envs[0].params == {
+        "calls": 3
+    }
     assert (one.requests["b"].tasks, one.requests["b"].split, str(one.requests["b"].out)) == (2, "train", "evals/two/final/b")
     assert one.about["run"]["differs"] == ["env.params.calls was unset, is 3", "tasks were 30, are 2"]
     with pytest.raises(ConfigError, match=r"env\.c: no environment has this name.*there are a, b"):

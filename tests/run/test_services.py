@@ -8,7 +8,7 @@ import pytest
 from agentrl.config.schema import RewardConfig
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.reward import compile_spec, make_context
-from agentrl.run.assembly import read_inputs
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks import RUN_CHECKS, check_config
 from agentrl.utils.errors import ConfigError, RewardSpecError
 from tests import tiny
@@ -88,7 +88,7 @@ async def test_a_run_has_one_service_for_all_its_leaves_and_a_check_warns_of_it_
     assert "2 specs, purpose: train" in check_config(config)
     with pytest.raises(ConfigError, match=r"^steps = 10: too many\. Set at most 9$"):
         check_config(config.model_copy(update={"steps": 10}))
-    made = read_inputs(config, tiny.build(tmp_path / "model")).assemble()
+    made = RunStart(config).inputs(tiny.build(tmp_path / "model")).assemble()
     assert [env.scorer.score(Trajectory("kv", Task("t", 0))).value for env in made.envs] == [0.25, 0.25]
     await made.start()
     await made.services["planted"].forget()

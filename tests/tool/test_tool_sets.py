@@ -553,9 +553,9 @@ def test_the_arguments_of_a_config_reach_the_set_and_its_files_the_identity(fold
     env = EnvRef.of(config.the_env, config.tools).build()
     env.reset(seed=1)
     assert ask(env, "read_file", path="README.md") == "Two words\n" and env.tool_set("files").most == 7  # type: ignore[attr-defined]
-    before = contents_of(config, "train")
+    before = contents_of(config, "train").digests
     (folder / "README.md").write_text("Other words\n")
-    after = contents_of(config, "train")
+    after = contents_of(config, "train").digests
     assert {key for key in before if before[key] != after[key]} == {"the files of tools.args"}
     plain = TrainConfig.model_validate({"env": {"id": "key_value"}})
-    assert "the files of tools.args" not in contents_of(plain, "train")
+    assert "the files of tools.args" not in contents_of(plain, "train").digests

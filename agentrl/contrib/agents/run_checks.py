@@ -19,7 +19,7 @@ from agentrl.render.base import Renderer
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
-from agentrl.run.assembly import agents_of, read_inputs, renderer_of
+from agentrl.run.assembly import agents_of, renderer_of
 from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.utils.errors import AgentrlError, ConfigError, ResourceError
 from agentrl.utils.network import exempt_own, through_proxy
@@ -83,7 +83,7 @@ def rehearse(start: RunStart) -> str:
     """One episode of the agent of a run's only environment, on a scripted policy, which plays the task's gold turns if there
     are any: what came of it, in a line. Raises ConfigError, with what the agent wrote, if it failed by itself."""
     config = start.config
-    inputs, env = read_inputs(config), start.env.build()
+    inputs, env = start.inputs(), start.env.build()
     agents, renderer = agents_of(config.agent, inputs.tokenizer), renderer_of(config.model, inputs.tokenizer)
     assert agents is not None
     try:

@@ -18,7 +18,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.reward.explain import reasons
 from agentrl.run.api.base import Both, Config, Table, config_of, env_table
 from agentrl.run.callbacks import Callback, Functions
-from agentrl.run.checks import check_eval, check_train
+from agentrl.run.checks import check_config, check_eval
 from agentrl.run.compare import choose_tasks
 from agentrl.run.config_file import load_whole, open_folder
 from agentrl.run.display import Display
@@ -153,8 +153,8 @@ async def _play(config: TrainConfig, request: RolloutRequest, out: str | Path | 
     """The episodes of a request, with a report if it is an evaluation; without `out` nothing is kept. Raises CallbackError."""
     with tempfile.TemporaryDirectory(prefix=f"agentrl-{request.purpose}-") as folder:
         request = replace(request, out=Path(folder if out is None else out).expanduser())
-        checked = await in_thread("load", check_eval, config, request.purpose)
-        job = RolloutJob(checked, request, Display(console(quiet=True) if quiet else None))
+        start = await in_thread("load", check_eval, config, request.purpose)
+        job = RolloutJob(start, request, Display(console(quiet=True) if quiet else None))
         report: dict[str, Any] | None = {}
         if request.purpose == "eval":
             report = await job.evaluate()
@@ -233,13 +233,13 @@ def _prepare_run(
         if config is None:
             raise ConfigError('train: a config is needed, for example agentrl.train("quickstart"); or resume=RUN')
         made = config_of(config, top)
-        notes = check_train(made)
+        notes = check_config(made, capacity=True)
         return made, open_folder(made, overwrite=overwrite), notes, False
     if config is not None:
         raise ConfigError("train: a resumed run has its config in its folder; leave out the first argument")
     folder = run_folder(resume)
     made = config_of(before := load_whole(folder.config), top)
-    return made, folder, Provenance(folder, made).check_resumable(before, partial(check_train, made)), True
+    return made, folder, Provenance(folder, made).check_resumable(before, partial(check_config, made, capacity=True)), True
 
 
 __all__ = ["EvalReport", "evaluate", "rollout", "train"]

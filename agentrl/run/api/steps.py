@@ -25,7 +25,7 @@ from agentrl.rollout.episode import score_group
 from agentrl.rollout.player import Evaluation, RunEnv
 from agentrl.run.api.base import Both, Config, config_of, section_of_call
 from agentrl.run.api.trainer import Trainer
-from agentrl.run.checks import check_train
+from agentrl.run.checks import check_config
 from agentrl.run.config_file import open_folder
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
@@ -381,7 +381,7 @@ async def session(
     if made.callbacks:
         raise ConfigError("callbacks: a step-wise loop calls none of them. Leave the key out")
     one_temperature(made.rollout, "a step-wise loop")
-    await in_thread("load", check_train, made)
+    await in_thread("load", partial(check_config, capacity=True), made)
     raise_gc_threshold()
     with ExitStack() as held:
         temporary = tempfile.TemporaryDirectory(prefix="agentrl-session-") if folder is None else nullcontext(str(folder))

@@ -59,7 +59,7 @@ def run_checks(start: RunStart, trait: str = "") -> list[str]:
     return [line for one in found if one.traits == ({trait} if trait else set()) for line in one.make(start)]
 
 
-def check_train(config: TrainConfig, *, planned: bool = False, capacity: bool = True) -> list[str]:
+def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool = False) -> list[str]:
     """All checks of `agentrl train` and `agentrl sft`: the models, with `capacity` disk, memory and cores of this machine, then
     the config; returns warnings. `planned`: nothing will be started, so a model folder may lack its
     weights, and nothing that costs money is tried."""
@@ -68,11 +68,6 @@ def check_train(config: TrainConfig, *, planned: bool = False, capacity: bool = 
             "data: agentrl train learns from episodes that it plays, and does not read it; train on it by agentrl sft CONFIG, "
             "and go on from the result: data=false model.path=RUN/final"
         )
-    return check_config(config, planned=planned, capacity=capacity)
-
-
-def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool = False) -> list[str]:
-    """As `check_train`, of a training config; `capacity`: of the machine's free resources too."""
     quiet_libraries()  # the checks of a model trace it
     check_references(config)
     scorers: dict[str, Scorer] = {}
@@ -138,8 +133,8 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
     return notes
 
 
-def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> TrainConfig:
-    """All checks of `agentrl eval` and `agentrl rollout`, before a folder is created; returns the config with its engine settled.
+def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> RunStart:
+    """All checks of `agentrl eval` and `agentrl rollout`, before a folder is created; returns the start with its engine settled.
     Not for a replay, which needs neither engine nor environment."""
     config = EngineChoice(config).without_trainer()
     quiet_libraries()
@@ -157,4 +152,4 @@ def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> TrainConfig:
             check_prompts(one)
     check_heads(start.engine)
     run_checks(start)
-    return config
+    return start

@@ -21,7 +21,7 @@ from agentrl.rollout.engine import ENGINES
 from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.rollout.warm_start import Transcripts
-from agentrl.run.assembly import RunStart, agents_of, longest_row, read_inputs, renderer_of, tokenizer_of
+from agentrl.run.assembly import RunStart, agents_of, longest_row, renderer_of, tokenizer_of
 from agentrl.run.checks.reward_checks import tasks_of
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError, RenderError, TaskDataError
 
@@ -141,7 +141,7 @@ def check_assembly(start: RunStart) -> Scorer:
     tools = built.toolbox.schemas()
     built.close()
     start.engine.maker().check()
-    inputs = read_inputs(config)
+    inputs = start.inputs()
     agents_of(config.agent, inputs.tokenizer)
     scorer = make_scorer(inputs.specs[0], config.reward, start.env, timeout=config.rollout.env_timeout)
     # Whoever writes what takes longer by the leaves' own limits than scoring may would be unscored, in place of a 0.

@@ -108,7 +108,7 @@ def test_one_of_several_environments_may_be_elsewhere(server: Running) -> None:
     config = config_from(base, [])
     assert len(remote_lines(RunStart(config, {}))) == 3
     assert [ref.at for ref in (EnvRef.of(env, config.tools) for env in config.envs)] == [None, server.address()]
-    found = contents_of(config, "train")
+    found = contents_of(config, "train").digests
     assert found["the files of env.there.id"] == found["the files of env.key_value.id"]
     with pytest.raises(UserError, match=r"env\[1\] \(there\).*no parameter 'cals'"):
         check_eval(config_from(base, ["env.there.params.cals=3"]))
@@ -125,8 +125,8 @@ def test_where_it_runs_is_no_part_of_what_a_run_is(server: Running) -> None:
     here, there = made(None), made(server)
     for purpose in ("train", "eval", "rollout"):
         assert identity_of(here, purpose) == identity_of(there, purpose)
-        assert contents_of(here, purpose) == contents_of(there, purpose)
-    assert "the files of env.id" in contents_of(there, "train")
+        assert contents_of(here, purpose).digests == contents_of(there, purpose).digests
+    assert "the files of env.id" in contents_of(there, "train").digests
     assert identity_of(made(server, "env.params.calls=5"), "train") != identity_of(there, "train")
 
 
