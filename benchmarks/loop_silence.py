@@ -33,6 +33,7 @@ from agentrl.render import make_renderer
 from agentrl.reward import Context, compile_spec
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.run import evaluate as run_rollout
+from agentrl.run.assembly import RunStart
 from agentrl.run.folder import lines
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.files import atomic_write
@@ -207,7 +208,7 @@ async def evaluated() -> None:
         )
         display: Any = SimpleNamespace(step=lambda *a: None, warn=print)
         with patch.object(run_rollout, "run_tasks", ran), patch.object(run_rollout, "SLOW_LOOP", 0.0):
-            await run_rollout.RolloutJob(run_rollout.RunStart(config), request, display).play(session, [])
+            await run_rollout.RolloutJob(RunStart(config), request, display).play(session, [])
 
 
 def reset_of(name: str, **params: Any) -> Callable[[], Awaitable[None]]:

@@ -69,7 +69,7 @@ def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatc
         ["train", QUICKSTART, "rollout.max_filtered=2.0"],
         ["rollout.max_filtered = 2.0 is read with rollout.filter_zero_variance"],
     ),
-    (["train", QUICKSTART, "rollout.mixture.name=by_success"], ["rollout.mixture", "is read with several environments, [[env]],"]),
+    (["train", QUICKSTART, "rollout.mixture.name=by_success"], ["rollout.mixture", "is read with several environments"]),
     (["train", QUICKSTART, "env.weight=2.0"], ["env.weight = 2.0 is read with several environments, [[env]],"]),
     (["train", QUICKSTART, "checkpoint.best=reward", "checkpoint.keep_best=0"], ["checkpoint.best", "keep_best above 0"]),
     (["train", QUICKSTART, "weights.folder=w", "weights.route=memory"], ["weights.folder", 'weights.route = "disk"']),
