@@ -5,9 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,40 +62,22 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert checkpoints.at(1).name == "step_000001"
 
 
-def test_the_same_step_again_replaces(tmp_path: Path) -> None:
-    checkpoints = write(Checkpoints(tmp_path, keep=2), 5)
-    with checkpoints.writing(5) as folder:
-        (folder / "other").write_text("y")
-    assert names(tmp_path) == ["step_000005"]
-    assert (tmp_path / "step_000005" / "other").is_file()
-
-
-def test_equal_scores_keep_the_newer(tmp_path: Path) -> None:
+def test_the_same_step_again_replaces_and_of_equal_scores_the_newer_is_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1, keep_best=1)
-    for step, score in ((1, 0.5), (2, 0.5), (3, 0.1)):
+    for step, score, file in ((1, 0.5, "x"), (2, 0.5, "x"), (3, 0.1, "x"), (3, 0.1, "y")):
         with checkpoints.writing(step, score) as folder:
-            (folder / "x").write_text("x")
-    assert names(tmp_path) == ["step_000002", "step_000003"]
+            (folder / file).touch()
+    assert names(tmp_path) == ["step_000002", "step_000003"] and names(tmp_path / "step_000003") == [MANIFEST, "y"]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from agentrl.trainer.checkpoint import Checkpoints
-with Checkpoints(Path(sys.argv[1]), keep=1).writing(20) as folder:
-    (folder / "half").write_text("x")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_kill_in_the_middle_of_a_write_loses_only_that_one(tmp_path: Path) -> None:
+def test_what_a_kill_in_the_middle_of_a_write_leaves_is_no_checkpoint_and_written_anew(tmp_path: Path) -> None:
+    """A kill itself is in test_ranks.py."""
     checkpoints = write(Checkpoints(tmp_path, keep=1), 10)
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    (checkpoints.begin(20) / "half").write_text("x")
     assert checkpoints.newest() == tmp_path / "step_000010"
     write(checkpoints, 20)
-    assert names(tmp_path) == ["step_000020"]
-    assert is_whole(tmp_path / "step_000020")
+    assert names(tmp_path) == ["step_000020"] and is_whole(tmp_path / "step_000020")
+    assert not (tmp_path / "step_000020" / "half").exists()
 
 
 def test_what_was_written_and_is_gone_at_the_commit_is_said(tmp_path: Path) -> None:
@@ -107,12 +86,8 @@ def test_what_was_written_and_is_gone_at_the_commit_is_said(tmp_path: Path) -> N
     with pytest.raises(FileNotFoundError, match=r"\.writing_step_000003") as caught:
         checkpoints.commit(3)
     assert caught.value.__cause__ is None and not disk_full(caught.value)
-
-
-def test_an_error_that_is_its_own_cause_is_looked_through_once() -> None:
-    error = OSError(errno.EIO, os.strerror(errno.EIO))
-    error.__cause__ = error
-    assert not disk_full(error)
+    caught.value.__cause__ = caught.value  # an error that is its own cause is looked through once
+    assert not disk_full(caught.value)
 
 
 def test_the_only_checkpoint_survives_one_of_its_own_step_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,16 +49,6 @@ def test_a_critic_of_another_model(tiny: str, tmp_path: Path) -> None:
     assert sizes[1] < sizes[0] and widths == [(1, 32), (1, 16)]
 
 
-def test_critic_warm_up_leaves_the_policy(tiny: str) -> None:
-    learner = opened(tiny, config_of(algorithm=GAE, critic=toy_critic(warmup=2)))
-    before = flat(learner.actors)
-    for step in range(2):
-        assert "grad_norm" not in asyncio.run(learner.step(own_logprobs(learner), step))
-    assert torch.equal(before, flat(learner.actors))
-    asyncio.run(learner.step(own_logprobs(learner), 2))
-    assert not torch.equal(before, flat(learner.actors))
-
-
 def test_the_critic_learns_what_turns_are_worth_and_warms_up_alone(tiny: str) -> None:
     algorithm = AlgorithmConfig(advantage=Choice(name="gae_turns"), minibatch=8)
     learner = opened(tiny, config_of(algorithm=algorithm, critic=toy_critic(lr=3e-3, warmup=2)))
