@@ -202,9 +202,9 @@ class FsdpEngine(BaseEngine):
         assert self.optimizers is not None
         # Mesh by mesh, because an operation takes tensors of one mesh only.
         meshes = by_mesh([p for p in self.module.parameters() if p.grad is not None])
-        norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in meshes]
+        norms = [full_tensor(torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])) for part in meshes]
         # Of all ranks' shards, so that every rank decides alike below.
-        size = math.hypot(*(float(full_tensor(norm)) for norm in norms))
+        size = math.hypot(*map(float, norms))
         # A norm that is not finite spoils the gradients here, which does no harm: they are dropped below.
         for part in meshes:
             torch.nn.utils.clip_grads_with_norm_(part, self.max_grad_norm, torch.tensor(size))
@@ -240,8 +240,30 @@ class FsdpEngine(BaseEngine):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         self.onload()
-        for name, full in self._weights_with_adapters() if self.cfg.lora is not None else self._plain():
-            yield self.hf_name(name), self._cast(name, full)
+        if self.cfg.lora is not None:
+            for name, full in self._weights_with_adapters():
+                yield self.hf_name(name), self._cast(name, full)
+            return
+        # Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded.
+        seen = set(self._left_out)
+        parts: list[tuple[str, Any]] = [(n, part) for n, part in self.module.named_modules() if isinstance(part, FSDPModule)]
+        for prefix, part in parts if self._gathers else []:
+            part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
+            part.unshard()
+            try:
+                for name, parameter in part.named_parameters(prefix):
+                    # A parameter of a nested part is still sharded here; it is yielded with its own part. One that is split by
+                    # tensor or expert parallelism alone is a DTensor too.
+                    axes = set(parameter.device_mesh.mesh_dim_names or ("",)) if isinstance(parameter, DTensor) else set()
+                    if name not in seen and axes <= {"tp", "ep"}:
+                        seen.add(name)
+                        yield self.hf_name(name), self._cast(name, full_tensor(parameter))
+            finally:
+                part.reshard()
+        # Buffers, and whatever no part has yielded: of a single rank, which has each weight as a whole, all of them.
+        for name, tensor in self.module.state_dict().items():
+            if name not in seen:
+                yield self.hf_name(name), self._cast(name, full_tensor(tensor) if self._gathers else local(tensor))
 
     def resident(self) -> list[Tensor]:
         if self._gathers or self.cfg.lora is not None or self.cfg.offload == "idle":
@@ -298,28 +320,6 @@ class FsdpEngine(BaseEngine):
         held = {name: tensor for name, tensor in self.module.state_dict().items() if name not in self._left_out}
         assert self.cfg.lora is not None
         return merge_adapters(held, lambda name: full_tensor(held[name]), self.cfg.lora)
-
-    def _plain(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded."""
-        seen = set(self._left_out)
-        parts: list[tuple[str, Any]] = [(n, part) for n, part in self.module.named_modules() if isinstance(part, FSDPModule)]
-        for prefix, part in parts if self._gathers else []:
-            part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
-            part.unshard()
-            try:
-                for name, parameter in part.named_parameters(prefix):
-                    # A parameter of a nested part is still sharded here; it is yielded with its own part. One that is split by
-                    # tensor or expert parallelism alone is a DTensor too.
-                    axes = set(parameter.device_mesh.mesh_dim_names or ("",)) if isinstance(parameter, DTensor) else set()
-                    if name not in seen and axes <= {"tp", "ep"}:
-                        seen.add(name)
-                        yield name, full_tensor(parameter)
-            finally:
-                part.reshard()
-        # Buffers, and whatever no part has yielded: of a single rank, which has each weight as a whole, all of them.
-        for name, tensor in self.module.state_dict().items():
-            if name not in seen:
-                yield name, full_tensor(tensor) if self._gathers else local(tensor)
 
     def offload(self) -> None:
         if any(parameter.grad is not None for parameter in self.module.parameters()):

@@ -75,44 +75,7 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grads[0], ctx.group), None
 
 
-class _Gather(torch.autograd.Function):
-    """[m] -> the ranks' [m_i], one after the other. Every rank computes the same loss from the result, so
-    the gradient of a rank's own part is that part of its gradient, not a sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
-        # Padded to equal lengths, which all_gather requires; and never empty, since a rank may have no chosen token.
-        rank, width = dist.get_rank(group), max(max(counts), 1)
-        padded = own.new_zeros(width)
-        padded[: len(own)] = own
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=group)
-        ctx.part = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0][ctx.part], None, None
-
-
-class _Sum(torch.autograd.Function):
-    """The same tensor; its gradient is the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
 _all_to_all: Callable[..., Tensor] = _AllToAll.apply
-_gather: Callable[..., Tensor] = _Gather.apply
-_sum: Callable[..., Tensor] = _Sum.apply
 
 
 class Ulysses:
@@ -145,14 +108,31 @@ class Ulysses:
 
     def gather(self, own: Tensor, counts: list[int]) -> Tensor:
         """The values of all ranks in rank order, `counts[i]` of them from rank i."""
-        return _gather(own, counts, self.group)
+        # Padded to equal lengths, which all_gather requires; and never empty, since a rank may have no chosen token.
+        padded = own.new_zeros(max(*counts, 1))
+        padded[: len(own)] = own.detach()
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=self.group)
+        found = [part[:count] for part, count in zip(parts, counts, strict=True)]
+        # Every rank computes the same loss from all of them, so its own part alone has a gradient, which is no sum over ranks.
+        found[self.rank] = own
+        return torch.cat(found)
 
     def sum_gradient(self, whole: Tensor) -> Tensor:
         """A tensor that all ranks hold whole and use in part: its gradient is the sum of theirs. One that the ranks
         hold in parts (a DTensor) is gathered."""
         if isinstance(whole, DTensor):
             return whole.full_tensor(grad_placements=[Partial()])
-        return _sum(whole, self.group)
+
+        def add_up(gradient: Tensor) -> Tensor:
+            total = gradient.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=self.group)
+            return total
+
+        found = whole.view_as(whole)
+        if found.requires_grad:
+            found.register_hook(add_up)  # type: ignore[no-untyped-call]
+        return found
 
 
 def compute_divided(

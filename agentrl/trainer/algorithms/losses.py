@@ -22,17 +22,13 @@ from agentrl.utils.registry import Registry
 LIMIT = 20.0
 
 
-def log_ratio(new: Tensor, old: Tensor) -> Tensor:
-    """log(pi_new / pi_old) of each token, clamped to +-20 so that its exponential stays finite in float32.
+def clamp_exponent(log_ratio: Tensor) -> Tensor:
+    """log(pi_new / pi_old), or its sum or mean over a row, clamped to +-20 so that its exponential stays finite in
+    float32: a row's after it is taken, not token by token.
 
     No paper has this bound; beyond it the gradient is 0.
     """
-    return torch.clamp(new - old, -LIMIT, LIMIT)
-
-
-def clamp_exponent(exponent: Tensor) -> Tensor:
-    """An exponent clamped to +-20. Sums and means over a row are clamped after they are taken, not token by token."""
-    return torch.clamp(exponent, -LIMIT, LIMIT)
+    return torch.clamp(log_ratio, -LIMIT, LIMIT)
 
 
 # Policy losses
@@ -70,7 +66,7 @@ Positive = Annotated[float, Field(gt=0)]
 @POLICY_LOSSES.register("ppo_clip")
 def ppo_clip(batch: LossInput, *, clip_low: Clip = 0.2, clip_high: Clip = 0.2, dual_clip: DualClip | None = 3.0) -> LossOutput:
     """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -dual_clip * A if A < 0; r = theta / old."""
-    ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
+    ratio = torch.exp(clamp_exponent(batch.logprobs - batch.old_logprobs))
     return clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)
 
 
@@ -102,9 +98,9 @@ def decoupled_ppo(
     weight_cap: DualClip | None = None,
 ) -> LossOutput:
     """PPO clip on theta / proximal, times the detached weight proximal / behavior (at most `weight_cap`)."""
-    ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
+    ratio = torch.exp(clamp_exponent(batch.logprobs - batch.old_logprobs))
     out = clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)
-    weight = torch.exp(log_ratio(batch.old_logprobs, batch.behaviour_logprobs)).detach()
+    weight = torch.exp(clamp_exponent(batch.old_logprobs - batch.behaviour_logprobs)).detach()
     if weight_cap is not None:
         weight = weight.clamp(max=weight_cap)
     return replace(out, loss=out.loss * weight, metrics={**out.metrics, "behaviour_weight": weight})
@@ -113,7 +109,7 @@ def decoupled_ppo(
 @POLICY_LOSSES.register("cispo")
 def cispo(batch: LossInput, *, clip_low: Clip = 1.0, clip_high: Clip = 5.0) -> LossOutput:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi. With low = 1 (the default) there is no lower bound."""
-    ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs)).detach()
+    ratio = torch.exp(clamp_exponent(batch.logprobs - batch.old_logprobs)).detach()
     weight = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
     metrics = {"ratio": ratio, "clip_fraction": (weight != ratio).float()}
     return LossOutput(-weight * batch.advantages * batch.logprobs, metrics)
@@ -124,7 +120,7 @@ def dppo(batch: LossInput, *, divergence: Literal["tv", "kl"] = "tv", delta: Pos
     """-r A; 0 on a token whose probability has moved too far in the direction of A: r > 1 with A > 0, or r < 1 with A < 0, and a
     divergence above `delta`. It is that of two outcomes, this token or another: abs(p - p_old) ("tv"), or
     p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) ("kl")."""
-    log_r = log_ratio(batch.logprobs, batch.old_logprobs)
+    log_r = clamp_exponent(batch.logprobs - batch.old_logprobs)
     p, old = batch.logprobs.detach().exp(), batch.old_logprobs.exp()
     if divergence == "tv":
         moved = (p - old).abs()
@@ -177,7 +173,7 @@ def gmpo(batch: LossInput, *, clip_low: Clip = 0.4, clip_high: Clip = 0.4) -> Lo
 @POLICY_LOSSES.register("sapo")
 def sapo(batch: LossInput, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> LossOutput:
     """-(4 / tau) sigmoid(tau (r - 1)) A, with a separate tau for A <= 0; at r = 1 its gradient equals PPO's."""
-    ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
+    ratio = torch.exp(clamp_exponent(batch.logprobs - batch.old_logprobs))
     tau = torch.full_like(ratio, tau_negative).masked_fill(batch.advantages > 0, tau_positive)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return LossOutput(-gate * batch.advantages, {"ratio": ratio.detach()})
@@ -199,7 +195,7 @@ def clip_cov(
     dual_clip: DualClip | None = 3.0,
 ) -> LossOutput:
     """PPO clip, without the loss of the picked tokens."""
-    ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
+    ratio = torch.exp(clamp_exponent(batch.logprobs - batch.old_logprobs))
     out = clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)
     picked = _picked_mask(batch)
     # Their loss is dropped, not their place in the mean: the denominators were settled before anything was picked.
@@ -210,7 +206,7 @@ def clip_cov(
 @POLICY_LOSSES.register("kl_cov", needs={"picked"}, traits={"moves_picked"})
 def kl_cov(batch: LossInput, *, share: Share = 2e-3, coefficient: Coefficient = 1.0) -> LossOutput:
     """-A r, plus coefficient * |log r| on the picked tokens."""
-    delta = log_ratio(batch.logprobs, batch.old_logprobs)
+    delta = clamp_exponent(batch.logprobs - batch.old_logprobs)
     ratio = torch.exp(delta)
     picked = _picked_mask(batch)
     penalty = torch.where(picked, coefficient * delta.abs(), torch.zeros_like(delta))
@@ -251,7 +247,7 @@ CORRECTIONS: Registry[Callable[..., Tensor]] = Registry(
 @CORRECTIONS.register("truncated", traits={"importance_weighted"})
 def truncate_ratios(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Positive = 2.0) -> Tensor:
     """Truncated importance sampling per token: min(exp(d), cap)."""
-    return torch.exp(log_ratio(prox, behave)).clamp(max=cap)
+    return torch.exp(clamp_exponent(prox - behave)).clamp(max=cap)
 
 
 @CORRECTIONS.register("truncated_sequence", traits={"importance_weighted"})
@@ -263,7 +259,7 @@ def truncated_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tens
 @CORRECTIONS.register("masked", traits={"importance_weighted"})
 def mask_ratios(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Positive = 2.0) -> Tensor:
     """Masked importance sampling per token: exp(d) if it is at most cap, else the token is rejected."""
-    return _within(torch.exp(log_ratio(prox, behave)), 0.0, cap)
+    return _within(torch.exp(clamp_exponent(prox - behave)), 0.0, cap)
 
 
 @CORRECTIONS.register("masked_sequence", traits={"importance_weighted"})
@@ -275,7 +271,7 @@ def masked_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor,
 @CORRECTIONS.register("icepop", traits={"importance_weighted"})
 def icepop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Positive = 0.5, high: Positive = 5.0) -> Tensor:
     """IcePop (Ling team 2025, arXiv:2510.18855): exp(d) if it is within [low, high], else the token is rejected."""
-    return _within(torch.exp(log_ratio(prox, behave)), low, high)
+    return _within(torch.exp(clamp_exponent(prox - behave)), low, high)
 
 
 @CORRECTIONS.register("kpop", traits={"importance_weighted"})
@@ -286,7 +282,7 @@ def kpop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, phi: Po
     # The rest is at least 1e-6, which is ours: a probability that is rounded to 1 would have an infinite divergence.
     moved, other = prox - behave, torch.log((1 - p).clamp(min=1e-6) / (1 - q).clamp(min=1e-6))
     divergence = torch.maximum(p * moved + (1 - p) * other, -q * moved - (1 - q) * other)
-    return torch.where(divergence <= phi, torch.exp(log_ratio(prox, behave)), 0.0)
+    return torch.where(divergence <= phi, torch.exp(clamp_exponent(prox - behave)), 0.0)
 
 
 @CORRECTIONS.register("reject_sequence")
@@ -337,7 +333,7 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
     Computed by expm1: in float32, exp(-d) - 1 + d loses a d^2 / 2 below 1e-7 to rounding, and can be negative.
     """
-    d = log_ratio(logprobs, reference)
+    d = clamp_exponent(logprobs - reference)
     return torch.expm1(-d) + d
 
 
