@@ -360,9 +360,9 @@ def token_ratio(view: Ragged) -> float:
     return float(view.lengths.sum() / unit_sums(unit, view.lengths, prefix).sum())
 
 
-def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, engine: Any) -> list[list[list[int]]]:
+def plan_micro_batches(view: Ragged, cap: int, engine: Any, parts: Sequence[np.ndarray] | None = None) -> list[list[list[int]]]:
     """On a worker: micro-batches of each part of its rows: `[part][micro]` -> row numbers; equally many on all ranks. `engine`
-    (a BaseEngine) reduces over them, and says whether rows may share a pass.
+    (a BaseEngine) reduces over them, and says whether rows may share a pass. `parts`: by default the rows of each minibatch.
 
     An empty list is a dummy: a rank with fewer micro-batches than another must still take part in each of the collectives.
     The cap counts the tokens that are computed: a shared prefix once. If the engine does not pack, each row is a
@@ -376,6 +376,9 @@ def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, engi
             f"a row has {longest} tokens, more than the hard cap of {cap} tokens per micro-batch: "
             f"set optim.micro_tokens to at least {longest}, or lower rollout.max_episode_tokens"
         )
+    if parts is None:
+        number = view.numbers("minibatch")
+        parts = [np.flatnonzero(number == index) for index in range(len(view.batch["counts"]))]
     bins: list[list[list[int]]] = []
     for part in parts:
         if not engine.packs:

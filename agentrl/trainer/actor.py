@@ -21,7 +21,7 @@ from agentrl.engines.weights.base import Adapter, Bucket, Offer, Sender, Silent,
 from agentrl.engines.weights.parameters import Saving
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators
-from agentrl.trainer.minibatch import MINIBATCHES, SOURCE, LogRatios, RowsShard, Visits, minibatches
+from agentrl.trainer.minibatch import MINIBATCHES, SOURCE, LogRatios, RowsShard, Visits
 from agentrl.trainer.optim import optim_of, rate, sft_optim
 from agentrl.trainer.roles import POLICIES, TrainedRole, open_engine
 from agentrl.trainer.train_engine import BaseEngine
@@ -45,7 +45,7 @@ def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float],
     The loss of a step is the mean over its assistant tokens (column `sampled`) on all ranks. Raises NonFiniteError if
     the weights are not finite after a step.
     """
-    micros = plan_micro_batches(view, minibatches(view), cap, engine)
+    micros = plan_micro_batches(view, cap, engine)
     counts, found = view.batch["counts"], list[dict[str, float]]()
     for number, bins in enumerate(micros):
         meter, step = Meter(), Steps(engine, view, f"supervised steps from {first}")
@@ -80,25 +80,11 @@ class Actor(TrainedRole):
     """One rank of the policy. All ranks run every method together."""
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {
-        "init_model": Broadcast(),
-        "show": Broadcast(),
-        "compute_logprob": RowsShard(),
-        "compute_reference": RowsShard(),
-        "update": MINIBATCHES,
-        "take_visits": Broadcast(),
-        "forward_backward": MINIBATCHES,
-        "optim_step": Broadcast(),
-        "drop_gradients": Broadcast(),
-        "end_update": Broadcast(),
-        "begin_sft": Broadcast(),
-        "sft_steps": MINIBATCHES,
-        "end_sft": Broadcast(),
-        "open_route": Broadcast(),
-        "route_attached": Broadcast(),
-        "next_bucket": Broadcast(),
-        "close_route": Broadcast(),
-        "export_adapter": Broadcast(),
-        "export_hf": Broadcast(),
+        **dict.fromkeys(("compute_logprob", "compute_reference"), RowsShard()),
+        **dict.fromkeys(("update", "forward_backward", "sft_steps"), MINIBATCHES),
+        **dict.fromkeys(("init_model", "show", "take_visits", "optim_step", "drop_gradients", "end_update"), Broadcast()),
+        **dict.fromkeys(("begin_sft", "end_sft", "open_route", "route_attached", "next_bucket", "close_route"), Broadcast()),
+        **dict.fromkeys(("export_adapter", "export_hf"), Broadcast()),
     }
 
     def __init__(self, context: WorkerContext) -> None:
@@ -124,7 +110,7 @@ class Actor(TrainedRole):
 
     def show(self, name: str) -> None:
         """Let a reference in this process follow the policy, under `name`."""
-        POLICIES[name] = self._made_engine()
+        POLICIES[name] = self._ready(onload=False)
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
         """Ragged `logprobs` and `entropy` of the sampled tokens under the current weights."""
@@ -157,15 +143,15 @@ class Actor(TrainedRole):
         """
         engine, view, lr = self._ready(), Ragged.of(batch), self._set_rate()
         policy, coef = policy_loss(algorithm.loss.name, algorithm.loss.args), algorithm.kl.coef if kl_coef is None else kl_coef
-        parts, counts, meter = minibatches(view), view.batch["counts"], Meter()
-        micros, steps = plan_micro_batches(view, parts, self._optim.micro_tokens, engine), Steps(engine, view, f"update {step}")
-        added = view.batch["added"] if "added" in view else [None] * len(parts)
+        micros, counts = plan_micro_batches(view, self._optim.micro_tokens, engine), view.batch["counts"]
+        meter, steps = Meter(), Steps(engine, view, f"update {step}")
+        added = view.batch["added"] if "added" in view else [None] * len(micros)
         job = partial(MicroLoss, engine, view, algorithm, policy, temperature, coef, meter)
         self._visits = [] if SOURCE in view else None
         engine.expert_load()  # of what was computed before
         for epoch in range(algorithm.epochs):
             seen = self._visits if epoch == 0 else None
-            for at in visit_order(len(parts), epoch, seed, step):
+            for at in visit_order(len(micros), epoch, seed, step):
                 steps.take(at, micros[at], job(counts[at], not steps.norms, added[at], seen).loss)
         taken = steps.finish()
         self._updates += 1
@@ -205,7 +191,7 @@ class Actor(TrainedRole):
         """
         engine, view = self._ready(), Ragged.of(batch)
         policy, coef = policy_loss(algorithm.loss.name, algorithm.loss.args), algorithm.kl.coef if kl_coef is None else kl_coef
-        [micros] = plan_micro_batches(view, [minibatches(view)[part]], self._optim.micro_tokens, engine)
+        micros = plan_micro_batches(view, self._optim.micro_tokens, engine)[part]
         meter, steps = Meter(), Steps(engine, view, f"update {step}")
         engine.expert_load()  # of what was computed before
         own, waiting, share = view.batch["counts"][part], self._waiting, 1.0
@@ -307,7 +293,7 @@ class Actor(TrainedRole):
         assert self._sender is not None, "call open_route first"
         if first:
             self._buckets = iter(())  # dropping the generator in them reshards its current layer
-            held = self._made_engine().tensors()
+            held = self._ready(onload=False).tensors()
             self._buckets = self._sender.buckets(held if self._recipe is None else self._recipe.tensors(held))
         # Ranks without buckets reach the end one call before rank 0 does, and stay there.
         return next(self._buckets, None)

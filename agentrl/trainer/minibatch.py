@@ -130,8 +130,8 @@ def named_rows(view: Ragged, rows: Sequence[int]) -> str:
 # without_idle_rows    drops rows that cannot have a gradient, which saves time and changes no step
 # assign_ranks         remaining rows -> ranks                                         (data/schedule.py)
 #
-# Workers find all of it in the columns `minibatch` (see `minibatches`), `episode_tokens` and `counts`: the denominators of each
-# minibatch, over all ranks and all rows, including those that were left out.
+# Workers find all of it in the columns `minibatch` (see `plan_micro_batches`), `episode_tokens` and `counts`: the denominators
+# of each minibatch, over all ranks and all rows, including those that were left out.
 
 DRIVER_ONLY = ("rewards", "turns", "versions")
 """Token columns that only the driver reads, to compute advantages: they are not sent to the roles."""
@@ -193,12 +193,6 @@ class RowsShard(Shard):
         return Shard(balance="column", stays=self.stays).scatter(label, (view.batch, *args[1:]), kwargs, mesh)
 
 
-def minibatches(view: Ragged) -> list[np.ndarray]:
-    """On a worker: its rows of each minibatch."""
-    number = view.numbers("minibatch")
-    return [np.flatnonzero(number == index) for index in range(len(view.batch["counts"]))]
-
-
 def proximal_of(view: Ragged) -> Tensor:
     """Logprobs of the proximal policy [T]: `old_logprobs` if they were recomputed, else those of the engine."""
     return view.tokens("old_logprobs" if "old_logprobs" in view else "logprobs")
@@ -250,19 +244,18 @@ def with_counts(view: Ragged, parts: list[np.ndarray], length: int | None = None
     were added, `added` has those of these, by origin."""
     per_row = row_counts(trained_tokens(view), view.offsets).numpy()
     per_episode = np.bincount(view.episode, weights=per_row).astype(np.int64)
-    origin = origins(view)
-
-    def count(rows: np.ndarray) -> Denominators:
-        # An episode with every token rejected is in no mean: it would only shrink the share of the others.
-        alive = int((per_episode[np.unique(view.episode[rows])] > 0).sum())
-        return Denominators(float(per_row[rows].sum()), float(alive), float(length or 1))
-
-    counted = view.with_rows(episode_tokens=torch.from_numpy(per_episode[view.episode]))
-    counted = counted.with_rows(counts=tuple(count(rows[origin[rows] == FRESH]) for rows in parts))
-    if ORIGIN not in view:
-        return counted
-    kinds = [int(kind) for kind in np.unique(origin) if kind != FRESH]
-    return counted.with_rows(added=tuple({kind: count(rows[origin[rows] == kind]) for kind in kinds} for rows in parts))
+    origin, counts, added = origins(view), list[Denominators](), list[dict[int, Denominators]]()
+    for rows in parts:
+        by_origin = {}
+        for kind in (FRESH, *np.unique(origin[origin != FRESH]).tolist()):
+            own = rows[origin[rows] == kind]
+            # An episode with every token rejected is in no mean: it would only shrink the share of the others.
+            alive = int((per_episode[np.unique(view.episode[own])] > 0).sum())
+            by_origin[kind] = Denominators(float(per_row[own].sum()), float(alive), float(length or 1))
+        counts.append(by_origin.pop(FRESH))
+        added.append(by_origin)
+    counted = view.with_rows(episode_tokens=torch.from_numpy(per_episode[view.episode]), counts=tuple(counts))
+    return counted.with_rows(added=tuple(added)) if ORIGIN in view else counted
 
 
 def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: AlgorithmConfig) -> list[np.ndarray]:

@@ -19,7 +19,7 @@ from agentrl.data.schedule import plan_micro_batches
 from agentrl.trainer.algorithms.base import aggregate
 from agentrl.trainer.algorithms.losses import value_loss
 from agentrl.trainer.language_model import Role
-from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, minibatches
+from agentrl.trainer.minibatch import MINIBATCHES, RowsShard
 from agentrl.trainer.optim import critic_optim, free_cached, rate
 from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, compute_dtype
 from agentrl.trainer.train_state import BackgroundSave, load_state, save_state
@@ -60,7 +60,7 @@ class ModelRole(Worker):
     Between its turns a role can be offloaded; whatever it is asked for next brings its model back first.
     """
 
-    dispatch_table: ClassVar[dict[str, Strategy]] = {"offload": Broadcast(), "onload": Broadcast(), "free_cached": Broadcast()}
+    dispatch_table: ClassVar[dict[str, Strategy]] = dict.fromkeys(("offload", "onload", "free_cached"), Broadcast())
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -68,38 +68,29 @@ class ModelRole(Worker):
 
     def offload(self) -> None:
         """Give the device's memory back until the next turn: parameters and optimizer state move to the host."""
-        self._made_engine().offload()
+        self._ready(onload=False).offload()
 
     def onload(self) -> None:
         """Take the memory again, before a turn rather than in it; idempotent."""
-        self._made_engine().onload()
+        self._ready()
 
     def free_cached(self) -> None:
         """Give the device what this process's allocator keeps of it without using it, for other processes."""
         free_cached()
 
-    def _ready(self) -> BaseEngine:
-        """The engine, on its device."""
-        engine = self._made_engine()
-        engine.onload()
-        return engine
-
-    def _made_engine(self) -> BaseEngine:
-        """The engine, wherever its memory is."""
+    def _ready(self, onload: bool = True) -> BaseEngine:
+        """The engine, on its device; without `onload` wherever its memory is."""
         if self._engine is None:
             raise ConfigError("this worker has no model yet: call init_model first")
+        if onload:
+            self._engine.onload()
         return self._engine
 
 
 class SavedRole(ModelRole):
     """A role whose weights change in a run: it counts the updates that changed them, and can be saved."""
 
-    dispatch_table: ClassVar[dict[str, Strategy]] = {
-        "save": Broadcast(),
-        "begin_save": Broadcast(),
-        "is_saved": Broadcast(),
-        "load": Broadcast(),
-    }
+    dispatch_table: ClassVar[dict[str, Strategy]] = dict.fromkeys(("save", "begin_save", "is_saved", "load"), Broadcast())
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -108,11 +99,11 @@ class SavedRole(ModelRole):
 
     def save(self, folder: str) -> None:
         """Write model, optimizer, schedule and RNG to `folder`."""
-        save_state(self._made_engine(), Path(folder), {"updates": self._updates})
+        save_state(self._ready(onload=False), Path(folder), {"updates": self._updates})
 
     def begin_save(self, folder: str) -> None:
         """`save`, in the background: returns when the state is copied. See `is_saved`."""
-        self._saving.begin(self._made_engine(), Path(folder), {"updates": self._updates})
+        self._saving.begin(self._ready(onload=False), Path(folder), {"updates": self._updates})
 
     def is_saved(self) -> bool:
         """Return True if the save that `begin_save` started is complete; raises its error if it failed."""
@@ -120,7 +111,7 @@ class SavedRole(ModelRole):
 
     def load(self, folder: str) -> None:
         """Load what `save` wrote with any number of ranks. Raises CheckpointError."""
-        self._updates = int(load_state(self._made_engine(), Path(folder))["updates"])
+        self._updates = int(load_state(self._ready(onload=False), Path(folder))["updates"])
 
 
 class TrainedRole(SavedRole):
@@ -246,8 +237,7 @@ class Critic(TrainedRole):
         """
         engine, cfg, view = self._ready(), self._critic, Ragged.of(batch)
         lr = self._set_rate()
-        parts, counts = minibatches(view), view.batch["counts"]
-        micros = plan_micro_batches(view, parts, self._cap, engine)
+        micros, counts = plan_micro_batches(view, self._cap, engine), view.batch["counts"]
         meter, steps = Meter(), Steps(engine, view, f"critic update {step}")
 
         def loss_of(rows: list[int], number: int) -> torch.Tensor:
@@ -266,7 +256,7 @@ class Critic(TrainedRole):
             return total
 
         for epoch in range(cfg.epochs):
-            for number in visit_order(len(parts), epoch, seed, step):
+            for number in visit_order(len(micros), epoch, seed, step):
                 steps.take(number, micros[number], partial(loss_of, number=number))
         taken = steps.finish()
         self._updates += 1
@@ -315,7 +305,7 @@ class RewardModel(ModelRole):
 def compute_scores(engine: BaseEngine, view: Ragged, cap: int) -> TensorDict:
     """The scores of a worker's rows; every rank calls it with its own rows."""
     out = torch.zeros(len(view))
-    [micros] = plan_micro_batches(view, [np.arange(len(view))], cap, engine)
+    [micros] = plan_micro_batches(view, cap, engine, [np.arange(len(view))])
     for rows in micros:
         scores = engine.scores(Pack(view, rows, engine.device).micro)
         if rows:

@@ -388,7 +388,7 @@ def forward_columns(
     """Ragged float32 columns of the sampled tokens, 0 elsewhere: `forward` makes those of a micro-batch, in the order of `names`.
     `replay`: tokens go to the experts that the batch names, if it does."""
     out = {name: torch.zeros(int(view.offsets[-1])) for name in names}
-    [micros] = plan_micro_batches(view, [np.arange(len(view))], cap, engine)
+    [micros] = plan_micro_batches(view, cap, engine, [np.arange(len(view))])
     for rows in micros:
         # Also for a dummy without rows: the pass takes part in the collectives of ranks that have some, and writes nothing.
         packed = Pack(view, rows, engine.device, replay)

@@ -71,11 +71,11 @@ def test_a_rank_with_fewer_micro_batches_gets_dummies_and_the_longest_row_of_all
     """Rows of 4, 3 and 2 tokens under a cap of 5 make two micro-batches; another rank has 4 of them in part 0, 1 in part 1."""
     view = view_of([4, 3, 2, 1])
     parts = [np.array([0, 1, 2]), np.array([3])]
-    first, second = plan_micro_batches(view, parts, 5, Ranks([5], [4, 1]))
+    first, second = plan_micro_batches(view, 5, Ranks([5], [4, 1]), parts)
     assert sorted(sorted(rows) for rows in first if rows) == [[0], [1, 2]] and len(first) == 4 and first[2:] == [[], []]
     assert second == [[3]]
     with pytest.raises(ConfigError, match=r"has 6 tokens.*optim.micro_tokens to at least 6"):
-        plan_micro_batches(view, parts, 5, Ranks([6]))
+        plan_micro_batches(view, 5, Ranks([6]), parts)
 
 
 def test_rows_of_a_tree_meet_on_a_rank_and_in_a_micro_batch_with_their_prefix_counted_once() -> None:
@@ -87,7 +87,7 @@ def test_rows_of_a_tree_meet_on_a_rank_and_in_a_micro_batch_with_their_prefix_co
         rank, found = placed.numbers("dp_rank"), []
         for owner in (0, 1):
             mine = np.flatnonzero(rank == owner)
-            [micros] = plan_micro_batches(placed, [mine], 26, Ranks())
+            [micros] = plan_micro_batches(placed, 26, Ranks(), [mine])
             found += [sorted(rows) for rows in micros]
             assert len(mine) == 3 and (mode == "off" or [tree.prefix for tree in trees_of(placed, mine)] == [20])
         assert sorted(found) == expected

@@ -295,7 +295,7 @@ def waiting(tiny: str, context: WorkerContext, engine: str, away: bool) -> tuple
         rows.append(actor.update(batch, algorithm, step=1))
         if away:
             actor.offload()
-            held = [*actor._made_engine().module.parameters(), *actor._made_engine().optimizers.tensors()]
+            held = [*actor._ready(onload=False).module.parameters(), *actor._ready(onload=False).optimizers.tensors()]
             left.append(sum(tensor.to_local().untyped_storage().nbytes() for tensor in held))
     return rows, weights_on(actor), left
 

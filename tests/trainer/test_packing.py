@@ -29,7 +29,7 @@ def updated(path: str, **model: Any) -> tuple[list[int], list[dict[str, torch.Te
     """Of an update of five episodes (13 ledgers) in two minibatches: rows of each micro-batch, the gradients, the metrics."""
     actor = Actor(WorkerContext("actor", 0, Mesh.of({"dp": 1}, 1)))
     actor.init_model(path, ModelConfig(**model), toy_optim(max_grad_norm=1e9))
-    engine, log = actor._made_engine(), logged(actor)
+    engine, log = actor._ready(onload=False), logged(actor)
     rows, logprobs = [], engine.logprobs
 
     def counted(micro: Any, *args: Any) -> Any:
@@ -103,7 +103,7 @@ def test_rows_of_one_row_micro_batches_are_ordered_and_complete() -> None:
             return torch.maximum(values, torch.tensor([4])) if len(values) == 1 else values
 
     view = Ragged.of(noisy())
-    [micros] = plan_micro_batches(view, [np.array([3, 5, 1])], 1000, Ranks())
+    [micros] = plan_micro_batches(view, 1000, Ranks(), [np.array([3, 5, 1])])
     lengths = [int(view.lengths[micro[0]]) for micro in micros[:3]]
     assert sorted(micro[0] for micro in micros[:3]) == [1, 3, 5] and lengths == sorted(lengths, reverse=True)
     assert micros[3:] == [[]]

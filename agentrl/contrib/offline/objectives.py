@@ -25,7 +25,7 @@ from agentrl.run.display import Count
 from agentrl.run.sft import steps_batch
 from agentrl.trainer.actor import Actor, sft_steps
 from agentrl.trainer.checkpoint import MANIFEST, check_model, seal
-from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, cut_steps, minibatches
+from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, cut_steps
 from agentrl.trainer.optim import optim_of, rate
 from agentrl.trainer.pretrained import is_classifier, load_tokenizer
 from agentrl.trainer.roles import TrainedRole, compute_scores, open_engine
@@ -303,7 +303,7 @@ def pair_step(engine: BaseEngine, view: Ragged, cap: int, pairs: int, values: Ro
 
     Raises NonFiniteError if the weights are not finite afterwards.
     """
-    [micros] = plan_micro_batches(view, minibatches(view), cap, engine)
+    [micros] = plan_micro_batches(view, cap, engine)
     place, part = view.row("trajectory"), view.row("whole").double()
     with torch.no_grad():
         own = [values(engine, Pack(view, rows, engine.device)).double().cpu() for rows in micros]

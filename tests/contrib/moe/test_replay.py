@@ -117,8 +117,8 @@ class Kept:
     """In an optimizer's place: the gradients of a step."""
 
     def __init__(self, actor: Actor) -> None:
-        self.named = actor._made_engine().named_weights()
-        actor._made_engine().optimizers = self  # type: ignore[assignment]
+        self.named = actor._ready(onload=False).named_weights()
+        actor._ready(onload=False).optimizers = self  # type: ignore[assignment]
 
     def set_rate(self, factor: float) -> None: ...
 

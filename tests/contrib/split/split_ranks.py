@@ -122,7 +122,7 @@ def moved(actor: Actor) -> bool:
     before = weights_on(actor)
     kept, agentrl.trainer.train_engine.check_on_host = agentrl.trainer.train_engine.check_on_host, lambda cfg: None
     actor.offload()
-    engine: Any = actor._made_engine()
+    engine: Any = actor._ready(onload=False)
     left = sum(p.to_local().untyped_storage().nbytes() for p in engine.module.parameters())
     actor.onload()
     agentrl.trainer.train_engine.check_on_host = kept
@@ -132,7 +132,7 @@ def moved(actor: Actor) -> bool:
 
 def broken(actor: Actor, context: WorkerContext) -> list[bool]:
     """What `finite` says as it is, and with one NaN on the last rank alone."""
-    engine: Any = actor._made_engine()
+    engine: Any = actor._ready(onload=False)
     found = [engine.finite()]
     parameter: Any = next(p for name, p in engine.named_weights() if "q_proj" in name and p.ndim > 1)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -150,7 +150,7 @@ def measured(folder: Path, out: Path, name: str, context: WorkerContext) -> None
     path = str(folder / case.model)
     actor, found = updated(path, case, context)
     found["moved"], found["finite"] = moved(actor), broken(actor, context)
-    found["held"] = {key: tuple(whole_of(tensor)) for key, tensor in actor._made_engine().state().items()}
+    found["held"] = {key: tuple(whole_of(tensor)) for key, tensor in actor._ready(onload=False).state().items()}
     actor.save(str(out / f"{name} saved"))
     actor.export_hf(str(out / f"{name} exported"))
     found["goes on"] = step_of(actor, context)
