@@ -300,19 +300,20 @@ def deserialize(serialized: SerializedBatch, rows: Any = None) -> TensorDict:
     """The rows `rows` (all by default) as a batch in fresh storage."""
     index = np.arange(serialized.rows) if rows is None else np.asarray(rows, dtype=np.int64)
     out: dict[str, Any] = {}
-    with warnings.catch_warnings():  # the arrays may be read-only; rows of them are copied below, before anyone writes
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        tensors = {key: torch.from_numpy(array) for key, array in (serialized.ragged | serialized.dense).items()}
-    for key, tensor in tensors.items():
-        tensors[key] = tensor.view(torch.bfloat16) if serialized.dtypes[key] == torch.bfloat16 else tensor
     if serialized.offsets is not None:
         runs = token_runs(index, serialized.offsets)
         fresh = torch.zeros(len(index) + 1, dtype=torch.int64)
         torch.cumsum(torch.from_numpy(np.diff(serialized.offsets)[index]), 0, out=fresh[1:])
-        for key in serialized.ragged:
-            out[key] = nested_tensor(torch.cat([tensors[key][start:stop] for start, stop in runs]), fresh)
-    for key in serialized.dense:
-        out[key] = tensors[key][torch.from_numpy(index)]
+    with warnings.catch_warnings():  # the arrays may be read-only; what is taken of them is a copy
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        for key, array in (serialized.ragged | serialized.dense).items():
+            tensor = torch.from_numpy(array)
+            if serialized.dtypes[key] == torch.bfloat16:
+                tensor = tensor.view(torch.bfloat16)
+            if key in serialized.ragged:
+                out[key] = nested_tensor(torch.cat([tensor[start:stop] for start, stop in runs]), fresh)
+            else:
+                out[key] = tensor[torch.from_numpy(index)]
     for key, items in serialized.items.items():
         out[key] = items_column([items[i] for i in index.tolist()])
     for key, value in serialized.wide.items():
@@ -456,8 +457,9 @@ def collate(
     if len(numbers) != len(trajectories):
         raise ValueError(f"{len(numbers)} group numbers for {len(trajectories)} trajectories")
     ledgers: list[TokenLedger] = []
-    rewards: list[list[tuple[int, float]]] = []
+    rewards: list[tuple[int, float]] = []
     rows: list[tuple[int, int, int, float, bool]] = []
+    total = 0
     for index, trajectory in enumerate(trajectories):
         if trajectory.reward is None and not allow_unscored:
             raise ValueError(f"trajectory {index} (task {trajectory.task.id!r}) is unscored; drop it before collating")
@@ -468,15 +470,15 @@ def collate(
         if any(turn.ledger >= 0 and turn.end >= 0 for turn in trajectory.turns):
             turns = {turn.index: turn.reward for turn in trajectory.turns if turn.reward is not None}
             spots = reward_spots(trajectory, terminal_reward(reward, turns), turns)
-        elif played := [at for at, ledger in enumerate(trajectory.ledgers) if ledger.sampled_tokens]:
-            last = int(np.flatnonzero(trajectory.ledgers[played[-1]].sampled)[-1])
-            spots = [(played[-1], last, reward)]
-        for place, ledger in enumerate(trajectory.ledgers):
-            if len(ledger) == 0:
-                continue
-            ledgers.append(ledger)
-            rewards.append([(token, amount) for at, token, amount in spots if at == place])
-            rows.append((numbers[index], trajectory.member, index, reward, trajectory.truncated))
+        elif spoken := [at for at, ledger in enumerate(trajectory.ledgers) if ledger.sampled_tokens]:
+            last = int(np.flatnonzero(trajectory.ledgers[spoken[-1]].sampled)[-1])
+            spots = [(spoken[-1], last, reward)]
+        starts = list(itertools.accumulate(map(len, trajectory.ledgers), initial=total))
+        rewards += [(starts[at] + token, amount) for at, token, amount in spots]
+        played = list(filter(len, trajectory.ledgers))
+        ledgers += played
+        rows += [(numbers[index], trajectory.member, index, reward, trajectory.truncated)] * len(played)
+        total = starts[-1]
     return _batch(ledgers, rewards, rows)
 
 
@@ -499,7 +501,7 @@ def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
 
 def _batch(
     ledgers: Sequence[TokenLedger],
-    rewards: Sequence[Sequence[tuple[int, float]]],
+    rewards: Sequence[tuple[int, float]],
     rows: Sequence[tuple[int, int, int, float, bool]],
 ) -> TensorDict:
     offsets = torch.zeros(len(ledgers) + 1, dtype=torch.int64)
@@ -517,9 +519,8 @@ def _batch(
     placed = torch.zeros(total)
     flat_rewards = placed.numpy()
     with np.errstate(over="ignore"):  # a reward beyond float32 becomes infinite; the learner then names its row
-        for start, spots in zip(starts, rewards, strict=True):
-            for token, amount in spots:
-                flat_rewards[start + token] = np.float64(amount)
+        for token, amount in rewards:
+            flat_rewards[token] = np.float64(amount)
     # Experts of all tokens, [T, routers, k], if a ledger has any.
     kinds = {(ledger.experts.shape[1:], ledger.experts.dtype.name) for ledger in ledgers if ledger.experts is not None}
     if len(kinds) > 1:

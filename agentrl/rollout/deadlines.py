@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from agentrl.data.trajectory import Blame, Message, StopReason
@@ -115,7 +116,7 @@ class Waits:
     turn: float
     limit: float
     watch: Watch
-    used: dict[Blame, float] = field(default_factory=lambda: {"policy": 0.0, "infrastructure": 0.0})
+    used: dict[Blame, float] = field(default_factory=partial(dict, policy=0.0, infrastructure=0.0))
 
     async def environment(
         self, env: ToolEnv, work: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf

@@ -224,21 +224,23 @@ class RolloutStats:
             )
         for state, verb in ((GroupState.FAILED, "failed"), (GroupState.STALE, "went stale")):
             by_env = {env: count for (why, env), count in sorted(self._dropped.items()) if why is state}
-            dropped, of = sum(by_env.values()), ", ".join(f"{n} of {env}" for env, n in by_env.items())
-            enough = max(MIN_DEAD_GROUPS, self._config.groups)
+            dropped, enough = sum(by_env.values()), max(MIN_DEAD_GROUPS, self._config.groups)
             dead = state is GroupState.FAILED and not self._any_scored and len(self._dead) >= enough
             # Not while an older one still plays: what fails at once ends before what is sound and slow.
-            if dead and min(playing, default=math.inf) > sorted(self._dead)[enough - 1]:
+            dead = dead and min(playing, default=math.inf) > sorted(self._dead)[enough - 1]
+            if not dead and dropped <= self._most_dropped:
+                continue
+            of = ", ".join(f"{n} of {env}" for env, n in by_env.items())
+            if dead:
                 raise NothingScoredError(
                     f"none of the first {self._played['episodes_played']} episodes of {dropped} groups"
                     f"{f' ({of})' if shares else ''} could be scored; the first: "
                     f"{self.fault}. Nothing can be trained: fix that, and start or resume the run"
                 )
-            if dropped > self._most_dropped:
-                raise StalledError(
-                    f"update {version}: {dropped} groups {verb} (limit {self._most_dropped})"
-                    f"{f', of them {of}' if shares else ''}; the last: {self._reasons[state]}"
-                )
+            raise StalledError(
+                f"update {version}: {dropped} groups {verb} (limit {self._most_dropped})"
+                f"{f', of them {of}' if shares else ''}; the last: {self._reasons[state]}"
+            )
         most = MOST_REFUSED * self._config.groups
         if self._accept is not None and self._refused > most and not complete:
             raise StalledError(
