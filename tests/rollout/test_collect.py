@@ -200,19 +200,6 @@ async def test_a_resumed_run_that_had_scored_episodes_bears_as_many_failures_as_
         await only_update(again)
 
 
-async def test_episodes_without_a_score_are_counted_also_those_of_dropped_groups(renderer: Renderer) -> None:
-    """Of 6 members with half of the requests failing, whole groups are lost; a row of an update has all of them."""
-    engine = FaultyEngine(renderer.stop_token_ids[0], fail=0.5, seed=1)
-    collect = collector(renderer, engine, retries=0, groups=3, group_size=3, min_survivors=2)
-    groups = await collect.collect()
-    metrics, failed, fault = collect.metrics(), collect.ledger.counts()["failed"], collect.stats.fault
-    await collect.close()
-    assert failed > 0 and metrics["episodes_played"] == 3 * (len(groups) + failed)
-    kept = sum(t.reward is None for group in groups for t in group.trajectories)
-    assert metrics["episodes_unscored"] >= kept + 2 * failed  # a group with two scored members is kept
-    assert fault is not None and "engine_error" in fault and "the replica went away" in fault
-
-
 async def test_a_hanging_engine_ends_as_a_typed_outcome_and_not_as_reward_zero(renderer: Renderer) -> None:
     engine = FaultyEngine(renderer.stop_token_ids[0], hang=0.15, seed=3)
     updates = await run(collector(renderer, engine, turn_timeout=0.2, retries=0, group_size=4), 3)
@@ -230,8 +217,11 @@ async def test_attempts_that_came_to_no_score_are_counted_wherever_they_ended(re
         await steps(collect, 1)
         rows.append(collect.metrics())
     await collect.close()
-    [first, second], trouble = rows, collect.stats.trouble()
+    [first, second], trouble, fault = rows, collect.stats.trouble(), collect.stats.fault
     assert first["faults/engine_error"] == 1 + 3 * 2, "since the last update"
+    assert (first["episodes_played"], first["episodes_unscored"]) == (3 * 3, 3), "also those of the dropped group"
+    assert (second["episodes_played"], second["episodes_unscored"]) == (3 * 2, 0)
+    assert fault is not None and "engine_error: the replica went away" in fault
     assert not any(key.startswith("faults/") for key in second)
     assert trouble.startswith("7 episodes came to no score; the first: ")
     assert trouble.endswith(": engine_error: the replica went away")
@@ -263,26 +253,6 @@ async def test_the_watchdog_names_what_it_waits_for(renderer: Renderer) -> None:
 
 
 LENGTH = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}
-
-
-async def test_groups_without_variance_are_replaced_and_only_those(renderer: Renderer) -> None:
-    found, counts = [], []
-    for filtering in (True, False):
-        config = RolloutConfig(groups=3, group_size=2, filter_zero_variance=filtering)
-        policy = Policy(FaultyEngine(renderer.stop_token_ids[0]), renderer)
-        collect = collector_of(ENV, policy, compile_spec(LENGTH), config, context=2048, seed=0)
-        found.append(await run(collect, 4))
-        counts.append(collect.ledger.counts()["filtered"])
-    kept, everything = found
-    assert counts[0] > 0 == counts[1]
-    assert [len(groups) for groups in kept] == [3] * 4
-
-    def varied(group: Group) -> bool:
-        return len({member.reward for member in group.trajectories}) > 1
-
-    assert all(varied(group) for groups in kept for group in groups)
-    dropped = {group.index for groups in everything for group in groups if not varied(group)}
-    assert dropped and not dropped & {group.index for groups in kept for group in groups}
 
 
 class Solved(FaultyEngine):

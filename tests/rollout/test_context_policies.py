@@ -147,6 +147,7 @@ def test_the_ledgers_are_the_engine_calls_and_every_sampled_token_is_trained_onc
 def test_stop_ends_where_the_context_is_full_and_the_others_go_on(renderer: Renderer) -> None:
     stopped, _ = play(renderer, Stop())
     assert stopped.stop is StopReason.CONTEXT_FULL and stopped.truncated and len(stopped.turns) < 20
+    assert 400 - 80 < stopped.tokens <= 400, "an answer of at most 12 words had no room any more"
     for policy in (Truncate(), Compact(summary_tokens=16, prompt="sum up")):
         plain, _ = play(renderer, Stop(), words=60, turns=25, room=1200)
         assert plain.stop is StopReason.CONTEXT_FULL

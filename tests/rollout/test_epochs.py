@@ -133,6 +133,8 @@ def test_arms_of_success_weighted_are_the_different_tasks() -> None:
     late = max(tasks.pool)
     tasks.finish(next(i for i in range(2000) if tasks.draw(i).seed == late), 1.0)
     tasks.update()
+    weights = [tasks.sampler.weight(str(seed)) for seed in tasks.pool if seed != late]  # type: ignore[attr-defined]
+    assert tasks.sampler.weight(str(late)) < min(weights)  # type: ignore[attr-defined]
     state = json.loads(json.dumps(tasks.to_json()))
     again = source(KEY_VALUE, name="success_weighted", pool=10)
     again.load_json(state)

@@ -75,11 +75,14 @@ def test_random_schedules_keep_the_invariants(batch: int, eta: int, spare: int, 
         ready = ledger.ready()
         there = list(ledger._entries.values())
         waited = sum(e.state is GroupState.RUNNING and ledger.version + 1 - e.oldest > eta for e in there)
-        usable = sum(e.state is GroupState.COMPLETE and ledger.version - e.oldest <= eta for e in there)
-        assert (ready is not None) == (waited <= spare and usable >= batch)
+        usable = [(e.oldest, e.index) for e in there if e.state is GroupState.COMPLETE and ledger.version - e.oldest <= eta]
+        assert (ready is not None) == (waited <= spare and len(usable) >= batch)
         if ready is not None:
-            assert len(ready) == batch
+            chosen = [group.index for group in ready]
+            assert chosen == sorted(index for _, index in sorted(usable)[:batch]), "the oldest tokens go first"
             given_up = ledger.surplus(ready)
+            late = [e.index for e in there if e.index not in chosen and ledger.version + 1 - e.oldest > eta]
+            assert given_up == (late if spare else []), "kept while they may still be trained"
             running = {e.index for e in ledger._entries.values() if e.state is GroupState.RUNNING}
             assert len(running & set(given_up)) <= spare
             assert not set(given_up) & {group.index for group in ready}

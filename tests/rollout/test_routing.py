@@ -34,14 +34,6 @@ def test_blocks_are_named_by_all_tokens_up_to_their_end() -> None:
     assert block_names([9, *ids[1:]])[1] != names[1]  # the second block's own tokens are the same
 
 
-def test_new_sessions_go_where_the_fewest_tokens_are_queued() -> None:
-    router: RequestRouter[str] = RequestRouter()
-    # 1010 queued at A; B takes ten of 110 before it has as many
-    assert places(router, [need("long", 1000)] + [need(f"s{i}") for i in range(10)], "AB") == "A" + 10 * "B"
-    assert (queue(router, "A"), queue(router, "B")) == (1010, 1100)
-    assert places(router, [need("next")], "AB") == "A"
-
-
 def test_a_group_stays_together_until_its_load_is_worth_more_than_its_prompt() -> None:
     router: RequestRouter[str] = RequestRouter()
     # 640 tokens of prompt: the first member brings 840 tokens, each other one 200, as long as A has at most 2 x 640 more than B
@@ -102,16 +94,6 @@ def test_a_request_that_ends_where_its_session_was_caches_nothing_where_it_is() 
     router.end(first, 30)
     router.begin(need("s", 130, 10.0), ["B"])
     assert queue(router, "B") == 60 + 140
-
-
-def test_a_session_moves_if_its_home_is_far_more_loaded_than_its_prefix_costs() -> None:
-    router: RequestRouter[str] = RequestRouter()
-    router.end(router.begin(need("s", 90), ["A"]), 10)
-    router.begin(need("flood", 500, 49.0), ["A"])
-    assert places(router, [need("s", 120, 29.0)], "AB") == "A"  # 549 = 4 x 100 + 120 + 29
-    router.begin(need("one more", 0, 1.0), ["A"])
-    assert router.homes()["s"] == "A" and places(router, [need("s", 120, 29.0)], "AB") == "B"
-    assert router.homes()["s"] == "B"
 
 
 def test_after_caches_were_dropped_a_session_moves_for_less() -> None:

@@ -15,7 +15,6 @@ from agentrl.rollout.samplers import GroupOutcome, TaskSampler, make_sampler
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.run.metrics import info_of
-from agentrl.utils.errors import ConfigError
 
 STAGES = [{"calls": calls} for calls in (2, 3, 4, 5)]
 CONFIG = """
@@ -166,16 +165,3 @@ def test_from_a_config_with_two_environments_each_has_its_own_stage(tmp_path: Pa
     again.load_json(json.loads(json.dumps(tasks.to_json())))
     assert [again.draw(index) for index in range(60, 120)] == [tasks.draw(index) for index in range(60, 120)]
     assert again.metrics() == tasks.metrics()
-
-
-@pytest.mark.parametrize(("args", "said"), [
-    ({"back": 0.6}, "args.back = 0.6 must be less than args.threshold = 0.6"),
-    ({"back": 0.7}, "args.back = 0.7 must be less than args.threshold = 0.6"),
-    ({"ahead": 0.5, "review": 0.5}, "args.review + args.ahead = 1 must be less than 1"),
-    ({"ahead": 1.0}, "argument ahead = 1.0: Input should be less than 1"),
-    ({"ahed": 0.1}, "did you mean 'ahead'"),
-])  # fmt: skip
-def test_what_cannot_be_is_refused_by_name(args: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        staged(**args)
-    assert said in str(refused.value)

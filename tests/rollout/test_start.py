@@ -2,7 +2,6 @@
 policy, and what is refused by name."""
 
 import json
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from agentrl.render.template import make_renderer
 from agentrl.reward import Scorer
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.mixtures import MixedTasks, Part
-from agentrl.rollout.player import Job
 from agentrl.rollout.starts import GoldStart, StartOutcome, prefix_of
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks.env_checks import check_start
@@ -186,11 +184,6 @@ def test_the_place_is_that_of_the_groups_in_their_order_however_late_they_end_an
             each.update(1)
             states.append(each.to_json()["start"])
     assert states == [{"left": {}, "recent": {"4": [1.0, 0.5]}}] * 4
-
-
-def test_a_job_tells_a_worker_where_its_episode_begins() -> None:
-    job = Job("kv", EpisodeSpec(1, "train", 2, 3, "k", 4))
-    assert pickle.loads(pickle.dumps(job)) == job
 
 
 def starting(changes: Any = ()) -> RunStart:

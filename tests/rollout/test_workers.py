@@ -15,14 +15,13 @@ import pytest
 
 from agentrl.config import RolloutConfig
 from agentrl.config.schema import RewardConfig
-from agentrl.data.token_ledger import TokenLedger
-from agentrl.data.trajectory import Group, Task, Trajectory
+from agentrl.data.trajectory import Group
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import Context, Scorer, Services, compile_spec, load_spec
 from agentrl.rollout.collector import Collector
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.engine import Engine, Generation, Sampling, Usage
+from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, RunEnv
@@ -420,34 +419,6 @@ async def test_another_program_at_the_drivers_address_is_not_believed(program: A
     with pytest.raises(WorkerDiedError, match=said):
         await asyncio.wait_for(dial(door, "worker 0", {}), 5)
     server.close()
-
-
-async def test_an_episode_and_a_turn_arrive_as_they_were() -> None:
-    rng = np.random.default_rng(0)
-    long, routed = TokenLedger(), TokenLedger()
-    long.append_context([1, 2, 3], 0)
-    long.append_sampled([4, 2**31 - 1], [-0.1, -1e-30], [3, 4], 0)
-    routed.append_context([5, 6, 7], 1)
-    routed.append_sampled([8], [-2.0], [4], 1)
-    routed.add_experts(0, rng.integers(0, 300, (3, 2, 2)).astype(np.int16))
-    sent = Trajectory("e", Task("t", 3, data={"a": "ü\ud800"}), ledgers=[long, TokenLedger(), routed], reward=0.1 + 0.2)
-    experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-    turn = Generation([5, 6], [-0.1, -1 / 3], [2, 3], "length", Usage(3, 4, 0.5), experts)
-    hub, door, came = await opened()
-    worker, arrived = await dial(door, "worker 0", {}), list[Any]()
-    came[0].on["told"] = arrived.append
-    worker.send("told", episode=sent, turn=turn)
-    await until(lambda: arrived)
-    got, back = arrived[0]["episode"], arrived[0]["turn"]
-    assert got == sent and got.reward == 0.30000000000000004
-    assert np.array_equal(got.ledgers[2].experts, routed.experts) and got.ledgers[2].experts.dtype == np.int16
-    assert (got.ledgers[0].oldest, got.ledgers[0].sampled_tokens) == (3, 2)
-    got.ledgers[0].append_context([1], 1)  # its columns are its own
-    assert np.array_equal(back.experts, experts)
-    plain = {name: getattr(back, name) for name in Generation.__slots__ if name != "experts"}
-    assert plain == {name: getattr(turn, name) for name in Generation.__slots__ if name != "experts"}
-    worker.close()
-    hub.close()
 
 
 def test_a_fault_arrives_as_it_was() -> None:
