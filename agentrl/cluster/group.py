@@ -111,7 +111,8 @@ class Shard(Strategy):
                 raise DispatchError(f"{label}: unknown {name} {value!r}")
 
     def scatter(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Shipment:
-        batch, count = batch_of(label, args), mesh.size("dp")
+        batch, places = batch_of(label, args), mesh.places("dp")
+        count = places[-1] + 1
         if self.balance == "tokens":
             owner = partition(Ragged.of(batch).lengths, count)
         else:
@@ -125,15 +126,15 @@ class Shard(Strategy):
         # In order: adjacent rows are then copied as one span, and results come back nearly in order.
         shards = [np.flatnonzero(owner == rank) for rank in range(count)]
         # Ranks with the same coordinate get the same rows: sequence-parallel peers compute each micro-batch together.
-        rows = {rank: shards[mesh.index(rank, "dp")] for rank in range(mesh.world_size)}
+        rows = {rank: shards[place] for rank, place in enumerate(places)}
         return Shipment(args[1:], kwargs, list(rows), batch.exclude(*self.stays) if self.stays else batch, rows)
 
     def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
-        sources = mesh.sources("dp")
+        sources = np.unique(mesh.places("dp"), return_index=True)[1].tolist()  # the first rank of each place
         parts = [results[rank] for rank in sources]
         if self.collect == "source":
             return restore_order(label, parts, [shipment.rows[rank] for rank in sources])
-        if all(isinstance(part, list) for part in parts):
+        if set(map(type, parts)) == {list}:
             return [mean_metrics(label, each) for each in zip(*parts, strict=True)]
         return mean_metrics(label, parts)
 
@@ -178,14 +179,14 @@ class Backend(ABC):
         """End the workers; idempotent."""
 
 
+@dataclass(eq=False)
 class WorkerGroup(Generic[W]):
     """Workers of one class under one name, on the ranks of one mesh."""
 
-    def __init__(self, cls: type[W], name: str, mesh: Mesh, backend: Backend) -> None:
-        self.cls = cls
-        self.name = name
-        self.mesh = mesh
-        self.backend = backend
+    cls: type[W]
+    name: str
+    mesh: Mesh
+    backend: Backend
 
     @property
     def world_size(self) -> int:

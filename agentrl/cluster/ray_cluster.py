@@ -380,8 +380,9 @@ that takes none (`log_to_driver`), and the server of a dashboard that is off, fo
 
 def ray_gone() -> str:
     """Lost processes among those that this process's local Ray cannot do without; "" if nothing, or if it has none."""
-    vital = {} if _own is None else _own.vital
-    return " and ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in vital.items() if _has_ended(process))
+    if _own is None:
+        return ""
+    return " and ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in _own.vital.items() if _has_ended(process))
 
 
 def abandon_ray() -> None:

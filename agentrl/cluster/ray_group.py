@@ -215,14 +215,8 @@ class _Held:
     ref: Any
 
 
-class Columns:
+class Columns(dict[int, _Held]):
     """References by column. A column that the driver has written to since is put again; one that it dropped is freed."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, _Held] = {}
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     def put(self, batch: TensorDict) -> list[Any]:
         """References from which `rejoined`, on a worker, makes the batch's serialized form."""
@@ -237,12 +231,12 @@ class Columns:
         context, key = ray.get_runtime_context(), id(column)
         # Each new local Ray counts its jobs from one; its nodes have other ids than the last one's.
         here = (context.get_job_id(), context.get_node_id())
-        held = self._held.get(key)
+        held = self.get(key)
         # An id is reused once its tensor is gone, so the weak reference decides. A write in place raises `_version`, and
         # after a restart of Ray the old one's references are dangling.
         if held is None or held.column() is not column or (held.version, held.ray) != (column._version, here):
-            gone = weakref.ref(column, lambda _: self._held.pop(key, None))
-            held = self._held[key] = _Held(gone, column._version, here, ray.put(array))
+            gone = weakref.ref(column, lambda _: self.pop(key, None))
+            held = self[key] = _Held(gone, column._version, here, ray.put(array))
         return held.ref
 
 
@@ -285,11 +279,14 @@ class RayPending(Pending):
         return {rank: from_wire(value) for rank, value in zip(self.refs, values, strict=True)}
 
 
+@dataclass(eq=False, slots=True)
 class RayBackend(Backend):
     """A role on a set of hosts."""
 
-    def __init__(self, role: str, cls: type[Worker], hosts: Hosts, call_timeout: float | None) -> None:
-        self.role, self.cls, self.hosts, self.call_timeout = role, cls, hosts, call_timeout
+    role: str
+    cls: type[Worker]
+    hosts: Hosts
+    call_timeout: float | None
 
     def submit(self, method: str, shipment: Shipment) -> Pending:
         if self.hosts.lost:

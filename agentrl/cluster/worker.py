@@ -47,26 +47,15 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`. Raises DispatchError for an unknown axis."""
-        return self._along(axis)[0]
+        return self.places(axis)[-1] + 1
 
-    def index(self, rank: int, axis: str) -> int:
-        """The coordinate of `rank` along `axis`."""
-        size, stride = self._along(axis)
-        return rank // stride % size
-
-    def sources(self, axis: str) -> list[int]:
-        """One rank for each coordinate of `axis`: the one whose other coordinates are all 0."""
-        size, stride = self._along(axis)
-        return list(range(0, size * stride, stride))
-
-    def _along(self, axis: str) -> tuple[int, int]:
-        """The size of `axis`, and the distance between ranks that are neighbors along it."""
-        stride = 1
-        for name, size in reversed(self.axes):
-            if name == axis:
-                return size, stride
-            stride *= size
-        raise DispatchError(f"no mesh axis {axis!r}; this group has {[name for name, _ in self.axes]}")
+    def places(self, axis: str) -> list[int]:
+        """The coordinate of each rank along `axis`. Raises DispatchError for an unknown axis."""
+        sizes = dict(self.axes)
+        if axis not in sizes:
+            raise DispatchError(f"no mesh axis {axis!r}; this group has {list(sizes)}")
+        found: list[int] = np.indices(tuple(sizes.values()))[list(sizes).index(axis)].ravel().tolist()
+        return found
 
 
 # Arguments of a call, as they are shipped
@@ -130,10 +119,6 @@ class WorkerContext:
     mesh: Mesh
     rendezvous: Rendezvous | None = None
 
-    @property
-    def world_size(self) -> int:
-        return self.mesh.world_size
-
 
 _NOT_PLAIN = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
@@ -186,11 +171,11 @@ class Worker:
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self.rank = context.rank
-        self.world_size = context.world_size
+        self.world_size = context.mesh.world_size
 
     def mesh_rank(self, axis: str = "dp") -> int:
         """This worker's coordinate along a mesh axis."""
-        return self.context.mesh.index(self.rank, axis)
+        return self.context.mesh.places(axis)[self.rank]
 
     def init_process_group(self, backend: str | None = None, timeout: float = 1800.0) -> None:
         """Join the group's torch.distributed default process group; every rank must call it.

@@ -111,13 +111,6 @@ async def test_a_folder_that_the_processes_do_not_share_is_seen_before_a_run_and
         await four.in_processes(os.chdir, str(before))
 
 
-async def test_awaited_calls(four):
-    out = await four.arun(Plain.double, ragged_batch([1, 2, 3]))
-    assert out["id"].tolist() == [0, 1, 2]
-    with pytest.raises(WorkerError, match="a deep reason"):
-        await four.arun(Plain.fail)
-
-
 async def test_workers_get_one_thread_and_the_shelf_and_no_records_of_calls(four):
     """Ray would keep records of 100,000 calls, for lists that nobody asks a run's own Ray for, and would add 15 to the workers'
     niceness: beside a busy program a start of vLLM then took minutes."""

@@ -219,9 +219,7 @@ def test_the_process_group_of_the_test_before_is_gone():
 
 def test_mesh():
     mesh = Mesh.of({"dp": 2, "tp": 3}, 6)
-    assert (
-        (mesh.index(4, "dp"), mesh.index(4, "tp")) == (1, 1) and mesh.sources("dp") == [0, 3] and mesh.sources("tp") == [0, 1, 2]
-    )
+    assert mesh.places("dp") == [0, 0, 0, 1, 1, 1] and mesh.places("tp") == [0, 1, 2, 0, 1, 2] and mesh.size("tp") == 3
     with pytest.raises(DispatchError, match="exactly 4 ranks"):
         Mesh.of({"dp": 3}, 4)
     with pytest.raises(DispatchError, match="no mesh axis 'pp'"):

@@ -477,7 +477,7 @@ def saving_for_ever(tiny: str, root: Path) -> Body:
             if context.rank == 0:
                 torch.save(weights, root.parent / f"weights_{step}.pt.new")
                 (root.parent / f"weights_{step}.pt.new").rename(root.parent / f"weights_{step}.pt")
-            if context.world_size > 1:
+            if context.mesh.world_size > 1:
                 dist.barrier()
             aside = root / f".writing_step_{step:06d}"
             actor.begin_save(str(aside / "actor"))
