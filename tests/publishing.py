@@ -96,14 +96,18 @@ def weights_of(actors: WorkerGroup[Any]) -> dict[str, Tensor]:
     else:
         raise AssertionError("no route to the actor")
     actors.run(Actor.route_attached)
-    found: dict[str, Tensor] = {}
-    bucket = actors.run(Actor.next_bucket, True)
-    while bucket is not None:
-        found |= {name: tensor.clone() for name, tensor in receiver.receive(bucket)}
-        bucket = actors.run(Actor.next_bucket, False)
+    found = {name: tensor.clone() for bucket in buckets_of(actors) for name, tensor in receiver.receive(bucket)}
     receiver.close()
     actors.run(Actor.close_route)
     return found
+
+
+def buckets_of(actors: WorkerGroup[Any]) -> Iterator[Bucket]:
+    """The buckets of one publish, as the driver asks for them: the next one only after the last was loaded."""
+    bucket = actors.run(Actor.next_bucket, True)
+    while bucket is not None:
+        yield bucket
+        bucket = actors.run(Actor.next_bucket, False)
 
 
 def flat(group: Any) -> Tensor:

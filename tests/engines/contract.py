@@ -29,20 +29,17 @@ def off(model, prompt, generation, **options):
     return (expected - torch.tensor(generation.logprobs)).abs().max().item()
 
 
-async def until(condition, seconds=30.0):
+async def until(engine, condition, seconds=30.0):
+    """Wait until the engine's counters are so."""
     async with asyncio.timeout(seconds):
-        while not await condition():
+        while not condition(await engine.stats()):
             await asyncio.sleep(0.005)
 
 
 async def sampled(engine, count):
     """Wait until the engine sampled `count` more tokens."""
     start = (await engine.stats()).sampled_tokens
-
-    async def enough():
-        return (await engine.stats()).sampled_tokens >= start + count
-
-    await until(enough)
+    await until(engine, lambda stats: stats.sampled_tokens >= start + count)
 
 
 UNUSED = list(range(200, 240))
@@ -180,12 +177,7 @@ class EngineContract:
     async def test_abort_returns_what_was_sampled(self, engine):
         prompt = prompt_of(9)
         task = asyncio.ensure_future(engine.generate(prompt, Sampling(max_tokens=1500, seed=1), "long"))
-
-        async def some():
-            await asyncio.sleep(0.05)
-            return (await engine.stats()).running == 1
-
-        await until(some)
+        await sampled(engine, 5)
         await engine.abort("another episode")
         assert not task.done()
         await engine.abort("long")
@@ -220,20 +212,11 @@ class EngineContract:
         tasks = [
             asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=1500, seed=i), f"k{i}")) for i in range(4)
         ]
-
-        async def running():
-            return (await engine.stats()).running == 4
-
-        await until(running)
+        await until(engine, lambda stats: stats.running == 4)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-        async def gone():
-            stats = await engine.stats()
-            return stats.running == stats.waiting == 0
-
-        await until(gone)
+        await until(engine, lambda stats: stats.running == stats.waiting == 0)
         assert len((await engine.generate(prompt_of(9), Sampling(max_tokens=3), "k0")).token_ids) == 3
 
     async def test_a_request_lives_through_three_updates(self, engine, model, tolerance):

@@ -9,7 +9,7 @@ from agentrl.env import Message, Task, ToolEnv
 VOCAB = 400
 
 
-def build_model(folder, *, seed=0, tied=True, **changes):
+def build_model(folder, *, seed=0, **changes):
     """A random Qwen3 whose distributions are far from uniform; returns the folder."""
     torch.manual_seed(seed)
     settings = {
@@ -20,7 +20,7 @@ def build_model(folder, *, seed=0, tied=True, **changes):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": True,
         "max_position_embeddings": 2048,
         "initializer_range": 0.2,
         **changes,

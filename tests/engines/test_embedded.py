@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import pytest_asyncio
-import torch
 from safetensors.torch import load_file, save_file
 
 import agentrl.engines.embedded.embedded_engine as embedded_engine
@@ -15,7 +14,7 @@ from agentrl.engines.weights.host_routes import MemorySender
 from agentrl.rollout.engine import Sampling
 from agentrl.utils.errors import EngineError, ModelError, ResourceError
 from tests.engines.contract import UNUSED, EngineContract, off, prompt_of
-from tests.engines.engine_models import build_model, changed, forward_logprobs, load, parameters
+from tests.engines.engine_models import build_model, changed, load, parameters
 from tests.engines.text_contract import TextContract
 from tests.publishing import publish
 from tests.trainer.tiny_families import FAMILIES, VOCAB, tiny_model
@@ -400,15 +399,3 @@ async def test_a_model_it_would_get_wrong_is_refused(family, tmp_path):
     why = {"mamba": "0 of its 2 layers attend", "lfm2": r"1 of its 2 layers attend .* of the types conv\)"}[family]
     with pytest.raises(ModelError, match=f"{why}.*engine = vllm"):
         await EmbeddedEngine(str(tmp_path), device="cpu").start()
-
-
-async def test_an_untied_head_is_published_too(started, tmp_path):
-    folder = build_model(tmp_path, tied=False)
-    model = load(folder)
-    engine = await started(folder)
-    new = changed(model, seed=4)
-    assert "lm_head.weight" in new
-    await publish(engine, 3, new)
-    generation = await engine.generate(prompt_of(9), Sampling(max_tokens=9, seed=1), "a")
-    expected = forward_logprobs(model, prompt_of(9), generation.token_ids, weights=new)
-    assert (expected - torch.tensor(generation.logprobs)).abs().max() < 1e-5

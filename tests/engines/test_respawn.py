@@ -18,6 +18,7 @@ from agentrl.rollout.engine import Sampling
 from agentrl.run.session import republish_to_new_replicas
 from agentrl.trainer.publish import Publisher
 from agentrl.utils.errors import EngineError
+from tests.engines.contract import until as until_stats
 from tests.engines.engine_models import parameters
 from tests.publishing import Held, Holder, publish
 from tests.rollout.conftest import until
@@ -26,9 +27,7 @@ SHORT = Sampling(max_tokens=2)
 
 
 async def settle(engine, replicas):
-    async with asyncio.timeout(5):
-        while (await engine.stats()).extra["replicas"] != replicas:
-            await asyncio.sleep(0.001)
+    await until_stats(engine, lambda stats: stats.extra["replicas"] == replicas, 5)
 
 
 async def test_a_new_replica_has_the_newest_weights_before_it_takes_requests(started, model, spawned, caplog):

@@ -100,12 +100,7 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
     for update in range(UPDATES):
         collecting = asyncio.ensure_future(collector.collect())
         if update == 1:
-
-            async def both_busy():
-                stats = await engine.stats()
-                return stats.running >= 4 and set(engine.homes.values()) == {0, 1}
-
-            await until(both_busy)
+            await until(engine, lambda stats: stats.running >= 4 and set(engine.homes.values()) == {0, 1})
             before = engine.homes
             os.kill(victim, signal.SIGKILL)
         trained += (groups := await asyncio.wait_for(collecting, 120))
@@ -129,11 +124,7 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
     assert max(ledger_error(model, weights, ledger) for ledger in ledgers) < 1e-3
     assert min(ledger_error(model, weights, ledger, shift=1) for ledger in ledgers) > 0.05
     assert f"vLLM replica 0 (pid {victim}) died" in caplog.text and "1 of max_respawns = 1" in caplog.text
-
-    async def back():
-        return (await engine.stats()).extra["replicas"] == 2
-
-    await until(back, 120)
+    await until(engine, lambda stats: stats.extra["replicas"] == 2, 120)
     assert engine.pids[0] != victim and engine.pids[1] == survivor
     assert f"replica 0 (pid {engine.pids[0]}) has replaced" in caplog.text
     # without another publish, what comes back serves the newest weights under their version
@@ -151,11 +142,7 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
 async def test_load_is_shared_and_a_death_beyond_the_limit_is_final(engine, model):
     # an episode stays where its cache is; new ones go where least is running
     first = [asyncio.ensure_future(engine.generate(prompt_of(40), Sampling(max_tokens=1500, seed=i), f"e{i}")) for i in range(8)]
-
-    async def all_run():
-        return (await engine.stats()).running == 8
-
-    await until(all_run)
+    await until(engine, lambda stats: stats.running == 8)
     assert sorted(engine.homes[f"e{i}"] for i in range(8)) == [0] * 4 + [1] * 4
     victim = psutil.Process(engine.pids[0])
     children = victim.children(recursive=True)

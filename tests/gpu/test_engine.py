@@ -24,6 +24,7 @@ from agentrl.rollout.engine import Sampling
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.publish import Publisher
 from agentrl.utils.errors import ConfigError
+from tests.publishing import buckets_of
 from tests.trainer.train_batches import make_batch, toy_optim, train_batch, trajectories
 
 pytestmark = pytest.mark.gpus(1, timeout=540)
@@ -128,11 +129,9 @@ def sums_across(actor: WorkerGroup[Actor], route: str, device: torch.device) -> 
         if (problem := mine.recv()) is not None:
             raise problem
         actor.run(Actor.route_attached)
-        bucket = actor.run(Actor.next_bucket, True)
-        while bucket is not None:
+        for bucket in buckets_of(actor):
             mine.send(bucket)
             mine.recv()
-            bucket = actor.run(Actor.next_bucket, False)
         mine.send("sums")
         return mine.recv()
     finally:

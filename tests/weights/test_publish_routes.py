@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from agentrl.cluster.launch import launch
 from agentrl.config.schema import ClusterConfig, LoraSection, ModelConfig, WeightsConfig
 from agentrl.engines.api_models import LiteLlmEngine, ScriptedEngine
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
@@ -35,7 +36,7 @@ from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.publish import Publisher, check_takes_weights, check_weights
 from agentrl.utils.errors import ConfigError, EngineError
 from tests import moe
-from tests.publishing import Held, holder, publish, weights_of
+from tests.publishing import Held, Holder, buckets_of, holder, publish, weights_of
 from tests.weights.publish_parts import gap, ledger_of, trained
 
 SMALL = 0.01
@@ -304,7 +305,7 @@ def test_bucket_mib_bounds_each_bucket_folder_is_where_it_lies_and_all_of_them_a
     receiver = routes.open_receiver(offer, 0)
     actors.run(Actor.next_bucket, True)  # of a publish that is broken off
     buckets, found = list[Bucket](), list[Named]()
-    while (bucket := actors.run(Actor.next_bucket, not buckets)) is not None:
+    for bucket in buckets_of(actors):
         buckets.append(bucket)
         found += [(name, tensor.clone()) for name, tensor in receiver.receive(bucket)]
         file, _, number = bucket.file.rpartition(":")
@@ -373,9 +374,8 @@ def test_the_trainers_weights_are_lent_and_its_update_reaches_the_engine(tiny: s
         offer = actors.run(Actor.open_route, "memory", SMALL_BUCKETS, 1)
         receiver = routes.open_receiver(offer, 0)
         actors.run(Actor.route_attached)
-        found, first = {}, True
-        while (bucket := actors.run(Actor.next_bucket, first)) is not None:
-            first = False
+        found = {}
+        for bucket in buckets_of(actors):
             assert all(entry.lent is not None for entry in bucket.entries)
             found |= {name: tensor.clone() for name, tensor in receiver.receive(bucket)}
         receiver.close()
@@ -480,18 +480,15 @@ async def test_a_target_says_which_names_it_loads(tmp_path: Path) -> None:
     from agentrl.engines.vllm.vllm_engine import VllmEngine
 
     path = moe.build("qwen3_moe", tmp_path)
-    source = holder(FsdpEngine(path, ModelConfig(), 1.0), 0)
+    actors = launch(Holder, backend="inline")
+    actors.run(Holder.hold, FsdpEngine(path, ModelConfig(), 1.0))
     names = {}
     for saved in (EmbeddedEngine.loads_saved, VllmEngine.loads_saved):
-        offer = source.open_route("memory", WeightsConfig(bucket_mib=0.25), 1, saved)
-        source.route_attached()
-        names[saved], first = set(), True
-        while (bucket := source.next_bucket(first)) is not None:
-            names[saved] |= {entry.name for entry in bucket.entries}
-            first = False
+        offer = actors.run(Actor.open_route, "memory", WeightsConfig(bucket_mib=0.25), 1, saved)
+        names[saved] = {entry.name for bucket in buckets_of(actors) for entry in bucket.entries}
         # the bucket is as large as asked for, as no expert is larger; all experts of a layer together are
         assert offer.slot_bytes == 256 << 10
-    source.close_route()
+    actors.run(Actor.close_route)
     assert names[False] == set(expected_parameters(path).shapes)
     assert names[True] == set(expected_parameters(path, saved=True).shapes)
     assert len(names[True]) - len(names[False]) == 2 * (3 * moe.EXPERTS - 2)

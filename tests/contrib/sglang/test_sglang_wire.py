@@ -18,7 +18,7 @@ from agentrl.run.engine_choice import EngineChoice
 from agentrl.utils.errors import ConfigError, EngineError
 from tests.contrib.sglang.sglang_stand_in.requests import FROZEN, INSTALLED, BadRequestError, frozen, requests, text_of
 from tests.contrib.sglang.sglang_stand_in.server import DEFAULTS, Settings, StandIn
-from tests.engines.contract import off, prompt_of, until
+from tests.engines.contract import off, prompt_of, sampled, until
 from tests.engines.engine_models import VOCAB, build_model, changed, load
 from tests.publishing import publish
 
@@ -56,11 +56,7 @@ async def test_a_request_that_is_aborted_in_the_queue_has_no_token_twice(model_f
         async with client(model_folder, server) as engine:
             whole = await engine.generate(prompt_of(9), Sampling(max_tokens=200, seed=1), "whole")
             task = asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=1500, seed=1), "long"))
-
-            async def some():
-                return (await engine.stats()).sampled_tokens >= 200 + 40
-
-            await until(some)
+            await sampled(engine, 40)
             await engine.pause()
             await engine.abort("long")
             partial = await asyncio.wait_for(task, 30)
@@ -133,11 +129,7 @@ async def test_a_turn_moves_when_its_server_dies_and_a_server_that_is_back_gets_
             whole = await engine.generate(prompt, sampling, "first")
             assert engine.homes["first"] == one.address
             task = asyncio.ensure_future(engine.generate(prompt, sampling, "first"))
-
-            async def some():
-                return (await engine.stats()).sampled_tokens >= 650
-
-            await until(some)
+            await until(engine, lambda stats: stats.sampled_tokens >= 650)
             await asyncio.get_running_loop().run_in_executor(None, one.kill)
             moved = await asyncio.wait_for(task, 60)
             assert moved.token_ids == whole.token_ids and engine.homes["first"] == two.address
