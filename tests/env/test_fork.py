@@ -1,7 +1,6 @@
-"""Snapshot, restore and fork: for the toy and for every registered environment."""
+"""Snapshot, restore and fork of the toy; those of the shelf are forked by `env check` (test_env_check.py)."""
 
 import pickle
-import random
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.env import ToolEnv
-from tests.env.shelf import shelf
 from tests.env.toyenvs import Notes, call
 
 
@@ -104,31 +102,3 @@ async def test_a_fork_equals_a_replay(script: list[str], at: int, rest: list[str
         await fresh.astep(call("write", text=text))
     assert replay_env.trajectory.messages == fresh.trajectory.messages
     assert replay_env.state() == fresh.state()
-
-
-@pytest.mark.parametrize("entry", shelf())
-def test_every_registered_environment_forks(entry: Any) -> None:
-    """Half the gold turns, fork, then gold on one side and noise on the other."""
-    env = entry.load()()
-    env.reset(seed=4)
-    gold = env.gold_turns(env.task)
-    for message in gold[: len(gold) // 2]:
-        env.step(message)
-    frozen, replay_env = env.snapshot(), env.fork()
-    before = [str(m) for m in env.trajectory.messages], env.trajectory.state
-    rng = random.Random(0)
-    replay_env.action_space.seed(rng.randrange(1000))
-    for _ in range(3):
-        if replay_env.step(replay_env.action_space.sample())[2]:
-            break
-    assert ([str(m) for m in env.trajectory.messages], env.trajectory.state) == before
-    for message in gold[len(gold) // 2 :]:
-        ended = env.step(message)[2]
-    assert ended
-    final = env.trajectory.state
-    env.restore(frozen)
-    for message in gold[len(gold) // 2 :]:
-        env.step(message)
-    assert env.trajectory.state == final
-    env.close()
-    replay_env.close()

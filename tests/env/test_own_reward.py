@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.catalog import EnvRef, find_env, make_env
 from agentrl.env.wrappers import TurnLimit
 from agentrl.utils.errors import CatalogError
 from agentrl.utils.search_path import load_module
+from tests.env.toyenvs import Notes
 
 REPLAY = {
     "agentrl_reward": 1,
@@ -96,18 +97,8 @@ def test_a_spec_beside_the_file_replays_on_a_twin_of_the_same_parameters(tmp_pat
     assert env.step("15")[1] == 1.0
 
 
-class Lost(ToolEnv):
-    id, reward = "own/Lost-v0", "no_such_spec"
-
-    def make_task(self, rng_seed: int, split: str) -> Task:
-        return Task("t", rng_seed, split)
-
-    def prompt(self, task: Task) -> list[Message]:
-        return [Message("user", "hello")]
-
-
 def test_a_spec_that_is_not_there_is_named() -> None:
-    env = Lost()
+    env: ToolEnv = type("Lost", (Notes,), {"reward": "no_such_spec"})()
     env.reset(seed=0)
     with pytest.raises(CatalogError, match="no reward spec 'no_such_spec'"):
         env.step("done")

@@ -12,7 +12,6 @@ import pytest
 from agentrl.data.trajectory import ToolCall
 from agentrl.env import Tool, Toolbox, tool
 from agentrl.env.catalog import load_tools
-from agentrl.utils import child_process as children
 from agentrl.utils.errors import EnvError, ToolTimeoutError
 from agentrl.utils.threads import TOOLS
 from tests.tool.process_tools import die, leave, nap, refuse, sleep, spin, square, unfit, wrapped
@@ -120,10 +119,3 @@ def test_what_a_child_cannot_import_is_refused_by_name() -> None:
             @tool(process=True)
             def m(self) -> int:
                 return 1
-
-
-def test_idle_children_are_few() -> None:
-    """Calls one after the other share one child."""
-    for n in range(5):
-        call(square, n=n)
-    assert len(children._idle) == 1
