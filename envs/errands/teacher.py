@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.env import Message, Observation
+from agentrl.env import Message
+from agentrl.env.authoring import GoldTeacher
 
 
-class Teacher:
+class Teacher(GoldTeacher):
     """`skip`: probability that a call is left out. `stop`: probability that "Done." comes before the last call. `rng` needs only
     `random()`."""
 
@@ -16,8 +17,4 @@ class Teacher:
         *calls, done = gold
         if len(calls) > 1 and rng.random() < stop:
             calls = calls[: 1 + int(rng.random() * (len(calls) - 1))]
-        self._left = [call for call in calls if rng.random() >= skip] + [done]
-
-    def act(self, observation: Observation) -> Message | None:
-        """The next turn; None after the last."""
-        return self._left.pop(0) if self._left else None
+        super().__init__([*(call for call in calls if rng.random() >= skip), done], rng)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from agentrl.env import Message, Observation, ToolCall
+from agentrl.env import Message, ToolCall
+from agentrl.env.authoring import GoldTeacher
 
 
-class Teacher:
+class Teacher(GoldTeacher):
     """Plays the gold turn with random errors.
 
     `wrong`: probability that a call has a wrong or missing argument. `fewer`: probability that the last of several
@@ -19,16 +20,15 @@ class Teacher:
     def __init__(
         self, gold: Message, tools: list[str], rng: Any, *, wrong: float = 0.2, fewer: float = 0.2, abstain: float = 0.05
     ) -> None:
-        self._turn: Message | None = gold
         calls = gold.tool_calls
         if rng.random() < abstain:
-            turned = Message("assistant", "NO FUNCTION") if calls else Message(
+            turn = Message("assistant", "NO FUNCTION") if calls else Message(
                 "assistant", tool_calls=(ToolCall(tools[int(rng.random() * len(tools))], {}),))  # fmt: skip
-            self._turn = turned
-            return
-        if len(calls) > 1 and rng.random() < fewer:
-            calls = calls[:-1]
-        self._turn = replace(gold, tool_calls=tuple(self._err(call, rng, wrong) for call in calls))
+        else:
+            if len(calls) > 1 and rng.random() < fewer:
+                calls = calls[:-1]
+            turn = replace(gold, tool_calls=tuple(self._err(call, rng, wrong) for call in calls))
+        super().__init__([turn], rng)
 
     def _err(self, call: ToolCall, rng: Any, wrong: float) -> ToolCall:
         arguments = dict(call.arguments or {})
@@ -42,8 +42,3 @@ class Teacher:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             arguments[key] = value + 1 if number else "unknown"
         return replace(call, arguments=arguments)
-
-    def act(self, observation: Observation) -> Message | None:
-        """The turn, then None."""
-        turn, self._turn = self._turn, None
-        return turn

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.env import Message, Observation, Task, ToolCall
+from agentrl.env import Message, Task, ToolCall
+from agentrl.env.authoring import GoldTeacher
 
 
-class Teacher:
+class Teacher(GoldTeacher):
     """Reads the tables, tries a query and submits it.
 
     `wrong`: probability that the query is wrong (a condition is missing). `typo`: probability of a first attempt
@@ -22,10 +23,5 @@ class Teacher:
         if rng.random() < typo:
             calls.insert(1, ToolCall("query", {"sql": sql.replace("SELECT", "SELEC", 1)}))
         turns = [Message("assistant", tool_calls=(call,)) for call in calls]
-        self._turns = turns
-        if rng.random() < hasty:
-            self._turns = [turns[0], Message("assistant", "I could not find it.")]
-
-    def act(self, observation: Observation) -> Message | None:
-        """The next turn; None after the last."""
-        return self._turns.pop(0) if self._turns else None
+        hurries = rng.random() < hasty
+        super().__init__([turns[0], Message("assistant", "I could not find it.")] if hurries else turns, rng)
