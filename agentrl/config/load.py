@@ -334,7 +334,7 @@ def apply_overrides(table: Table, overrides: Sequence[Override]) -> Table:
             if key in ALTERNATIVES.get(section_at(keys[:place]) or BaseModel, ()):
                 named.setdefault(tuple(keys[:place]), set()).add(key)
     for parents, chosen in named.items():
-        inner = _value_at(table, parents)
+        inner = value_at(table, parents)
         for other in ALTERNATIVES[section_at(parents) or BaseModel] if isinstance(inner, dict) else ():
             if other not in chosen:
                 inner.pop(other, None)
@@ -394,18 +394,24 @@ def _unquote_key(part: str) -> str:
         return ""
 
 
-_ABSENT = object()
+ABSENT = object()
 
 
-def _value_at(table: Any, keys: Sequence[str | int]) -> Any:
-    """The value at `keys`, which may name an entry of `[[env]]`; else `_ABSENT`."""
+def value_at(table: Any, keys: Sequence[str | int]) -> Any:
+    """The value at `keys`, which may name an entry of `[[env]]`; else `ABSENT`."""
     for key in keys:
         if isinstance(table, list):
             place = key if isinstance(key, int) else find_entry(table, key)
-            table = _ABSENT if place is None else table[place]
+            table = ABSENT if place is None else table[place]
         else:
-            table = table.get(key, _ABSENT) if isinstance(table, dict) else _ABSENT
+            table = table.get(key, ABSENT) if isinstance(table, dict) else ABSENT
     return table
+
+
+def said_by(ways: Sequence[list[str]], layers: Layers, overrides: Sequence[Override]) -> Override | Path | None:
+    """The last override that says a key's value, or unsets it; else the topmost file. `ways`: to write the key."""
+    given = (one for one in reversed(overrides) if any(one.keys == way[: len(one.keys)] for way in ways))
+    return next(given, None) or next((file for way in ways for file, layer in layers if value_at(layer, way) is not ABSENT), None)
 
 
 # Load and validate
@@ -479,30 +485,28 @@ def _without_false(table: Table, model: type[BaseModel]) -> Table:
 
 def _explain(error: ValidationError, table: Table, layers: Layers, overrides: Sequence[Override]) -> str:
     lines: dict[str, None] = {}
-    entries = as_list(table)
+    entries, top = as_list(table), layers[0][0] if layers else "command line"
     for item in error.errors():
         parts = [part for part in item["loc"] if part not in (ONE, SEVERAL)]
-        while len(parts) > 1 and item["type"] != "missing" and _value_at(table, parts) is _ABSENT:
+        while len(parts) > 1 and item["type"] != "missing" and value_at(table, parts) is ABSENT:
             parts = parts[:-1]  # a form of several that the key may have ("int", say), and no key
         first = 2 if entries and parts[0] == "env" and len(parts) > 2 else 0  # the number of an environment is part of its keys
         formed = item["type"].endswith("_type") or item["type"] == "missing"
         if formed and first < len(parts) and isinstance(parts[-1], int):  # an item of a list, which has no key of its own
             parts = parts[:-1]
-            item = {**item, "type": "item", "input": _value_at(table, parts)}
+            item = {**item, "type": "item", "input": value_at(table, parts)}
         location = names = [str(part) for part in parts]
         if first:
             name = name_of(entries[int(location[1])])
             names = [entry_name(int(location[1]), name), *location[2:]]
             location = ["env", name or location[1], *location[2:]]
         within = location[:-1] if item["type"] == "missing" else location
-        ways = [within, [str(part) for part in parts[: len(within)]]]
-        override = next((one for one in reversed(overrides) if any(one.keys == way[: len(one.keys)] for way in ways)), None)
-        file = next((str(file) for file, layer in layers if _value_at(layer, within) is not _ABSENT), None)
-        if override is None and file is None:  # an override below it made the table in which a key is unknown or missing
-            override = next((one for one in overrides if within == one.keys[: len(within)]), None)
-        top = layers[0][0] if layers else "command line"
-        source = f"override {override.text!r}" if override is not None else str(file or top)
-        problem = _problem(item, location) + _fix(item, table, parts, location, override is not None, source)
+        said = said_by([within, [str(part) for part in parts[: len(within)]]], layers, overrides)
+        if said is None:  # an override below it made the table in which a key is unknown or missing
+            said = next((one for one in overrides if within == one.keys[: len(within)]), None)
+        overridden = isinstance(said, Override)
+        source = f"override {said.text!r}" if isinstance(said, Override) else str(said or top)
+        problem = _problem(item, location) + _fix(item, table, parts, location, overridden, source)
         lines[f"{source}: {'.'.join(names)}: {problem}"] = None
     return "\n".join(lines)
 
@@ -557,7 +561,7 @@ def _near(value: Any, named: str | None) -> Iterator[Any]:
 def _loads(table: Table, path: Sequence[str | int], value: Any) -> bool:
     """Return True if a config's table has no error at `path` with this value there."""
     table = deepcopy(table)
-    _value_at(table, path[:-1])[path[-1]] = value
+    value_at(table, path[:-1])[path[-1]] = value
     try:
         TrainConfig.model_validate(table)
     except ValidationError as error:

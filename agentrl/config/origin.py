@@ -10,9 +10,22 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from agentrl.config.envs import Keys, named_leaves
+from agentrl.config.envs import Keys, as_list, leaves, name_of, named_leaves
 from agentrl.config.keys import bare, inline, named_sections_of, section_of, unit_of
-from agentrl.config.load import UNSET, Find, Override, Table, apply_overrides, join_layers, parse_overrides, read_layers
+from agentrl.config.load import (
+    ABSENT,
+    UNSET,
+    Find,
+    Layers,
+    Override,
+    Table,
+    apply_overrides,
+    join_layers,
+    parse_overrides,
+    read_layers,
+    said_by,
+    value_at,
+)
 from agentrl.config.schema import Choice, TrainConfig
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.files import shown_path
@@ -24,82 +37,47 @@ COMMAND_LINE = "command line"
 """The origin of what an option, or a word that is no override, says."""
 
 
-class _Said:
-    """A value that is no string, with where it was said."""
-
-    def __init__(self, value: Any, origin: str) -> None:
-        self.value, self.origin = value, origin
-
-    def __eq__(self, other: object) -> bool:
-        return bool((other.value if isinstance(other, _Said) else other) == self.value)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class _SaidText(str):
-    """A string, with where it was said: the files of a config are joined by the names and ids in them."""
-
-    origin: str = ""
-
-
 class Origins:
-    """Of every key of one config. `Origins()` knows none: it says nothing. `unset`: the overrides that unset keys."""
+    """Of every key of one config. `Origins()` knows none: it says nothing."""
 
-    def __init__(self, table: Table | None = None, unset: Sequence[Override] = ()) -> None:
-        self._table, self._unset = table, unset
+    def __init__(self, layers: Layers = (), overrides: Sequence[str] = ()) -> None:
+        """Raises ConfigError for layers that cannot be joined, and overrides that cannot be applied."""
+        self._layers, self._overrides = layers, parse_overrides(overrides)
+        self._joined = join_layers(layers)
+        self._table = apply_overrides(self._joined, self._overrides)
 
     def of(self, keys: Keys) -> str:
         """Origin of the value at the keys, or "default"; several places for a table that was put together from them."""
-        if self._table is None:
+        if not self._layers:
             return ""
-        found: Any = self._table
-        for key in keys:
-            inside = found if isinstance(found, dict) else dict(enumerate(found)) if isinstance(found, list) else {}
-            if key not in inside:
-                way = [str(key) for key in keys]
-                by = (f"{DEFAULT}, by override {one.text}" for one in self._unset if way[: len(one.keys)] == one.keys)
-                return next(by, DEFAULT)
-            found = inside[key]
-        return ", ".join(dict.fromkeys(_origins(found))) or DEFAULT
+        value = value_at(self._table, keys)
+        if value is ABSENT:
+            by = self._said_by(keys, unset=True)
+            return f"{DEFAULT}, by override {by.text}" if isinstance(by, Override) else DEFAULT
+        found = [self._said_by((*keys, *rest)) for rest, _ in leaves(value)]
+        places = [f"override {by.text}" if isinstance(by, Override) else str(by) for by in found]
+        return ", ".join(dict.fromkeys(places)) or DEFAULT
+
+    def _said_by(self, keys: Keys, unset: bool = False) -> Override | Path | None:
+        way, place = [str(key) for key in keys], keys[1] if len(keys) > 1 else None
+        # An entry of [[env]] by its name, by the one that it had before an override of that, and by its number.
+        lists = [as_list(table) for table in (self._table, self._joined)] if isinstance(place, int) else []
+        names = [name_of(entries[place]) for entries in lists if isinstance(place, int) and place < len(entries)]
+        ways = [*(["env", name, *way[2:]] for name in names if name), way]
+        overrides = [one for one in self._overrides if (one.value is UNSET) == unset]
+        return said_by(ways, () if unset else self._layers, overrides)
 
 
 def read_origins(path: str | Path, overrides: Sequence[str] = (), find: Find = Path) -> Origins:
     """The origins of what `load_config` reads with the same arguments. Raises ConfigError as it does."""
     layers = read_layers(Path(path), find)
-    marked = [(file, _mark(table, shown_path(file.absolute()))) for file, table in layers]
-    return _override_origins(join_layers(marked), overrides)
+    return Origins([(Path(shown_path(file.absolute())), table) for file, table in layers], overrides)
 
 
 def typed_origins(table: Table, overrides: Sequence[str] = ()) -> Origins:
     """The origins of a config without a file: of a table that the options of a command make. Raises ConfigError for overrides
     that cannot be applied."""
-    return _override_origins(_mark(table, COMMAND_LINE), overrides)
-
-
-def _override_origins(table: Table, overrides: Sequence[str]) -> Origins:
-    parsed = parse_overrides(overrides)
-    given = [one if one.value is UNSET else one._replace(value=_mark(one.value, f"override {one.text}")) for one in parsed]
-    return Origins(apply_overrides(table, given), [one for one in given if one.value is UNSET])
-
-
-def _mark(value: Any, origin: str) -> Any:
-    """A copy of the value in which each part that is no table has its origin."""
-    if isinstance(value, dict):
-        return {key: _mark(part, origin) for key, part in value.items()}
-    if isinstance(value, list) and any(isinstance(part, dict) for part in value):
-        return [_mark(part, origin) for part in value]
-    if not isinstance(value, str):
-        return _Said(value, origin)
-    text = _SaidText(value)
-    text.origin = origin
-    return text
-
-
-def _origins(value: Any) -> Iterator[str]:
-    if isinstance(value, _Said | _SaidText):
-        yield value.origin
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _origins(part)
+    return Origins([(Path(COMMAND_LINE), table)], overrides)
 
 
 # Annotated TOML
