@@ -72,14 +72,6 @@ def test_arguments(arguments, exact, subset, superset, names, ignore):
     assert {how: match(made, want, arguments=how) for how in hits} == hits
 
 
-def test_partial_credit_of_a_call():
-    """Name right and one of two arguments: (1 + 1) / (1 + 2); an argument too many: (1 + 2) / (1 + 3)."""
-    want = [call("f", a=1, b=2)]
-    assert match([call("f", a=1, b=0)], want, credit="partial") == pytest.approx(2 / 3)
-    assert match([call("f", a=1, b=2, c=3)], want, credit="partial") == pytest.approx(3 / 4)
-    assert match([call("g", a=1, b=2)], want, credit="partial") == 0
-
-
 def test_numbers_and_texts_compare_by_rule():
     want = [call("f", n=100.0, s="New  York")]
     assert match([call("f", n=100, s="New  York")], want) == 1  # 100 is 100.0

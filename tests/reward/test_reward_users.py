@@ -111,25 +111,17 @@ def test_a_gold_of_another_shape_is_unscored():
 
 
 def test_one_call_serves_several_equal_gold_calls_if_the_spec_says_so():
-    """As a benchmark does that asks of each gold action by itself whether it was made."""
-    wanted = [call("f", x=1), call("f", x=1), call("g")]
-    made = episode([call("f", x=1)], [call("g")], "end")
-    args = {"expect": gold(*wanted), "compare": "superset", "credit": "matched"}
-    assert value("calls.match", args, made) == pytest.approx(2 / 3)
-    assert value("calls.match", {**args, "assign": "reuse"}, made) == 1.0
-
-
-def test_reuse_equals_the_question_asked_of_each_gold_call():
-    """Every list of at most three calls of two kinds against every other, by a plain loop."""
+    """As a benchmark does that asks of each gold action by itself whether it was made: every list of at most three calls of two
+    kinds against every other, by a plain loop."""
     kinds = [("f", {"x": 1}), ("f", {"x": 2})]
     lists = [list(items) for size in range(4) for items in itertools.product(kinds, repeat=size)]
+    args = {"expect": {"$": "/task/gold/calls"}, "compare": "superset", "assign": "reuse"}
+    every, share = (compile_spec(spec(leaf("calls.match", {**args, **more}))) for more in ({}, {"credit": "matched"}))
     for made, wanted in itertools.product(lists, lists):
         found = [any(one == other for other in made) for one in wanted]
-        args = {"expect": gold(*wanted), "compare": "superset", "assign": "reuse"}
-        one = episode(made, "end") if made else episode("end")
-        assert value("calls.match", args, one) == float(all(found))
-        share = sum(found) / len(found) if found else 1.0
-        assert value("calls.match", {**args, "credit": "matched"}, one) == pytest.approx(share)
+        one = episode(*[made] * bool(made), "end", task_gold={"calls": gold(*wanted)})
+        assert every.score(one).value == float(all(found))
+        assert share.score(one).value == pytest.approx(sum(found) / len(found) if found else 1.0)
 
 
 @pytest.mark.parametrize(("compare", "made", "full", "partial"), [
