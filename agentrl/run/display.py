@@ -30,10 +30,6 @@ BAR = 24
 DETAIL_LINES = 3
 
 
-def nothing() -> str:
-    return ""
-
-
 class Count:
     """Progress of a count, by default of episodes; called with each."""
 
@@ -55,8 +51,8 @@ class Activity:
 
     what: str
     began: float
-    look: Callable[[], str] = nothing
-    waits: Callable[[], str] = nothing
+    look: Callable[[], str] = str
+    waits: Callable[[], str] = str
     usual: float | None = None
     outer: str = ""
     _seen: str = ""
@@ -201,7 +197,7 @@ class Display:
         self, console: Console | None = None, *, live: bool | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.console = console or safe_console(gone=_GONE, file=sys.stdout, highlight=False, soft_wrap=True)
-        self.trouble: Callable[[], str] = nothing
+        self.trouble: Callable[[], str] = str
         self._wanted = animates(self.console) if live is None else live
         self._now = now
         self._live: Live | None = None
@@ -248,21 +244,20 @@ class Display:
             self.say(f"[{name}] {total} steps" if total > 1 else f"[{name}]")
             self._printed = 0.0
 
-    def step(self, done: int, values: Mapping[str, Any], details: Mapping[str, Any] = NONE, *, force: bool = False) -> None:
+    def step(self, done: int, values: Mapping[str, Any], details: Mapping[str, Any] = NONE) -> None:
         """Show that `done` steps of the phase are done, with values such as success and tokens/s; `details` in the frame, and
-        PLAIN_DETAILS in plain lines. In plain output the first step is printed, then one every few seconds; with `force` at
-        once."""
+        PLAIN_DETAILS in plain lines. In plain output the first step is printed, then one every few seconds."""
         shown, now = self._shown, self._now()
         success = values.get("success")
         if success is not None:
             shown.best = success if shown.best is None else max(shown.best, success)
         shown.done, shown.values, shown.details = done, dict(values), dict(details)
-        if self._live is None and (force or done >= shown.total or now - self._stepped >= _PLAIN_EVERY_S):
+        if self._live is None and (done >= shown.total or now - self._stepped >= _PLAIN_EVERY_S):
             self._printed, self._pause, self._stepped = now, _PLAIN_EVERY_S, now
             self.say(plain_step(shown, now))
 
     @contextmanager
-    def doing(self, what: str, look: Callable[[], str] = nothing, waits: Callable[[], str] = nothing) -> Iterator[None]:
+    def doing(self, what: str, look: Callable[[], str] = str, waits: Callable[[], str] = str) -> Iterator[None]:
         """Show an activity meanwhile, within the current one; `look` and `waits` as in `Activity`."""
         began, within = self._now(), self._shown.doing
         outer = f"{within[-1].outer}{within[-1].what} > " if within else ""

@@ -10,11 +10,10 @@ import shlex
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import Empty, Full, Queue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.config import Choice, TrainConfig
@@ -153,9 +152,9 @@ class Outlet:
         self.lost = 0
         self.look: str | None = None
         self._told: set[str] = set()
-        self._queue: Queue[tuple[str, tuple[Any, ...]] | None] = Queue(most)
+        self._most = most
+        self._queue: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._over = threading.Event()
         self._closing: tuple[Status, Mapping[str, Any]] | None = None
         self._thread = threading.Thread(target=self._serve, name=f"agentrl-tracker {name}", daemon=True)
         self._thread.start()
@@ -164,25 +163,22 @@ class Outlet:
 
     def tell(self, what: Literal["row", "rewind", "episodes", "picture"], *args: Any) -> None:
         """Call this method of the tracker, in its thread. Episodes and pictures are large, and give way first."""
-        try:
-            if what in ("episodes", "picture") and self._queue.qsize() > LARGE:
-                raise Full
-            self._queue.put_nowait((what, args))
-        except Full:
-            self._lose("queue", f"it is too slow: {self._queue.qsize()} calls wait, and more are lost")
+        waiting = self._queue.qsize()
+        if waiting >= self._most or (what in ("episodes", "picture") and waiting > LARGE):
+            self._lose("queue", f"it is too slow: {waiting} calls wait, and more are lost")
+        else:
+            self._queue.put((what, args))
 
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
         """Nothing more comes: it writes what waits, and is closed. See `join`."""
         self._closing = (status, summary)
-        self._over.set()
-        with suppress(Full):  # then the thread sees `_over` once it has written what waits
-            self._queue.put_nowait(None)
+        self._queue.put(None)
 
     def join(self, limit: float = FLUSH_S) -> None:
         """Wait until it is closed; after `limit` seconds the rest is given up."""
         self._thread.join(limit)
         if self._thread.is_alive():
-            waiting = self._queue.qsize()
+            waiting = max(self._queue.qsize() - 1, 0)  # without its end
             with self._lock:
                 self.lost += waiting
             self._say(f"tracker {self.name}: it did not end within {limit:g} s and is given up, with {waiting} calls unwritten")
@@ -198,15 +194,7 @@ class Outlet:
             self.look = tracker.look()
         except BaseException as fault:  # of any kind: a library may exit
             self._lose("open", "it cannot be opened, and the run goes on without it: ", fault, count=0)
-        while True:
-            try:
-                call = self._queue.get(timeout=1.0)
-            except Empty:
-                if self._over.is_set():
-                    break
-                continue
-            if call is None:
-                break
+        while (call := self._queue.get()) is not None:
             if tracker is None:
                 self._lose("open", "")
                 continue

@@ -22,7 +22,7 @@ from agentrl.data.schedule import Mode, effective_mode
 from agentrl.run.assembly import RunStart, longest_row, renderer_of, tokenizer_of
 from agentrl.run.checks.model_checks import check_models, check_vision
 from agentrl.run.checks.size_checks import check_capacity, check_placement
-from agentrl.run.display import Count, Display, nothing
+from agentrl.run.display import Count, Display
 from agentrl.run.driver import RUN_KINDS
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.folder import DRIVER, RunFolder
@@ -79,7 +79,7 @@ class DataRun:
 
 async def _run(run: DataRun, interrupt: Interrupt) -> bool:
     display, ended, pairs = run.display, Count(run.store.about.examples, "examples"), run.data.loss == "dpo"
-    what, look = ("the start model's log probabilities", ended.__str__) if pairs else ("beginning", nothing)
+    what, look = ("the start model's log probabilities", ended.__str__) if pairs else ("beginning", str)
     with display.doing(what, look):
         await run.objective.begin(ended)  # before a checkpoint is loaded
     step = await _load(run)
