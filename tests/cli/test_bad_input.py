@@ -85,6 +85,14 @@ def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatc
     (["train", "--resume", "runs/nothing"], ["runs/nothing: not a run folder"]),
     (["eval", "key_value", "--model", "./nowhere"], ["nowhere: no such model folder"]),
     (["sft", QUICKSTART, "seed=-1"], ["seed", "greater than or equal to 0"]),
+    (["train", "quickstart", "model.path=api:openai/x"], ["API model", "cannot be trained", "agentrl eval"]),
+    (["eval", "key_value", "--model", "api:"], ["NAME is missing"]),
+    (["eval", "key_value", "--model", "api:openai/x", "rollout.top_k=5"], ["rollout.top_k", "no top_k"]),
+    (["rollout", "key_valeu", "--model", "api:openai/x"], ["key_valeu", "key_value"]),
+    (["rollout", "key_value"], ["--model is needed"]),
+    (["rollout"], ["an environment is needed"]),
+    (["rollout", "--model", "api:openai/x", "key_valeu", "rollout.max_turns=2"], ["key_valeu", "key_value"]),
+    (["rollout", "rollout.max_turns=2", "--model", "api:openai/x"], ["an environment is needed"]),
 ])  # fmt: skip
 def test_a_mistake_is_named_and_leaves_nothing_behind(
     args: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -98,7 +106,7 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(
     for part in expected:
         assert part in message
     assert "Traceback" not in message
-    assert not (tmp_path / "runs").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.json", "odd.json"]
 
 
 @pytest.mark.parametrize(("args", "ends"), [
@@ -108,6 +116,8 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(
     (["eval", "key_value", "--modle", "m"], "did you mean '--model'?"),
     (["env", "check", "key_value", "--alltasks"], "did you mean '--all-tasks'?"),
     (["zzzz"], "')"),  # nothing is near
+    (["env", "play"], "the following arguments are required: env"),  # and no word that may be left out
+    (["config", "show"], "the following arguments are required: config"),
     (["train", QUICKSTART, "name=\udc80"], "'name=\\udc80' is not UTF-8: no name, path or value can hold it"),
 ])  # fmt: skip
 def test_a_mistyped_word_of_the_command_line(args: list[str], ends: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,11 +57,6 @@ def test_a_number_that_is_too_small_is_refused_by_its_option(
     assert f"argument {option}: expected a whole number of at least {least}, got '{given}'" in text and "Traceback" not in text
 
 
-def test_what_may_be_left_out_is_not_named_as_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "env", "play", code=2).rstrip().endswith("the following arguments are required: env")
-    assert said(capsys, "config", "show", code=2).rstrip().endswith("the following arguments are required: config")
-
-
 def test_a_random_model_replaces_none_that_is_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "trained").mkdir()
     (here / "trained" / "model.safetensors").write_bytes(b"a week of training")

@@ -302,26 +302,6 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     assert retry_after({}) is None
 
 
-@pytest.mark.parametrize(("args", "expected"), [
-    (["train", "quickstart", "model.path=api:openai/x"], ["API model", "cannot be trained", "agentrl eval"]),
-    (["eval", "key_value", "--model", "api:"], ["NAME is missing"]),
-    (["eval", "key_value", "--model", "api:openai/x", "rollout.top_k=5"], ["rollout.top_k", "no top_k"]),
-    (["rollout", "key_valeu", "--model", "api:openai/x"], ["key_valeu", "key_value"]),
-    (["rollout", "key_value"], ["--model is needed"]),
-    (["rollout"], ["an environment is needed"]),
-    (["rollout", "--model", "api:openai/x", "key_valeu", "rollout.max_turns=2"], ["key_valeu", "key_value"]),
-    (["rollout", "rollout.max_turns=2", "--model", "api:openai/x"], ["an environment is needed"]),
-])  # fmt: skip
-def test_a_mistake_is_named_and_leaves_nothing_behind(
-    args: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(args) == 2
-    message = capsys.readouterr().err
-    for part in expected:
-        assert part in message
-    assert "Traceback" not in message and not list(tmp_path.iterdir())
-
-
 # -- asked once before a run -------------------------------------------------------------------------
 
 MARK = {"use": "judge", "args": {"model": "openai/j-2026-01-01", "prompt": "{transcript}"}}

@@ -61,11 +61,6 @@ def test_against_all_subsets(n: int, data: st.DataObject) -> None:
     assert pass_hat_k(n, c, k) == pytest.approx(sum(all(s) for s in subsets) / len(subsets))
 
 
-def test_by_hand() -> None:
-    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
-    assert pass_hat_k(4, 2, 2) == pytest.approx(1 / 6)
-
-
 @pytest.mark.parametrize(("n", "c", "k"), [(3, 4, 1), (3, 1, 0), (3, 1, 4)])
 def test_impossible_counts_are_refused(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError, match="need 0 <= c"):

@@ -1,7 +1,6 @@
 """Keys that say in which processes the roles run, and with what they are started."""
 
 import asyncio
-import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -97,29 +96,23 @@ def test_vllm_gets_room_for_an_adapter_of_the_rank_and_only_where_one_is_publish
     assert (options.get("max_lora_rank"), options.get("enable_lora", False)) == (room, room is not None)
 
 
-@pytest.mark.parametrize(("backend", "actors", "fits"), [("inline", 1, True), ("inline", 2, False), ("ray", 2, True)])
-def test_several_actors_in_the_drivers_process_are_refused_before_a_folder_is_made(backend: Any, actors: int, fits: bool) -> None:
-    config = config_of(f"cluster.backend={backend}", f"cluster.actors={actors}")
-    refusal = pytest.raises(ConfigError, match=r'cluster\.actors = 2.*cluster\.actors = 1 or cluster\.backend = "ray"')
-    with nullcontext() if fits else refusal:
-        check_placement(start_of(config, "embedded"))
+MEMORY = "weights.route=memory rollout.max_episode_tokens=4096 model.init={}"
 
 
-@pytest.mark.parametrize(("backend", "engine", "said"), [
-    ("inline", "embedded", None),
-    ("ray", "embedded", 'cluster.backend = "ray" trains in processes of its own'),
-    ("inline", "vllm", "engine = vllm samples in processes of its own"),
+@pytest.mark.parametrize(("engine", "overrides", "said"), [
+    ("embedded", "cluster.backend=inline cluster.actors=1", None),
+    ("embedded", "cluster.backend=inline cluster.actors=2",
+     r'cluster\.actors = 2.*cluster\.actors = 1 or cluster\.backend = "ray"'),
+    ("embedded", "cluster.backend=ray cluster.actors=2", None),
+    ("embedded", f"cluster.backend=inline {MEMORY}", None),
+    ("embedded", f"cluster.backend=ray {MEMORY}",
+     'weights.route = "memory" stays within a process, and cluster.backend = "ray" trains in processes of its own.*"auto"'),
+    ("vllm", f"cluster.backend=inline {MEMORY}",
+     'weights.route = "memory" stays within a process, and engine = vllm samples in processes of its own.*"auto"'),
+    ("embedded", "cluster.backend=inline cluster.address=10.0.0.1:6379 model.init={}",
+     r'cluster.address = "10\.0\.0\.1:6379": .*cluster.backend = "inline".*joins no cluster.*"ray"'),
 ])  # fmt: skip
-def test_the_route_within_a_process_is_refused_before_a_run_of_several(backend: Any, engine: str, said: str | None) -> None:
-    route = ("weights.route=memory", "rollout.max_episode_tokens=4096", f"engine={engine}")
-    config = config_of(f"cluster.backend={backend}", "model.init={}", *route)
-    words = f'"memory" stays within a process, and {re.escape(said or "")}.*"auto"'
-    with nullcontext() if said is None else pytest.raises(ConfigError, match=f"weights.route = {words}"):
-        check_placement(start_of(config, engine))
-
-
-def test_an_address_that_no_part_of_the_run_would_use_is_refused() -> None:
-    config = config_of("cluster.backend=inline", "cluster.address=10.0.0.1:6379", "model.init={}")
-    said = r'cluster.address = "10\.0\.0\.1:6379": .*cluster.backend = "inline".*joins no cluster.*"ray"'
-    with pytest.raises(ConfigError, match=said):
-        check_placement(start_of(config, "embedded"))
+def test_processes_that_cannot_be_as_the_config_has_them_are_refused(engine: str, overrides: str, said: str | None) -> None:
+    """Several actors in the driver's process, a route within one process between several, an address that nobody would use."""
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        check_placement(start_of(config_of(f"engine={engine}", *overrides.split()), engine))

@@ -184,7 +184,9 @@ def test_data_that_an_argument_names_may_not_change(
 def test_a_chat_template_may_not_change_and_changed_code_is_said(
     executed: Executed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A run that stopped at a bug must be able to continue with the bug fixed."""
     monkeypatch.syspath_prepend(tmp_path / "there")
+    assert main(["env", "new", "mine"]) == 0
     Path("own.jinja").write_text(CHATML_TEMPLATE)
     Path("plugins").mkdir()
     plugin, module = Path("plugins/of_mine.py"), Path("resumed_code.py")
@@ -194,13 +196,14 @@ def test_a_chat_template_may_not_change_and_changed_code_is_said(
     )
     module.write_text("def half(view, args): return 0.5\n")
     more = ["algorithm.loss.name=of_mine", "reward.python.half=resumed_code:half", "model.chat_template=own.jinja"]
-    assert train("model.init={}", *more) == 0
+    assert train("model.init={}", *more, env="mine") == 0
     assert resume() == 0 and executed[1][1] == ()
-    for file in (plugin, module):
+    for file in (plugin, module, Path("envs/mine/env.py")):
         file.write_text(file.read_text() + "# mended\n")
     monkeypatch.setattr("agentrl.__version__", "0.0")
     assert resume() == 0
     assert sorted(note.split(" have changed")[0] for note in executed[2][1]) == [
+        "the files of env.id",
         "the files of plugins/of_mine.py",
         "the files of there/resumed_code.py",
         "the versions of agentrl, torch and transformers",
@@ -219,17 +222,6 @@ def test_a_config_that_is_edited_before_the_first_checkpoint_is_refused(
     file.write_text(file.read_text().replace("hidden = 32", "hidden = 64"))
     assert resume() == 2
     assert "was trained with other values: model.init.hidden was 32, is 64" in capsys.readouterr().err
-
-
-def test_an_environment_that_was_mended_goes_on_and_this_is_said(executed: Executed) -> None:
-    """A run that stopped at a bug of its environment must be able to continue with the bug fixed."""
-    assert main(["env", "new", "mine"]) == 0
-    assert train("model.init={}", env="mine") == 0
-    source = Path("envs/mine/env.py")
-    source.write_text(source.read_text() + "\n# mended\n")
-    assert resume() == 0
-    [note] = executed[1][1]
-    assert note.startswith("the files of env.id have changed since the run began")
 
 
 STRETCHED = "after update 10 it is {} of optim.lr; it would have been {}"
