@@ -16,7 +16,6 @@ import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -27,7 +26,7 @@ from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchang
 from agentrl.contrib.agents.record import ServedEpisode
 from agentrl.contrib.agents.session import AgentSession, Live, ServedPolicy, refusal_of
 from agentrl.contrib.toolkit.chat_forms import call_result, tool_list
-from agentrl.contrib.toolkit.http_server import uvicorn_config
+from agentrl.contrib.toolkit.http_server import LocalServer, open_listener
 from agentrl.data.trajectory import Json
 from agentrl.engines.chat_format import RequestError
 from agentrl.render.base import Renderer
@@ -60,43 +59,6 @@ class Access:
     key: str = field(repr=False)
 
 
-class LocalServer:
-    """An app on a port of this machine, served on the caller's event loop."""
-
-    _server: Any = None
-    _task: asyncio.Task[None] | None = None
-
-    async def serve_at(self, app: Any, host: str, port: int, refused: str, inside: Any = None, **options: Any) -> int:
-        """Serve the app, with `inside` entered around it; returns the port. Raises ResourceError, which begins with `refused`, if
-        it is taken."""
-        import uvicorn
-
-        # Bound here rather than by uvicorn, so that the port is known at once and a taken one is an error, not an exit.
-        listener = socket.socket()
-        try:
-            listener.bind((host, port))
-        except OSError as problem:
-            listener.close()
-            raise ResourceError(f"{refused}: {problem.strerror}") from problem
-        server = self._server = uvicorn.Server(uvicorn_config(app, host, **options))
-
-        async def serve() -> None:
-            async with inside or nullcontext():  # entered and left by one task, as a task group demands
-                await server.serve(sockets=[listener])
-
-        self._task = asyncio.create_task(serve(), name=f"the server of {type(self).__name__}")
-        while not server.started and not self._task.done():
-            await asyncio.sleep(0.01)
-        return int(listener.getsockname()[1])
-
-    async def stop(self) -> None:
-        """Stop listening; idempotent."""
-        if self._server is not None and self._task is not None:
-            self._server.should_exit = True
-            await self._task
-            self._server = self._task = None
-
-
 class Endpoint(LocalServer):
     """Serves `/s/{session}/v1/...`; a session is one agent's episode, and opens with its own key."""
 
@@ -127,9 +89,9 @@ class Endpoint(LocalServer):
 
     async def start(self) -> None:
         """Raises ResourceError if the port is taken."""
-        refused = f"cannot listen on {self._host}:{self._port}"
-        limits = {"max_body": self._max_body, "timeout_graceful_shutdown": LEAVE_S}
-        self._port = await self.serve_at(self._app(), self._host, self._port, refused, **limits)
+        listener = _listen(self._host, self._port, f"cannot listen on {self._host}:{self._port}")
+        self._port = listener.getsockname()[1]
+        await self.serve(self._app(), self._host, listener, max_body=self._max_body, timeout_graceful_shutdown=LEAVE_S)
         exempt(self._host)
 
     async def close(self) -> None:
@@ -231,6 +193,14 @@ class Endpoint(LocalServer):
             return _refusal(CHAT, problem)
 
 
+def _listen(host: str, port: int, refused: str) -> socket.socket:
+    """Raises ResourceError, which begins with `refused`, if the port is taken."""
+    try:
+        return open_listener(host, port)
+    except OSError as problem:
+        raise ResourceError(f"{refused}: {problem.strerror}") from problem
+
+
 def _refusal(wire: Wire, problem: Exception) -> Response:
     from starlette.responses import JSONResponse
 
@@ -295,8 +265,9 @@ class ToolServer(LocalServer):
         # Stateless: which episode a request belongs to is in its address, so nothing is left behind by agents that are killed.
         server = Server("agentrl", on_list_tools=on_list_tools, on_call_tool=on_call_tool)
         manager = StreamableHTTPSessionManager(server, json_response=True, stateless=True)
-        refused = f"agent.host: cannot listen on {self._host}"
-        self._port = await self.serve_at(self._app(manager), self._host, 0, refused, manager.run())
+        listener = _listen(self._host, 0, f"agent.host: cannot listen on {self._host}")
+        self._port = listener.getsockname()[1]
+        await self.serve(self._app(manager), self._host, listener, manager.run())
 
     async def close(self) -> None:
         """Stop listening; idempotent."""

@@ -20,7 +20,7 @@ from agentrl.config.schema import Choice, RewardConfig, ToolsConfig
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.openenv import OpenEnvFace
 from agentrl.contrib.remote_envs.sessions import KINDS, EnvSessions, RefusedError, Secret, SessionLimits
-from agentrl.contrib.toolkit.http_server import uvicorn_config
+from agentrl.contrib.toolkit.http_server import LocalServer, open_listener
 from agentrl.data.trajectory import Json, Task
 from agentrl.env import ToolEnv
 from agentrl.env.address import Asked
@@ -158,29 +158,24 @@ async def http_server(app: EnvApp, host: str, port: int) -> AsyncIterator[tuple[
     `port` 0 picks a free one. Raises DependencyError without the extra 'server', ConfigError if the port is taken."""
     if importlib.util.find_spec("websockets") is None:
         raise DependencyError("agentrl env serve --http needs websockets: pip install 'agentrl[server]'")
-    import uvicorn
-
-    listener, name = open_socket(host, port), f"[{host}]" if ":" in host else host
-    config = uvicorn_config(
+    listener, name, server = open_socket(host, port), f"[{host}]" if ":" in host else host, LocalServer()
+    serving = await server.serve(
         app.asgi(),
         host,
+        listener,
         max_body=sys.maxsize,  # each route has the limit itself, and words for it
         timeout_keep_alive=KEEP_ALIVE,
         ws_max_size=app.limits.body,
         backlog=4096,
         timeout_graceful_shutdown=5,
     )
-    server = uvicorn.Server(config)
-    serving, sweeping = asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(app.sessions.keep_swept())
+    sweeping = asyncio.create_task(app.sessions.keep_swept())
     try:
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.01)
         yield f"http://{name}:{listener.getsockname()[1]}", serving
     finally:
-        server.should_exit = True
         sweeping.cancel()
-        await asyncio.gather(serving, sweeping, return_exceptions=True)
-        listener.close()
+        with contextlib.suppress(Exception):  # what it failed with, `serving` says
+            await server.stop()
         await app.sessions.close_all()
 
 
@@ -202,17 +197,12 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN, socket.EA
 
 def open_socket(host: str, port: int, option: str = "--port") -> socket.socket:
     """Raises ConfigError if the port cannot be had; `option`: the command's that names it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=4096)
+        return open_listener(host, port)
     except (OSError, OverflowError) as problem:
         if isinstance(problem, OSError) and problem.errno in _NOT_HERE:
             raise ConfigError(f"--host {host}: no address of this machine: {problem}") from problem
         raise ConfigError(f"{option} {port}: cannot listen on {host}:{port}: {problem}; try another port") from problem
-    # Connections inherit it. asyncio sets it only on sockets that name their protocol; without it an answer, which is written in
-    # two parts, waits 40 ms for the client's acknowledgement of the first.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
 
 
 # The offer of a server

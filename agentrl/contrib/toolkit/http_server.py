@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Collection
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -120,6 +121,43 @@ def uvicorn_config(app: Any, host: str, max_body: int = MAX_BODY, **options: Any
 
     chosen = {"log_level": "warning", "lifespan": "off", "access_log": False, "server_header": False, **options}
     return uvicorn.Config(serve, http=patient(), **chosen)
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """A socket that listens; `port` 0: a free one. Raises OSError or OverflowError if the port cannot be had."""
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=4096)
+    # Connections inherit it. asyncio sets it only on sockets that name their protocol; without it an answer, which is written in
+    # two parts, waits 40 ms for the client's acknowledgement of the first.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+class LocalServer:
+    """An app on a socket that listens already, served as by `uvicorn_config`, on the caller's event loop."""
+
+    _server: Any = None
+    _task: asyncio.Task[None]
+
+    async def serve(self, app: Any, host: str, listener: socket.socket, inside: Any = None, **options: Any) -> asyncio.Task[None]:
+        """Serve the app, with `inside` entered around it; returns the task that serves, which also Ctrl-C and signals end."""
+        import uvicorn
+
+        server = self._server = uvicorn.Server(uvicorn_config(app, host, **options))
+
+        async def work() -> None:
+            async with inside or nullcontext():  # entered and left by one task, as a task group demands
+                await server.serve(sockets=[listener])
+
+        self._task = asyncio.create_task(work(), name=f"the server of {type(self).__name__}")
+        while not server.started and not self._task.done():
+            await asyncio.sleep(0.01)
+        return self._task
+
+    async def stop(self) -> None:
+        """Stop listening; idempotent."""
+        if self._server is not None:
+            self._server.should_exit, self._server = True, None
+            await self._task
 
 
 class ThreadServer:
