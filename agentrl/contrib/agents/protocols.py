@@ -252,20 +252,20 @@ async def stream_chat(exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator
     for choice in range(ask.choices):
         yield chunk(choice, {"role": "assistant", "content": ""})
     async for heard in live.heard():
-        told = None if table is None else write_logprobs(heard, table)
+        told = write_logprobs(heard, table) if table is not None and heard.token_ids else None
         if heard.text or told is not None:
             yield chunk(heard.choice, {"content": heard.text} if heard.text else {}, logprobs=told)
     answers = live.answers()
-    for choice, (answer, rest) in enumerate(answers):
+    for choice, answer in enumerate(answers):
         row = write_message(answer.message)
         delta = {key: row[key] for key in ("reasoning_content", "tool_calls") if key in row}
         if "tool_calls" in delta:
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-        if rest or delta:
-            yield chunk(choice, {**({"content": rest} if rest else {}), **delta})
+        if delta:
+            yield chunk(choice, delta)
         yield chunk(choice, {}, finish_of(answer))
     if (exchange.body.get("stream_options") or {}).get("include_usage"):
-        yield event({**head, "choices": [], "usage": _usage([answer for answer, _ in answers])})
+        yield event({**head, "choices": [], "usage": _usage(answers)})
     yield "data: [DONE]\n\n"
 
 
@@ -371,13 +371,11 @@ async def stream_response(exchange: Exchange, ask: Ask, live: Live) -> AsyncIter
                 yield told(kind, **row)
         if heard.text:
             yield told("response.output_text.delta", **at, delta=heard.text, logprobs=[])
-    ((answer, rest),) = live.answers()
+    (answer,) = live.answers()
     items = _items(answer.message, item)
     if items[0]["type"] == "message" and not opened:
         for kind, row in _opening_events(item):
             yield told(kind, **row)
-    if rest:
-        yield told("response.output_text.delta", **at, delta=rest, logprobs=[])
     # The ends of the text, and each call as a whole.
     for index, row in enumerate(items):
         if row["type"] == "message":
@@ -580,12 +578,7 @@ async def stream_anthropic(exchange: Exchange, ask: Ask, live: Live) -> AsyncIte
             yield told("content_block_start", index=0, content_block={"type": "text", "text": ""})
         if heard.text:
             yield piece(0, type="text_delta", text=heard.text)
-    ((answer, rest),) = live.answers()
-    if rest and not blocks:
-        blocks = 1
-        yield told("content_block_start", index=0, content_block={"type": "text", "text": ""})
-    if rest:
-        yield piece(0, type="text_delta", text=rest)
+    (answer,) = live.answers()
     if blocks:
         yield told("content_block_stop", index=0)
     for index, call in enumerate(answer.message.tool_calls, start=blocks):

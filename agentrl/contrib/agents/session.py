@@ -420,7 +420,7 @@ def _teller(choice: int, reader: TurnReader, hear: Hear) -> Told:
 
 
 class Live:
-    """One request. What hears of a choice's text, and `rest` at the end, are together the content of its message."""
+    """One request. All that is heard of a choice's text is together the content of its message."""
 
     def __init__(self, session: AgentSession, ask: Ask) -> None:
         self._queue: asyncio.Queue[Heard | None] = asyncio.Queue()
@@ -437,10 +437,12 @@ class Live:
             self._task.cancel()
             raise
         if self._first is None:
-            self._result()
+            self.answers()
 
     async def heard(self) -> AsyncIterator[Heard]:
-        """Sampled parts, until the end. If the reader goes away the request is ended: nobody would see the tokens."""
+        """Sampled parts, until the end, and then the rest of each content, without tokens. If the reader goes away the request is
+        ended: nobody would see the tokens. Raises what the request failed with, and RequestError for a tokenizer whose later
+        tokens change the text of earlier ones."""
         try:
             item = self._first
             while item is not None:
@@ -449,18 +451,14 @@ class Live:
                 item = await self._queue.get()
         finally:
             self._task.cancel()
-
-    def answers(self) -> list[tuple[Answer, str]]:
-        """Each choice with the rest of its content. Raises what the request failed with, and RequestError for a tokenizer
-        whose later tokens change the text of earlier ones."""
-        found = []
-        for answer, told in zip(self._result(), self._told, strict=True):
+        for choice, (answer, told) in enumerate(zip(self.answers(), self._told, strict=True)):
             if not answer.message.content.startswith(told):
                 raise RequestError("the streamed text is not how the message begins; ask without stream", status=500)
-            found.append((answer, answer.message.content[len(told) :]))
-        return found
+            if rest := answer.message.content[len(told) :]:
+                yield Heard(choice, rest, [], [])
 
-    def _result(self) -> list[Answer]:
+    def answers(self) -> list[Answer]:
+        """All choices, once all was heard. Raises what the request failed with."""
         if self._task.cancelled():
             raise RequestError("the session is over", status=404, code="session_not_found")
         return self._task.result()
