@@ -48,9 +48,11 @@ def run(args: argparse.Namespace) -> int:
     """Run the tests; returns 0, 1 if one failed or was not run, 130 after Ctrl-C."""
     if importlib.util.find_spec("pytest") is None:
         raise DependencyError("agentrl test needs pytest: pip install 'agentrl[testing]'")
+    import asyncio
+
     from agentrl.contrib.gpu_tests.run import run_tests
 
-    return run_tests(args)
+    return asyncio.run(run_tests(args))
 
 
 def _numbers(text: str) -> list[int]:

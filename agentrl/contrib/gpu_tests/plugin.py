@@ -1,7 +1,7 @@
 """The pytest plugin: the mark `gpus`, and the journal of a session that `agentrl test` started.
 
-A scheduled session appends one JSON object per line to its journal (`--agentrl-journal`): it began (with its process id), what
-was collected, each test's start and reports. So all that is known of a session survives its death.
+A scheduled session appends one JSON object per line to its journal (`--agentrl-journal`): its process id, what was collected,
+each test's start, and its case after each phase. So all that is known of a session survives its death.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     known = early_config.known_args_namespace
     # A worker of pytest-xdist has its session's options, and its reports arrive in that session.
     if known.agentrl_journal is not None and "PYTEST_XDIST_WORKER" not in os.environ:
-        early_config.pluginmanager.register(JournalWriter(Path(known.agentrl_journal)), "agentrl-journal")
+        writer = JournalWriter(Path(known.agentrl_journal), early_config)
+        early_config.pluginmanager.register(writer, "agentrl-journal")
 
 
 def declared(item: pytest.Item) -> tuple[int, float | None]:
@@ -58,16 +59,17 @@ def declared(item: pytest.Item) -> tuple[int, float | None]:
 class JournalWriter:
     """Writes the journal of this process's session."""
 
-    def __init__(self, journal: Path) -> None:
-        self._pid = os.getpid()
+    def __init__(self, journal: Path, config: pytest.Config) -> None:
+        self._pid, self._config = os.getpid(), config
+        self._cases: dict[str, dict[str, Any]] = {}
         self._file = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         # The scheduler ends a session that hangs by SIGABRT, at which pytest writes its stacks; no core is needed.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        self._write("began", pid=self._pid)
+        self._write(pid=self._pid)
 
-    def _write(self, event: str, **fields: Any) -> None:
+    def _write(self, **event: Any) -> None:
         if os.getpid() == self._pid:  # not in a process that a test forked
-            os.write(self._file, json.dumps({"event": event, **fields}).encode() + b"\n")
+            os.write(self._file, json.dumps(event).encode() + b"\n")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Generator[None, Any, Any]:
@@ -78,7 +80,7 @@ class JournalWriter:
             if report.failed:  # the error at the end of the traceback
                 lines = [line for line in report.longreprtext.splitlines() if line.strip()]
                 reason = lines[-1].removeprefix("E").strip() if lines else ""
-            self._write("collection", file=str(collector.path), outcome=report.outcome, reason=reason)
+            self._write(file=str(collector.path), outcome=report.outcome, reason=reason)
         return report
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -88,26 +90,30 @@ class JournalWriter:
             try:
                 gpus, timeout = declared(item)
             except ValueError as problem:
-                self._write("collection", file=str(item.path), outcome="failed", reason=f"{item.name}: {problem}")
+                self._write(file=str(item.path), outcome="failed", reason=f"{item.name}: {problem}")
             else:
                 tests.append({"file": str(item.path), "name": _name(item.nodeid), "gpus": gpus, "timeout": timeout})
-        self._write("collected", tests=tests)
+        self._write(collected=tests)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """A test begins."""
-        self._write("start", test=_name(nodeid))
+        self._write(start=_name(nodeid))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One of its phases has ended: setup, call, teardown."""
-        fields: dict[str, Any] = {"when": report.when, "outcome": report.outcome, "seconds": report.duration, "reason": ""}
-        if hasattr(report, "wasxfail"):
-            fields["xfail"] = str(report.wasxfail)
-        if report.skipped:
-            fields["reason"] = _skip_reason(report)
-        elif report.failed:
+        """One of its phases has ended: setup, call, teardown. The setup of a test that is run again begins its case anew."""
+        name = _name(report.nodeid)
+        if report.when == "setup" or name not in self._cases:
+            self._cases[name] = {"name": name, "outcome": "passed", "seconds": 0.0, "reason": "", "phase": ""}
+        case = self._cases[name]
+        case["seconds"] += report.duration
+        status = self._config.hook.pytest_report_teststatus(report=report, config=self._config)[0]
+        if report.failed and case["outcome"] != "failed":
             crash = getattr(report.longrepr, "reprcrash", None)
-            fields["reason"] = str(crash.message).splitlines()[0] if crash is not None and crash.message else ""
-        self._write("report", test=_name(report.nodeid), **fields)
+            reason = str(crash.message).splitlines()[0] if crash is not None and crash.message else ""
+            case |= {"outcome": "failed", "phase": report.when, "reason": reason}
+        elif status in ("skipped", "xfailed", "xpassed"):
+            case |= {"outcome": status, "reason": str(getattr(report, "wasxfail", "")) or _skip_reason(report)}
+        self._write(case=case, over=report.when == "teardown")
 
 
 def _name(nodeid: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import fcntl
 import json
 import os
@@ -24,7 +25,7 @@ from agentrl.utils.processor import usable_cpus
 from agentrl.utils.terminal import say
 
 
-def run_tests(options: argparse.Namespace) -> int:
+async def run_tests(options: argparse.Namespace) -> int:
     """Run test files on cards and slots; returns the exit code. Raises UserError for what cannot be right."""
     began, out = time.monotonic(), options.out
     stream = sys.stderr if options.json else sys.stdout
@@ -46,7 +47,7 @@ def run_tests(options: argparse.Namespace) -> int:
                 f"{path}: there is no such file or folder; {did_you_mean(str(path), near, 'name test files or folders')}"
             )
     with locked(out):
-        jobs, results = collect(words, options.passed_on, out, options.timeout)
+        jobs, results = await collect(words, options.passed_on, out, options.timeout)
         if not jobs and not results:
             raise UserError(f"no test in {', '.join(words)}")
         for result in results:
@@ -62,17 +63,12 @@ def run_tests(options: argparse.Namespace) -> int:
             chosen, missing = [], str(error)
         pool = CardPool(chosen, options.in_use_mib, missing)
         scheduler = Scheduler(
-            jobs, pool, lambda job, cards, now: FileSession(job, cards, out, options.passed_on, now),
+            jobs, pool, lambda job, cards: FileSession(job, cards, out, options.passed_on),
             slots=options.slots or max(usable_cpus() // 2, 1), wait=options.wait, say=line, ended=ended,
         )  # fmt: skip
-        # Ctrl-C, and what a terminal or a CI sends to end a job, stop the scheduler.
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, lambda *_: scheduler.stop()) for number in numbers}
-        try:
-            results += scheduler.run()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Ctrl-C, and what a terminal or a CI sends to end a job
+            asyncio.get_running_loop().add_signal_handler(number, scheduler.stop)
+        results += await scheduler.run()
         code = exit_code(results, scheduler.interrupted)
         told = as_json(results, time.monotonic() - began, code)
         atomic_write(out / "results.json", json.dumps(told, indent=1))

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.contrib.gpu_tests.session import VISIBLE, Case, FileJob, FileResult, FileSession
+from agentrl.contrib.gpu_tests.session import STOP_S, VISIBLE, Case, FileJob, FileResult, FileSession
 from agentrl.run.display import clock
 from agentrl.utils.errors import ResourceError
 
-TICK = 0.05
-"""Seconds between two looks at what runs."""
 READ_S = 1.0
 """Seconds between two readings of the cards."""
 HEARTBEAT_S = 30.0
 """Seconds between two lines that say what runs."""
-STOP_S = 15.0
-"""Seconds that running files have to end after the first Ctrl-C."""
-STUCK_S = 30.0
-"""Seconds after which processes that do not end are given up, with their cards."""
 
 
 class Scheduler:
@@ -37,133 +31,115 @@ class Scheduler:
         self,
         jobs: Sequence[FileJob],
         pool: CardPool,
-        start: Callable[[FileJob, tuple[int, ...], float], FileSession],
+        start: Callable[[FileJob, tuple[int, ...]], FileSession],
         *,
         slots: int,
         wait: float,
         say: Callable[[str], None],
         ended: Callable[[FileResult], None],
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.pool, self._slots, self._wait = pool, slots, wait
-        self._start, self._say, self._ended, self._clock, self._sleep = start, say, ended, clock, sleep
+        self._start, self._say, self._ended = start, say, ended
         # By cards, then by name.
         self.waiting = {job.file: job for job in sorted(jobs, key=lambda job: (-job.gpus, job.file))}
-        self.running: dict[str, FileSession] = {}
-        self.results: dict[str, FileResult] = {}
+        self.running: dict[asyncio.Task[FileResult], tuple[FileSession, float]] = {}
+        """Sessions, and when they began."""
+        self.interrupted = False
+        self.results: list[FileResult] = []
         self._next, self._beside = "", set[str]()
         """The largest file that did not fit, and the smaller ones that were started since."""
-        self._stops, self._stopped_at = 0, 0.0
         self._blocked_since: float | None = None
-        self._read_at = self._said_at = float("-inf")
 
     def stop(self) -> None:
-        """Ctrl-C: once, running files get it too and nothing more starts; twice, everything is killed. Only notes it, so that a
-        signal's handler may call it."""
-        self._stops += 1
-
-    @property
-    def interrupted(self) -> bool:
-        """True if the run was stopped from outside."""
-        return self._stops > 0
-
-    def run(self) -> list[FileResult]:
-        """Run all files; their results, in the order in which they ended."""
-        try:
-            while not self.step(self._clock()):
-                self._sleep(TICK)
-        finally:
-            for session in self.running.values():  # after an error in here: their keepers end them
-                session.end(self._clock())
-        return list(self.results.values())
-
-    def step(self, now: float) -> bool:
-        """Look once, and do what can be done now. Whether everything has its result."""
-        for name, session in list(self.running.items()):
-            result, stuck = session.tick(now), False
-            if result is None and session.ending_since is not None and now - session.ending_since > STUCK_S:
-                result, stuck = session.abandon(now), True
-            if result is None:
-                continue
-            del self.running[name]
-            self.results[name] = result
-            if not stuck:  # else its cards stay taken
-                self.pool.give_back(session.cards)
-                self._read_at = float("-inf")
-            self._ended(result)
-        if self._stops:
-            if not self._stopped_at:
-                self._stopped_at = now
-                self._say(f"stopping: {STOP_S:.0f} s to end (Ctrl-C again: none); {len(self.waiting)} files will not be run")
-                for job in list(self.waiting.values()):
-                    self._not_run(job, "interrupted (Ctrl-C) before its file began")
-                for session in self.running.values():
-                    session.interrupt(now)
-            if self._stops > 1 or now - self._stopped_at > STOP_S:
-                for session in self.running.values():
-                    session.end(now)
-        elif self.waiting:
-            if any(job.gpus for job in self.waiting.values()) and now - self._read_at >= READ_S:
-                self._read_at = now
-                self.pool.refresh()
-            left: int | None = None  # cards that the next file leaves to smaller ones
+        """Ctrl-C: once, running files get it too and nothing more starts; twice, everything is killed."""
+        if not self.interrupted:
+            self.interrupted = True
+            self._say(f"stopping: {STOP_S:.0f} s to end (Ctrl-C again: none); {len(self.waiting)} files will not be run")
             for job in list(self.waiting.values()):
-                free = self.pool.free() if job.gpus else []
-                if job.gpus > len(self.pool.cards):
-                    there = f"{_needs(job)}, and {len(self.pool.cards) or 'none'} can be used"
-                    self._not_run(job, f"{there}: {self.pool.missing}" if self.pool.missing else there)
-                elif not job.gpus:
-                    if sum(not session.cards for session in self.running.values()) < self._slots:
-                        self._begin(job, (), now)
-                elif job.gpus <= len(free) and (left is None or job.gpus <= left):
-                    if self.pool.take(cards := tuple(free[: job.gpus]), job.file):
-                        self._begin(job, cards, now)
-                        if left is not None:
-                            left -= job.gpus
-                            self._beside.add(job.file)
-                elif left is None:
-                    if job.file != self._next:  # the largest file that does not fit leaves to smaller ones what it needs not
-                        self._next, self._beside = job.file, set()
-                    owed = sum(len(session.cards) for name, session in self.running.items() if name not in self._beside)
-                    spare = len(free) + owed - job.gpus
-                    left = spare if spare >= 0 else None
-            self._wait_for_cards(now)
-        if self.running and now - self._said_at >= HEARTBEAT_S:
-            if self._said_at >= 0:
-                self._say(self.state(now))
-            self._said_at = now
-        return not self.waiting and not self.running
+                self._not_run(job, "interrupted (Ctrl-C) before its file began")
+        for session, _ in self.running.values():
+            session.stop("interrupted")
 
-    def _begin(self, job: FileJob, cards: tuple[int, ...], now: float) -> None:
-        self.running[job.file] = self._start(job, cards, now)
-        del self.waiting[job.file]
-        self._say(f"start   {job.file}{on_cards(cards)}")
+    async def run(self) -> list[FileResult]:
+        """Run all files; their results, in the order in which they ended."""
+        now = asyncio.get_running_loop().time
+        said_at = now()
+        try:
+            while self.waiting or self.running:
+                self._start_files(now())
+                if self.running and now() - said_at >= HEARTBEAT_S:
+                    self._say(self.state(now()))
+                    said_at = now()
+                if self.running:
+                    await asyncio.wait(self.running, timeout=READ_S, return_when=asyncio.FIRST_COMPLETED)
+                elif self.waiting:
+                    await asyncio.sleep(READ_S)
+                for task in [task for task in self.running if task.done()]:
+                    session, _ = self.running.pop(task)
+                    if session.why != "stuck":  # else its cards stay taken
+                        self.pool.give_back(session.cards)
+                    self.results.append(task.result())
+                    self._ended(task.result())
+        finally:
+            for task in self.running:  # after an error in here: their keepers end them
+                task.cancel()
+        return self.results
 
-    def _wait_for_cards(self, now: float) -> None:
-        """Report files that wait too long for cards. Only while nothing of ours runs on cards: its end changes what is free."""
+    def _start_files(self, now: float) -> None:
+        """Start what can be started now, and report what cannot be started at all."""
+        if any(job.gpus for job in self.waiting.values()):
+            self.pool.refresh()
+        left: int | None = None  # cards that the next file leaves to smaller ones
+        for job in list(self.waiting.values()):
+            free = self.pool.free() if job.gpus else []
+            if job.gpus > len(self.pool.cards):
+                there = f"{_needs(job)}, and {len(self.pool.cards) or 'none'} can be used"
+                self._not_run(job, f"{there}: {self.pool.missing}" if self.pool.missing else there)
+            elif not job.gpus:
+                if sum(not session.cards for session, _ in self.running.values()) < self._slots:
+                    self._begin(job, (), now)
+            elif job.gpus <= len(free) and (left is None or job.gpus <= left):
+                if self.pool.take(cards := tuple(free[: job.gpus]), job.file):
+                    self._begin(job, cards, now)
+                    if left is not None:
+                        left -= job.gpus
+                        self._beside.add(job.file)
+            elif left is None:
+                if job.file != self._next:  # the largest file that does not fit leaves to smaller ones what it needs not
+                    self._next, self._beside = job.file, set()
+                owed = sum(len(one.cards) for one, _ in self.running.values() if one.job.file not in self._beside)
+                spare = len(free) + owed - job.gpus
+                left = spare if spare >= 0 else None
+        # Files that wait too long for cards, but only while nothing of ours runs on cards: its end changes what is free.
         blocked = [job for job in self.waiting.values() if job.gpus]
-        if not blocked or any(session.cards for session in self.running.values()):
+        if not blocked or any(session.cards for session, _ in self.running.values()):
             self._blocked_since = None
         elif self._blocked_since is None:
             self._blocked_since = now
         elif now - self._blocked_since >= self._wait:
-            free = f"{len(self.pool.free())} free after {self._wait:.0f} s; {self.pool.not_free()}"
+            free_now = f"{len(self.pool.free())} free after {self._wait:.0f} s; {self.pool.not_free()}"
             for job in blocked:
-                self._not_run(job, f"{_needs(job)}, {free}")
+                self._not_run(job, f"{_needs(job)}, {free_now}")
+
+    def _begin(self, job: FileJob, cards: tuple[int, ...], now: float) -> None:
+        session = self._start(job, cards)
+        self.running[asyncio.create_task(session.result())] = session, now
+        del self.waiting[job.file]
+        self._say(f"start   {job.file}{on_cards(cards)}")
 
     def _not_run(self, job: FileJob, reason: str) -> None:
         del self.waiting[job.file]
         cases = tuple(Case(name, "not run", reason=reason) for name in job.tests)
-        self.results[job.file] = FileResult(job.file, cases, job.gpus, problem=None if self.interrupted else f"not run: {reason}")
-        self._ended(self.results[job.file])
+        result = FileResult(job.file, cases, job.gpus, problem=None if self.interrupted else f"not run: {reason}")
+        self.results.append(result)
+        self._ended(result)
 
     def state(self, now: float) -> str:
         """One line on what runs and what waits."""
         running = []
-        for name, session in self.running.items():
+        for session, began in self.running.values():
             test = f" ({session.current})" if session.current else ""
-            running.append(f"{name}{on_cards(session.cards)} for {clock(now - session.began)}{test}")
+            running.append(f"{session.job.file}{on_cards(session.cards)} for {clock(now - began)}{test}")
         waiting = f"; waiting: {len(self.waiting)}" if self.waiting else ""
         return f"running: {', '.join(running)}{waiting}"
 
@@ -259,26 +235,27 @@ class CardPool:
     ) -> None:
         self.cards, self.missing = {card.number: card for card in cards}, missing
         self._limit, self._folder = limit, locks
-        self._used: dict[int, int] = {}
-        self._locks: dict[int, int] = {}
-        self._locked_out: set[int] = set()
+        self._locks: dict[int, int] = {}  # of those that a file has
+        self._busy = dict.fromkeys(self.cards, "not read yet")  # of the others: why they are not free
         self._given: dict[int, str] = {}
-        self._unread = ""
 
     def refresh(self) -> None:
-        """Read the cards' memory. Without an answer no card is free."""
-        for card in list(self._locked_out):
-            if self._lock(card):
-                os.close(self._locks.pop(card))
+        """Read the cards' memory, and whether another scheduler has them. Without an answer no card is free."""
+        self._busy = {}
         try:
-            self._used, self._unread = {card.number: card.used for card in read_cards()}, ""
+            used = {card.number: card.used for card in read_cards()}
         except ResourceError as error:
-            self._used, self._unread = {}, str(error)
+            self._busy = dict.fromkeys(self.cards.keys() - self._locks.keys(), str(error))
+            return
+        for card in self.cards.keys() - self._locks.keys():
+            if used[card] > self._limit:
+                self._busy[card] = f"{used[card]} MiB in use (free: at most {self._limit})"
+            elif self._lock(card):
+                os.close(self._locks.pop(card))
 
     def free(self) -> list[int]:
         """Cards that can be given now, as in the last reading."""
-        busy = {*self._locks, *self._locked_out}
-        return [card for card in self.cards if card not in busy and self._used.get(card, self._limit + 1) <= self._limit]
+        return [card for card in self.cards if card not in self._locks and card not in self._busy]
 
     def take(self, cards: Sequence[int], file: str) -> bool:
         """Give cards to a file; False if another scheduler of this machine has just taken one."""
@@ -291,8 +268,7 @@ class CardPool:
     def give_back(self, cards: Sequence[int]) -> None:
         """A file has ended: its cards are free once a new reading finds their memory back."""
         self._release(cards)
-        for card in cards:
-            self._used.pop(card, None)
+        self._busy |= dict.fromkeys(cards, "not read yet")
 
     def _release(self, cards: Sequence[int]) -> None:
         for card in cards:
@@ -312,26 +288,20 @@ class CardPool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(file)
-            self._locked_out.add(card)
+            self._busy[card] = "taken by another `agentrl test`"
             return False
-        self._locked_out.discard(card)
         self._locks[card] = file
         return True
 
     def not_free(self) -> str:
         """The cards that others use, or whose memory a file has not given back, and their known state."""
-        busy = [card for card in self.cards if card not in self._locks and card not in self.free()]
-        return "; ".join(f"card {card}: {self._describe(card)}" for card in busy)
-
-    def _describe(self, card: int) -> str:
-        if card in self._locked_out:
-            return "taken by another `agentrl test`"
-        if card not in self._used:
-            return self._unread or "not read yet"
-        try:  # none are seen from inside most containers
-            rows = [row for row in _ask(_HOLDERS) if len(row) >= 3 and row[0] == self.cards[card].uuid]
+        try:  # no process is seen from inside most containers
+            rows = [row for row in _ask(_HOLDERS) if len(row) >= 3]
         except ResourceError:
             rows = []
-        by = f", held by {' and '.join(f'pid {row[1]} ({Path(row[2]).name})' for row in rows)}" if rows else ""
-        after = f", last given to {self._given[card]}" if card in self._given else ""
-        return f"{self._used[card]} MiB in use (free: at most {self._limit}){by}{after}"
+        said = []
+        for card, why in sorted(self._busy.items()):
+            by = " and ".join(f"pid {row[1]} ({Path(row[2]).name})" for row in rows if row[0] == self.cards[card].uuid)
+            after = f", last given to {self._given[card]}" if card in self._given else ""
+            said.append(f"card {card}: {why}{f', held by {by}' if by else ''}{after}")
+        return "; ".join(said)

@@ -6,17 +6,16 @@ included, and ends all of it when the session ends, on request, and when the sch
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,8 +30,10 @@ OUTCOMES = ("passed", "failed", "skipped", "xfailed", "xpassed", "interrupted", 
 NOT_PASSED = ("failed", "interrupted", "not run")
 COLLECT_S = 300.0
 """Seconds until all test files are collected."""
-_DUMP_S = 2.0
-"""Seconds that a session has to write its stacks before it is ended."""
+DUMP_S, STOP_S = 2.0, 15.0
+"""Seconds that a session has to write its stacks before it is ended, and to end by itself after the first Ctrl-C."""
+STUCK_S = 30.0
+"""Seconds after which processes that do not end are given up, with their cards."""
 _NO_TESTS = 5
 """pytest's exit code of a session without tests."""
 _END = 1_000_000
@@ -95,90 +96,97 @@ class FileResult:
         return Counter(case.outcome for case in self.cases)
 
 
+@dataclass
 class Journal:
-    """Reader of a session's journal. `running`: tests that have begun and not ended: one, but for pytest-xdist. `collected`:
+    """All that a session has said so far. `running`: tests that have begun and not ended: one, but for pytest-xdist. `collected`:
     rows of tests, None before they are known. `uncollected`: files and parts of them that failed or skipped themselves."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._rest, self._offset = path, b"", 0
-        self.pid: int | None = None
-        self.collected: list[dict[str, Any]] | None = None
-        self.uncollected: list[dict[str, Any]] = []
-        self.running: dict[str, None] = {}
-        self.cases: dict[str, Case] = {}
+    pid: int = 0
+    collected: list[dict[str, Any]] | None = None
+    uncollected: list[dict[str, Any]] = field(default_factory=list)
+    running: dict[str, None] = field(default_factory=dict)
+    cases: dict[str, Case] = field(default_factory=dict)
 
-    def read(self) -> None:
-        """Read new lines; an incomplete line is left for later."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except FileNotFoundError:
-            return
-        self._offset += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        for line in lines:
-            event = json.loads(line)
-            match event["event"]:
-                case "began":
-                    self.pid = event["pid"]
-                case "collection":
-                    self.uncollected.append(event)
-                case "collected":
-                    self.collected = event["tests"]
-                case "start":
-                    self.running[event["test"]] = None
-                case "report":
-                    self._report(event["test"], event)
-
-    def _report(self, name: str, event: dict[str, Any]) -> None:
-        case = self.cases.get(name)
-        if case is None or event["when"] == "setup":
-            case = Case(name, "passed")  # also of a test that is run again
-        case = replace(case, seconds=case.seconds + event["seconds"])
-        outcome, xfail = event["outcome"], event.get("xfail")
-        if outcome == "failed" and case.outcome != "failed":
-            case = replace(case, outcome="failed", phase=event["when"], reason=event["reason"])
-        elif outcome == "skipped":
-            case = replace(case, outcome="skipped" if xfail is None else "xfailed", reason=xfail or event["reason"])
-        elif outcome == "passed" and xfail is not None and event["when"] == "call":
-            case = replace(case, outcome="xpassed", reason=xfail)
-        if event["when"] == "teardown":
-            self.running.pop(name, None)
-        self.cases[name] = case
+    @classmethod
+    def read(cls, path: Path) -> Journal:
+        """All whole lines; the last one may not be."""
+        said = cls()
+        for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+            match json.loads(line):
+                case {"pid": pid}:
+                    said.pid = pid
+                case {"collected": tests}:
+                    said.collected = tests
+                case {"start": name}:
+                    said.running[name] = None
+                case {"case": row, "over": over}:
+                    said.cases[row["name"]] = Case(**row)
+                    if over:
+                        said.running.pop(row["name"], None)
+                case event:
+                    said.uncollected.append(event)
+        return said
 
 
-class PytestProcess:
-    """A pytest process and all that it starts. `folder` has its log, its journal and pytest's cache."""
+Why = Literal["by itself", "timeout", "interrupted", "stuck"]
 
-    def __init__(self, folder: Path, arguments: Sequence[str], env: Mapping[str, str]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.log, journal = folder / "log.txt", folder / "journal.jsonl"
-        journal.unlink(missing_ok=True)
-        self.journal = Journal(journal)
+
+class PytestSession:
+    """A pytest process and all that it starts. `folder` has its log, its journal and pytest's cache. `why` it ended, and the exit
+    `code`: -1 if its processes do not end, as one that is stuck in the kernel."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.log, self._journal = folder, folder / "log.txt", folder / "journal.jsonl"
+        self.why: Why = "by itself"
+        self.code = -1
+        loop = asyncio.get_running_loop()
+        self._asked: asyncio.Future[Any] = loop.create_future()
+        self._at_once: asyncio.Future[Any] = loop.create_future()
+
+    @property
+    def journal(self) -> Journal:
+        return Journal.read(self._journal)
+
+    def stop(self, why: Why) -> None:
+        """End it: after a "timeout" it may write where it is; "interrupted" as by Ctrl-C, it tears its fixtures down. The second
+        time it ends at once."""
+        if not (asked := self._at_once if self._asked.done() else self._asked).done():
+            asked.set_result(why)
+
+    async def run(self, arguments: Sequence[str], env: Mapping[str, str], seconds: float) -> None:
+        """Run pytest until none of its processes is left, at most for so long."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._journal.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", "-p", "agentrl.contrib.gpu_tests.plugin"]
-        command += [f"--agentrl-journal={journal.resolve()}", "-o", f"cache_dir={(folder / 'cache').resolve()}", *arguments]
+        command += [f"--agentrl-journal={self._journal.resolve()}", "-o", f"cache_dir={(self._folder / 'cache').resolve()}"]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", keeper.__file__, *command],
-                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=env,
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", keeper.__file__, *command, *arguments,
+                stdin=asyncio.subprocess.PIPE, stdout=log, stderr=asyncio.subprocess.STDOUT, env=env,
                 start_new_session=True,  # away from the terminal's Ctrl-C: the scheduler passes it on
             )  # fmt: skip
-
-    def signal(self, number: int) -> bool:
-        """Signal the pytest process itself; False if it has not begun or has ended."""
-        pid = self.journal.pid
-        with suppress(ProcessLookupError):
-            if pid is not None and keeper.parent_of(pid) == self.process.pid:
-                os.kill(pid, number)
-                return True
-        return False
-
-    def close(self) -> None:
-        """End all its processes, SIGTERM and then SIGKILL; idempotent. `process.poll` tells when that is done."""
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()  # tells the keeper
+        ended: asyncio.Future[Any] = asyncio.ensure_future(process.wait())
+        timer = asyncio.get_running_loop().call_later(seconds, self.stop, "timeout")
+        try:
+            await asyncio.wait({ended, self._asked}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                self.why = self._asked.result()
+                timer.cancel()
+                number, grace = (signal.SIGABRT, DUMP_S) if self.why == "timeout" else (signal.SIGINT, STOP_S)
+                pid = self.journal.pid
+                if pid and keeper.parent_of(pid) == process.pid:  # it has begun and not ended
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                    await asyncio.wait({ended, self._at_once}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            timer.cancel()
+            assert process.stdin is not None
+            process.stdin.close()  # tells the keeper, which ends all: SIGTERM, then SIGKILL
+        await asyncio.wait({ended}, timeout=STUCK_S)
+        if ended.done():
+            self.code = ended.result()
+        else:
+            self.why = "stuck"
 
     def last_line(self) -> str:
         """The last line of the log that says something."""
@@ -200,70 +208,33 @@ class PytestProcess:
             return file.read().decode(errors="replace")
 
 
-class FileSession:
-    """A started file. `tick` is called again and again until it gives the result. `ending_since`: since when it is being ended,
-    on the caller's clock."""
+class FileSession(PytestSession):
+    """One file's."""
 
-    def __init__(self, job: FileJob, cards: tuple[int, ...], out: Path, args: Sequence[str], now: float) -> None:
-        self.job, self.cards, self.began = job, cards, now
-        self._session = PytestProcess(file_folder(out, job.file), [*args, *job.targets], child_env(os.environ, cards))
-        self._why: Literal["by itself", "timeout", "interrupted", "stuck"] = "by itself"
-        self._stopped_at = 0.0
-        self.ending_since: float | None = None
+    def __init__(self, job: FileJob, cards: tuple[int, ...], out: Path, args: Sequence[str]) -> None:
+        super().__init__(file_folder(out, job.file))
+        self.job, self.cards, self._args = job, cards, args
 
     @property
     def current(self) -> str:
         """The test that runs, or ""."""
-        return next(reversed(self._session.journal.running), "")
+        return next(reversed(self.journal.running), "")
 
-    def tick(self, now: float) -> FileResult | None:
-        """Look how far it is, and end it if its time is over. The result, once none of its processes is left."""
-        code = self._session.process.poll()
-        self._session.journal.read()
-        if code is not None:
-            self._session.close()
-            return self._result(now, code)
-        if self._why == "by itself" and now - self.began > self.job.timeout:
-            self._why, self._stopped_at = "timeout", now
-            if not self._session.signal(signal.SIGABRT):  # it writes where it is
-                self.end(now)
-        elif self._why == "timeout" and now - self._stopped_at > _DUMP_S:
-            self.end(now)
-        return None
+    async def result(self) -> FileResult:
+        """Run the file: every test with its outcome, and the fault of the file as a whole."""
+        began = asyncio.get_running_loop().time()
+        await self.run([*self._args, *self.job.targets], child_env(os.environ, self.cards), self.job.timeout)
+        return self._read(asyncio.get_running_loop().time() - began)
 
-    def interrupt(self, now: float) -> None:
-        """Pass Ctrl-C on: pytest ends the running test, tears its fixtures down, and ends."""
-        if self._why == "by itself":
-            self._why = "interrupted"
-            if not self._session.signal(signal.SIGINT):
-                self.end(now)
-
-    def end(self, now: float) -> None:
-        """End all its processes; idempotent."""
-        self._why = "interrupted" if self._why == "by itself" else self._why
-        self.ending_since = self.ending_since if self.ending_since is not None else now
-        self._session.close()
-
-    def abandon(self, now: float) -> FileResult:
-        """The result of a session whose processes do not end, as one that is stuck in the kernel. Its keeper goes on."""
-        self._why = "stuck"
-        return self._result(now, 0)
-
-    def _result(self, now: float, code: int) -> FileResult:
-        """Every test of the file with its outcome, and the fault of the file as a whole."""
-        said = self._session.journal
-        said.read()
-        how = f"ended with exit code {code}"
-        if self._why == "interrupted":
-            how = "was interrupted"
-        elif self._why == "timeout":
-            how = f"did not end within {self.job.timeout:g} s"
-        elif self._why == "stuck":
-            how = "could not be ended"
-        elif code > 128:
+    def _read(self, seconds: float) -> FileResult:
+        said, code = self.journal, self.code
+        limit = f"did not end within {self.job.timeout:g} s"
+        how = {"interrupted": "was interrupted", "timeout": limit, "stuck": "could not be ended"}.get(self.why, "")
+        if not how:
+            how = f"ended with exit code {code}"
             with suppress(ValueError):
-                how = f"was ended by {signal.Signals(code - 128).name}"
-        at = self._session.place(self.job.file) if self._why == "timeout" or code > 128 else ""
+                how = f"was ended by {signal.Signals(code - 128).name}" if code > 128 else how
+        at = self.place(self.job.file) if self.why == "timeout" or code > 128 else ""
         names = self.job.tests if said.collected is None else [row["name"] for row in said.collected]
         if said.uncollected and not names:
             names = self.job.tests
@@ -273,10 +244,10 @@ class FileSession:
         for name in dict.fromkeys([*names, *said.cases, *said.running]):
             if name in said.running:
                 stopped_in = f" in {name}"
-                stopped = self._why == "interrupted"
+                stopped = self.why == "interrupted"
                 reason = "Ctrl-C" if stopped else f"the file {how} in this test{at}"
-                seconds = said.cases[name].seconds if name in said.cases else 0.0
-                cases.append(Case(name, "interrupted" if stopped else "failed", seconds, reason, "" if stopped else "call"))
+                lasted = said.cases[name].seconds if name in said.cases else 0.0
+                cases.append(Case(name, "interrupted" if stopped else "failed", lasted, reason, "" if stopped else "call"))
             elif name in said.cases:
                 cases.append(said.cases[name])
             elif skipped and not problems and code in (0, _NO_TESTS):
@@ -284,18 +255,17 @@ class FileSession:
             else:
                 cases.append(Case(name, "not run", reason=f"its file {how}{stopped_in}"))
         problem = None
-        if self._why == "stuck":
+        if self.why == "stuck":
             problem = how
-        elif self._why == "interrupted" or said.running:
+        elif self.why == "interrupted" or said.running:
             pass  # the test says it
         elif problems:
             problem = f"cannot be collected: {problems[0]}"
-        elif self._why == "timeout" or code not in (0, 1, _NO_TESTS):
-            problem = f"{how} outside of its tests{at or f': {self._session.last_line()}'}"
+        elif self.why == "timeout" or code not in (0, 1, _NO_TESTS):
+            problem = f"{how} outside of its tests{at or f': {self.last_line()}'}"
         elif code == 1 and not any(case.outcome == "failed" for case in cases):
-            problem = f"{how} although no test failed: {self._session.last_line()}"
-        seconds, log = now - self.began, str(self._session.log)
-        return FileResult(self.job.file, tuple(cases), self.job.gpus, self.cards, seconds, problem, log)
+            problem = f"{how} although no test failed: {self.last_line()}"
+        return FileResult(self.job.file, tuple(cases), self.job.gpus, self.cards, seconds, problem, str(self.log))
 
 
 def file_folder(out: Path, file: str) -> Path:
@@ -311,27 +281,17 @@ def child_env(outer: Mapping[str, str], cards: Sequence[int] | None = None) -> d
     return {**kept, **ENV, **shown, "PYTHONUNBUFFERED": "1"}
 
 
-def collect(words: Sequence[str], args: Sequence[str], out: Path, timeout: float) -> tuple[list[FileJob], list[FileResult]]:
+async def collect(words: Sequence[str], args: Sequence[str], out: Path, timeout: float) -> tuple[list[FileJob], list[FileResult]]:
     """Collect the tests in one pytest session: the files to run, and the results of those that failed or skipped themselves.
 
     `timeout`: for a file whose mark has none. Raises UserError if pytest cannot collect at all.
     """
-    until = time.monotonic() + COLLECT_S
-    session = PytestProcess(out / "collection", ["--collect-only", "-q", *args, *words], child_env(os.environ))
-    try:
-        while (code := session.process.poll()) is None:
-            if time.monotonic() > until:
-                session.signal(signal.SIGABRT)
-                time.sleep(_DUMP_S)
-                at = session.place("")
-                raise UserError(f"the tests were not collected within {COLLECT_S:g} s{at} ({session.log})")
-            time.sleep(0.02)
-            session.journal.read()
-    finally:
-        session.close()
-        session.process.wait()
-    session.journal.read()
-    rows = session.journal.collected
+    session = PytestSession(out / "collection")
+    await session.run(["--collect-only", "-q", *args, *words], child_env(os.environ), COLLECT_S)
+    if session.why != "by itself":
+        raise UserError(f"the tests were not collected within {COLLECT_S:g} s{session.place('')} ({session.log})")
+    said, code = session.journal, session.code
+    rows = said.collected
     if rows is None or (code not in (0, 1, 2, _NO_TESTS) and not rows):
         lines = [line for line in session._end_of_log().splitlines() if line.startswith("ERROR: ")]
         raise UserError(f"{lines[-1][7:] if lines else session.last_line()} ({session.log})")
@@ -339,7 +299,7 @@ def collect(words: Sequence[str], args: Sequence[str], out: Path, timeout: float
     for row in rows:
         by_file.setdefault(shown_path(row["file"]), []).append(row)
     results: dict[str, FileResult] = {}
-    for event in session.journal.uncollected:
+    for event in said.uncollected:
         file, failed = shown_path(event["file"]), event["outcome"] == "failed"
         if failed or file not in by_file:
             by_file.pop(file, None)
