@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,27 +13,8 @@ from functools import cache
 from itertools import islice, pairwise
 from pathlib import Path
 
+from agentrl.contrib.sandboxes import jail
 from agentrl.contrib.sandboxes.contract import SANDBOXES, End, ExecResult, Run, Sandbox, SandboxSpec
-from agentrl.contrib.sandboxes.jail import (
-    ALLOW,
-    ANY_BIT,
-    AT_LEAST,
-    AUDIT_ARCH,
-    CLONE,
-    CLONE3,
-    DENIED,
-    DENY,
-    ENOSYS,
-    EPERM,
-    EQUAL,
-    FIRST,
-    GIVE,
-    KILL,
-    LOAD,
-    MACHINE,
-    NAMESPACES,
-    Step,
-)
 from agentrl.contrib.sandboxes.local import READABLE, FolderProvider, FolderSandbox, own_variables, package_folders
 from agentrl.contrib.sandboxes.process_group import Watched, run_group
 from agentrl.utils.errors import SandboxError
@@ -54,18 +34,12 @@ REFUSED = (
 @cache
 def filter_file() -> int:
     """A file in memory with the filter, as bwrap's `--seccomp` reads it; it lives as long as this process."""
-    which = 0 if MACHINE == "x86_64" else 1
-    program: list[Step] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[MACHINE]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    if which == 0:  # the x32 calls of the same architecture
-        program += [(AT_LEAST, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]
+    program = jail.opening()
     for name in REFUSED:
-        if (number := DENIED[name][which]) is not None:
-            program += [(EQUAL, 0, 1, number), (GIVE, 0, 0, DENY | EPERM)]
-    # The C library falls back from clone3, whose flags a filter cannot read, to clone.
-    program += [(EQUAL, 0, 1, CLONE3[which]), (GIVE, 0, 0, DENY | ENOSYS), (EQUAL, 0, 3, CLONE[which]), (LOAD, 0, 0, FIRST)]
-    program += [(ANY_BIT, 0, 1, NAMESPACES), (GIVE, 0, 0, DENY | EPERM), (GIVE, 0, 0, ALLOW)]
+        program += jail.reply(jail.DENIED[name], jail.DENY | jail.EPERM)
+    program += jail.clone((jail.ANY_BIT, 0, 1, jail.NAMESPACES))
     file = os.memfd_create("agentrl-calls")
-    os.write(file, b"".join(struct.pack("HBBI", *step) for step in program))
+    os.write(file, jail.as_bytes(program))
     return file
 
 

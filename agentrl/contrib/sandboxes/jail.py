@@ -181,6 +181,7 @@ CLONE_THREAD = 0x00010000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 EPERM, ENOSYS = 1, 38
 MACHINE = os.uname().machine
+WHICH = 0 if MACHINE == "x86_64" else 1  # of a pair of numbers above
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 38, 22
 
@@ -244,13 +245,34 @@ FIRST = 16  # where the first argument is, its lower half
 Step = tuple[int, int, int, int]
 
 
+def opening() -> list[Step]:
+    """The beginning of a filter: the architecture is checked first, since a number means different calls on different ones."""
+    program: list[Step] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[MACHINE]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    # On x86_64, the x32 calls of the same architecture.
+    return program if WHICH else [*program, (AT_LEAST, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]
+
+
+def reply(numbers: tuple[int | None, int | None], answer: int) -> list[Step]:
+    """A call that gets this answer; nothing where the architecture has no such call."""
+    number = numbers[WHICH]
+    return [] if number is None else [(EQUAL, 0, 1, number), (GIVE, 0, 0, answer)]
+
+
+def clone(denied: Step) -> list[Step]:
+    """The end of a filter: `clone` is looked at by its flags. The C library falls back to it from clone3, whose flags a filter
+    cannot read."""
+    new = [(EQUAL, 0, 1, CLONE3[WHICH]), (GIVE, 0, 0, DENY | ENOSYS), (EQUAL, 0, 3, CLONE[WHICH]), (LOAD, 0, 0, FIRST)]
+    return [*new, denied, (GIVE, 0, 0, DENY | EPERM), (GIVE, 0, 0, ALLOW)]
+
+
+def as_bytes(program: list[Step]) -> bytes:
+    """A filter as the kernel reads it."""
+    return b"".join(struct.pack("HBBI", *step) for step in program)
+
+
 def filter_calls(job: dict[str, Any]) -> None:
     """The seccomp filter, as classic BPF over (number, architecture, arguments)."""
-    which = 0 if MACHINE == "x86_64" else 1
-    # The architecture is checked first: a number means different calls on different architectures.
-    program: list[Step] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[MACHINE]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    if which == 0:  # the x32 calls of the same architecture
-        program += [(AT_LEAST, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]
+    program = opening()
     allowed: set[str] = NETWORK if job["network"] else set()
     signals = False
     if "argv" in job:
@@ -258,7 +280,8 @@ def filter_calls(job: dict[str, Any]) -> None:
         allowed = allowed | FOR_COMMANDS | (SIGNALS if signals else set())
     for table, answer in ((DENIED, DENY | EPERM), (IGNORED, DENY)):
         for name, numbers in table.items():
-            if (number := numbers[which]) is None or name in allowed:
+            number = numbers[WHICH]
+            if number is None or name in allowed:
                 continue
             if name == "kill" and signals:
                 # The group's own signals (0 or negative) would reach the leader's group as a whole: `timeout` sends one.
@@ -268,37 +291,32 @@ def filter_calls(job: dict[str, Any]) -> None:
                 rule = [(LOAD, 0, 0, FIRST), (EQUAL, 0, 1, ON_ITSELF[name]), (GIVE, 0, 0, ALLOW)]
                 program += [(EQUAL, 0, 4, number), *rule, (GIVE, 0, 0, answer)]
             else:
-                program += [(EQUAL, 0, 1, number), (GIVE, 0, 0, answer)]
+                program += reply(numbers, answer)
     for numbers_of, argument, values in DENIED_VALUES.values():
         checks = [step for value in values for step in ((EQUAL, 0, 1, value), (GIVE, 0, 0, DENY | EPERM))]
         program += [
-            (EQUAL, 0, 2 + len(checks), numbers_of[which]),
+            (EQUAL, 0, 2 + len(checks), numbers_of[WHICH]),
             (LOAD, 0, 0, FIRST + 8 * argument),
             *checks,
             (GIVE, 0, 0, ALLOW),
         ]
     if job["isolate_files"] and landlock_version(job) < 3:
-        program += truncation(which)
-    # The C library falls back from clone3, whose flags a filter cannot read, to clone.
-    program += [(EQUAL, 0, 1, CLONE3[which]), (GIVE, 0, 0, DENY | ENOSYS), (EQUAL, 0, 3, CLONE[which]), (LOAD, 0, 0, FIRST)]
-    if "argv" in job:
-        program += [(ANY_BIT, 0, 1, NAMESPACES), (GIVE, 0, 0, DENY | EPERM), (GIVE, 0, 0, ALLOW)]
-    else:
-        program += [(ANY_BIT, 1, 0, CLONE_THREAD), (GIVE, 0, 0, DENY | EPERM), (GIVE, 0, 0, ALLOW)]
-    code = b"".join(struct.pack("HBBI", *step) for step in program)
+        program += truncation()
+    program += clone((ANY_BIT, 0, 1, NAMESPACES) if "argv" in job else (ANY_BIT, 1, 0, CLONE_THREAD))
+    code = as_bytes(program)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
     check_result(libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0), "seccomp")
 
 
-def truncation(which: int) -> list[Step]:
+def truncation() -> list[Step]:
     """Access rights that Landlock does not deny before Linux 6.2. An open that truncates must be one that writes, which
     Landlock looks at."""
     program: list[Step] = []
     for numbers in TRUNCATE.values():  # without openat2, whose flags a filter cannot read, programs use openat
-        program += [(EQUAL, 0, 1, numbers[which]), (GIVE, 0, 0, DENY | (ENOSYS if numbers[which] == 437 else EPERM))]
+        program += [(EQUAL, 0, 1, numbers[WHICH]), (GIVE, 0, 0, DENY | (ENOSYS if numbers[WHICH] == 437 else EPERM))]
     for pair, argument in OPENS.values():
-        if (number := pair[which]) is None:
+        if (number := pair[WHICH]) is None:
             continue
         flags = [(LOAD, 0, 0, FIRST + 8 * argument), (ANY_BIT, 1, 0, O_TRUNC), (GIVE, 0, 0, ALLOW), (MASK, 0, 0, 3)]
         writes = [step for value in WRITES for step in ((EQUAL, 0, 1, value), (GIVE, 0, 0, ALLOW))]

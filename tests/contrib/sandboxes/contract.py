@@ -55,9 +55,6 @@ class Contract:
 
         return asyncio.run(main())
 
-    def test_it_is_there(self) -> None:
-        assert self.provider().unavailable() is None
-
     def test_streams_status_and_time_of_a_command(self) -> None:
         async def work(box: Sandbox) -> list[ExecResult]:
             return [

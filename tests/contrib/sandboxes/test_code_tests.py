@@ -190,9 +190,13 @@ def test_a_sandbox_that_fails_is_no_reward_of_0(monkeypatch):
 
 
 def test_a_sandbox_in_which_nothing_begins_is_no_reward_of_0(monkeypatch):
-    source = grading._source
+    source, made = grading._source, grading._archive()
     monkeypatch.setattr(grading, "_source", lambda name: "raise SystemExit('no room')" if name == "boot" else source(name))
     with pytest.raises(SandboxError, match=r"the tests' process did not begin \(error, status 1\): no room"):
+        grade(TESTS, RIGHT)
+    monkeypatch.undo()
+    monkeypatch.setattr(grading, "_archive", lambda: b"\0\0\r\n" + made[4:])
+    with pytest.raises(SandboxError, match="another Python, 3"):
         grade(TESTS, RIGHT)
 
 
@@ -202,13 +206,6 @@ def test_many_failures_are_a_report_too(monkeypatch):
     given = "@pytest.mark.parametrize('n', range(200))\ndef test_n(n): assert n % 2 == 0, 'x' * 400"
     found = scored(block(RIGHT), f"import pytest\nfrom solution import add\n{given}", credit="share")
     assert found.value == 0.5, found.evidence
-
-
-def test_another_python_in_the_sandbox_is_said(monkeypatch):
-    made = grading._archive()
-    monkeypatch.setattr(grading, "_archive", lambda: b"\0\0\r\n" + made[4:])
-    with pytest.raises(SandboxError, match="another Python, 3"):
-        grade(TESTS, RIGHT)
 
 
 @proof

@@ -3,25 +3,16 @@
 import os
 import resource
 import subprocess
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.conftest import proof
 from tests.contrib.sandboxes import contract
+from tests.contrib.sandboxes.test_reach import victim as victim
 
 commands = partial(contract.commands, "local")
-
-
-@pytest.fixture
-def victim() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["/bin/sleep", "300"])
-    yield process
-    process.kill()
-    process.wait()
 
 
 def test_no_command_reaches_another_process(victim: subprocess.Popen[bytes]) -> None:

@@ -84,23 +84,6 @@ def test_an_episode_cancelled_in_the_middle_of_a_command_leaves_nothing(
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
-def test_a_dozen_episodes_share_three_sandboxes(temporary: Path) -> None:
-    async def episode(seed: int, most: list[int]) -> float:
-        env = make_env("harbor", sandbox={"limit": 3, "warm": 1})
-        await env.areset(seed=seed)
-        most.append(len(list(temporary.iterdir())))
-        for turn in env.gold_turns(env.task):
-            _, reward, _, _, _ = await env.astep(turn)
-        return reward
-
-    async def main() -> tuple[list[float], int]:
-        most: list[int] = []
-        return await asyncio.gather(*(episode(seed % 3, most) for seed in range(12))), max(most)
-
-    rewards, most = asyncio.run(main())
-    assert rewards == [1.0] * 12 and most <= 3
-
-
 DRIVER = """
 import asyncio, signal, sys
 from agentrl.contrib.sandboxes import SANDBOXES, SandboxSpec

@@ -231,15 +231,6 @@ class CodeObject:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CodeObject) and _ask(self, "eq", other) is True
 
-    def __hash__(self) -> int:
-        return int(_ask(self, "hash"))
-
-    def __str__(self) -> str:
-        return str(_ask(self, "str"))
-
-    def __repr__(self) -> str:
-        return str(_ask(self, "repr"))
-
     def __contains__(self, item: Any) -> bool:
         if _ask(self, "contains", item) is not True:
             return False
@@ -250,9 +241,6 @@ class CodeObject:
     def __bool__(self) -> bool:
         return _ask(self, "bool") is True
 
-    def __len__(self) -> int:
-        return int(_ask(self, "len"))
-
     def __exit__(self, *fault: object) -> None:
         _ask(self, "exit")
 
@@ -261,17 +249,19 @@ def _ask(held: CodeObject, do: str, *args: Any, **kwargs: Any) -> Any:
     return held.__dict__[" code"].ask(do, held, *args, **kwargs)
 
 
-def _forward(name: str, both: bool) -> Any:
+def _forward(name: str, both: bool = False, made: Callable[[Any], Any] = lambda value: value) -> Any:
     def forwarded(self: CodeObject, *args: Any) -> Any:
-        return NotImplemented if both and not isinstance(args[0], CodeObject) else _ask(self, name, *args)
+        return NotImplemented if both and not isinstance(args[0], CodeObject) else made(_ask(self, name, *args))
 
     return forwarded
 
 
 for _name in ("iter", "next", "getitem", "setitem", "delitem", "enter"):
-    setattr(CodeObject, f"__{_name}__", _forward(_name, both=False))
+    setattr(CodeObject, f"__{_name}__", _forward(_name))
 for _name in ("lt", "le", "add", "sub", "mul"):
     setattr(CodeObject, f"__{_name}__", _forward(_name, both=True))
+for _name, _made in {"len": int, "hash": int, "str": str, "repr": str}.items():
+    setattr(CodeObject, f"__{_name}__", _forward(_name, made=_made))
 
 
 def _others(item: str | float | bytes) -> list[Any]:
