@@ -137,20 +137,19 @@ def recorded_sources() -> dict[str, str]:
 
 def find_source(
     suite: str, given: str | None, module: str | None, own: Path | None = None, *, obtain: str = "", called: str = "params.source"
-) -> tuple[Path, str]:
-    """The folder of a suite's source, and how it was found: "given", "driver", "installed", "package" or "own". `called`: what
-    `given` is in the user's words. Raises ConfigError without one, with the commands that help, or if a folder that is named
-    does not exist on this machine."""
+) -> Path:
+    """The folder of a suite's source: the given one, that on the driver's machine, the installed one, that of the package, or the
+    suite's `own`. `called`: what `given` is in the user's words. Raises ConfigError without one, with the commands that help,
+    or if a folder that is named does not exist on this machine."""
     expected = "the folder that holds the benchmark" + (f", which you get by `{obtain}`" if obtain else f" {suite}")
     if given is not None and not given.strip():
         raise ConfigError(f"{suite}: {called} is empty; expected {expected}")
     record = read_record(suite)
-    places: tuple[tuple[str | None, str, str], ...] = (
-        (given, "given", called),
-        (_of_driver().get(suite), "driver", "the source on the driver's machine"),
-        (None if record is None else record.source, "installed", "the source that `agentrl env install` recorded"),
-    )
-    for place, how, said in places:
+    for place, said in (
+        (given, called),
+        (_of_driver().get(suite), "the source on the driver's machine"),
+        (record and record.source, "the source that `agentrl env install` recorded"),
+    ):
         if place is None:
             continue
         folder = Path(place).expanduser()
@@ -160,11 +159,10 @@ def find_source(
                 f"{suite}: {said} is {str(folder)!r}, and {found}; expected {expected}. A suite is read in place, so each "
                 f"machine that plays it needs it at that path (`agentrl env install {suite} --from FOLDER` records another)"
             )
-        return folder.resolve(), how
-    if module is not None and (packaged := module_folder(module)) is not None:
-        return packaged, "package"
-    if own is not None:
-        return own, "own"
+        return folder.resolve()
+    packaged = None if module is None else module_folder(module)
+    if found_here := packaged or own:
+        return found_here
     first = f"First `{obtain}`, then" if obtain else "Use"
     help_text = f"{first} `agentrl env install {suite} --from FOLDER` (or set params.source=FOLDER for one run)"
     raise ConfigError(f"{suite}: its source is not installed. {help_text}")
@@ -300,7 +298,7 @@ class SuiteEnv(Benchmark):
     def locate(cls, source: str | None = None) -> tuple[Path, str]:
         """The source's folder and version. Raises ConfigError as `__init__`."""
         own = None if cls.own is None else Path(inspect.getfile(cls)).with_name(cls.own)
-        folder, _ = find_source(cls.suite, source, cls.module, own, obtain=cls.obtain)
+        folder = find_source(cls.suite, source, cls.module, own, obtain=cls.obtain)
         try:  # asked once per process and folder, since an environment is built for every episode
             return folder, _VERSIONS.get((cls, folder)) or _VERSIONS.setdefault((cls, folder), cls.check_source(folder))
         except ConfigError as problem:
@@ -461,7 +459,7 @@ def install(classes: Mapping[str, type[SuiteEnv]], given: str | None) -> Install
 
     Raises ConfigError if there is no source, or if it has not what the suite reads; TaskDataError for a bad task."""
     suite = next(iter(classes.values()))
-    folder, _ = find_source(suite.suite, given, suite.module, obtain=suite.obtain, called="--from")
+    folder = find_source(suite.suite, given, suite.module, obtain=suite.obtain, called="--from")
     version = suite.locate(str(folder))[1]
     tasks = {env_id: one.task_counts(folder) for env_id, one in classes.items()}
     files = read_files(folder, suite.files)

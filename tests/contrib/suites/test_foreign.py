@@ -1,6 +1,7 @@
 """A benchmark's code in processes of another interpreter: answers, faults, ends, and processes that one episode holds."""
 
 import asyncio
+import copy
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from agentrl.contrib.suites.foreign import Foreign, foreign, python_of
+from agentrl.contrib.suites.foreign import Foreign, HeldWorld, foreign, python_of
 from agentrl.utils.errors import ConfigError, EnvError
 
 SCRIPT = """
@@ -66,6 +67,33 @@ def noise():
 
 def surrogate():
     raise ValueError("\\ud800")
+
+WORLD = []
+
+def start(first):
+    WORLD[:] = [first]
+
+def add(item):
+    WORLD.append(item)
+
+def show():
+    return WORLD
+
+LEFT = [0]
+
+def seen(passed):
+    import datetime, types, uuid
+    from agentrl_foreign import steady
+    if "toybench" not in sys.modules:
+        sys.modules["toybench"] = types.SimpleNamespace(datetime=datetime, uuid4=uuid.uuid4)
+        LEFT.append(steady("toybench", "2025-01-01T00:00:00", lambda: LEFT[0]))
+    toy, LEFT[0] = sys.modules["toybench"], passed
+    LEFT[1]()
+    return [str(toy.datetime.datetime.now()), str(toy.uuid4()), str(toy.uuid4())]
+
+def sibling():
+    from agentrl_foreign import beside
+    return beside(__file__, "other").WORD
 """
 
 
@@ -201,6 +229,39 @@ def test_nothing_is_left_if_the_run_is_killed_in_the_middle_of_a_call(tmp_path: 
     )
     folder, *pids = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=60).stdout.splitlines()
     assert all(_gone(int(pid)) for pid in pids) and not Path(folder).parent.exists()
+
+
+def test_scripts_have_a_steady_clock_and_siblings(pool: Foreign, tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("WORD = 'beside'")
+    first, again, later = (cast(list[str], pool.ask("seen", passed=passed)) for passed in (0, 0, 61))
+    assert first == again and first[0] == "2025-01-01 00:00:00" and later[0] == "2025-01-01 00:01:01"
+    assert len({*first, *later}) == 6 and pool.ask("sibling") == "beside"
+
+
+async def test_a_copied_world_is_made_again(pool: Foreign, tmp_path: Path) -> None:
+    two = foreign(sys.executable, tmp_path / "script.py", (), 2)
+    world = HeldWorld(two, ("start", {"first": 0}))
+    await world.start()
+    await world.act("add", item=1)
+    fork = copy.deepcopy(world)
+    await fork.act("add", item=2)
+    assert [await world.ask("show"), await fork.ask("show")] == [[0, 1], [0, 1, 2]]
+    for one in (world, fork, world, fork):
+        one.end()
+    two.close()
+
+
+def test_a_fork_that_lets_go_of_a_world_leaves_its_parents_process_alone(pool: Foreign) -> None:
+    world = HeldWorld(pool, ("start", {"first": 0}))
+    assert asyncio.run(world.ask("show")) == [0]
+    if (child := os.fork()) == 0:
+        try:
+            world.end()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert asyncio.run(world.ask("show")) == [0]
+    world.end()
 
 
 def _gone(pid: int) -> bool:

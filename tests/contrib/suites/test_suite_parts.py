@@ -1,10 +1,8 @@
-"""What suites share: versions, published tools, scripted gold, official rows, calls as text, worlds in other processes."""
+"""What suites share: versions, published tools, scripted gold, official rows, calls as text."""
 
 import asyncio
 import copy
 import json
-import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 
 from agentrl.contrib.suites.benchmarks import calling, groups, message_of
-from agentrl.contrib.suites.foreign import HeldWorld, foreign
 from agentrl.contrib.suites.suite import found_version, known_word, members, within
 from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env.catalog import find_env
@@ -156,68 +153,3 @@ async def test_calls_of_a_turn_are_asked_for_once_and_equal_calls_get_an_answer_
     found = [await together.answer(env, "find", {"n": n}, ask) for n in (1, 1, 2)]
     assert (found, asked) == (["1.0", "1.1", "1.2"], [[{"n": 1}, {"n": 1}, {"n": 2}]])
     assert await together.answer(env, "find", {"n": 1}, ask) == "2.0", "one more, in no turn: alone"
-
-
-SCRIPT = """
-import datetime
-from uuid import uuid4
-from agentrl_foreign import beside, steady
-import sys, types
-toy = types.ModuleType("toybench"); toy.datetime, toy.uuid4 = datetime, uuid4
-sys.modules["toybench"] = toy
-LEFT = [0]
-ANEW = steady("toybench", "2025-01-01T00:00:00", lambda: LEFT[0])
-WORLD = []
-
-def start(first):
-    WORLD[:] = [first]
-
-def add(item):
-    WORLD.append(item)
-
-def show():
-    return WORLD
-
-def seen(passed):
-    LEFT[0] = passed
-    ANEW()
-    return [str(toy.datetime.datetime.now()), str(toy.uuid4()), str(toy.uuid4())]
-
-def sibling():
-    return beside(__file__, "other").WORD
-"""
-
-
-async def test_scripts_have_a_steady_clock_and_siblings_and_a_copied_world_is_made_again(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "other.py").write_text("WORD = 'beside'")
-    pool = foreign(sys.executable, tmp_path / "script.py", (), 2)
-    first, again, later = (pool.ask("seen", passed=passed) for passed in (0, 0, 61))
-    assert first == again and first[0] == "2025-01-01 00:00:00" and later[0] == "2025-01-01 00:01:01"
-    assert len({*first, *later}) == 6 and pool.ask("sibling") == "beside"
-
-    world = HeldWorld(pool, ("start", {"first": 0}))
-    await world.start()
-    await world.act("add", item=1)
-    fork = copy.deepcopy(world)
-    await fork.act("add", item=2)
-    assert [await world.ask("show"), await fork.ask("show")] == [[0, 1], [0, 1, 2]]
-    for one in (world, fork, world, fork):
-        one.end()
-    pool.close()
-
-
-def test_a_fork_that_lets_go_of_a_world_leaves_its_parents_process_alone(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    pool = foreign(sys.executable, tmp_path / "script.py", (), 1)
-    world = HeldWorld(pool, ("start", {"first": 0}))
-    assert asyncio.run(world.ask("show")) == [0]
-    if (child := os.fork()) == 0:
-        try:
-            world.end()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert asyncio.run(world.ask("show")) == [0]
-    world.end()
-    pool.close()
