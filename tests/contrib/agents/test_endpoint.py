@@ -56,40 +56,6 @@ def call(name, **arguments):
     return Message("assistant", "", (ToolCall(name, arguments),))
 
 
-async def agent_loop(client, question):
-    """An agent as anybody would write it, which knows nothing of agentrl."""
-    messages = [{"role": "user", "content": question}]
-    while True:
-        answer = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
-        message = answer.choices[0].message
-        messages.append(message.model_dump(exclude_none=True))
-        if not message.tool_calls:
-            return message.content
-        for item in message.tool_calls:
-            key = json.loads(item.function.arguments)["key"]
-            messages.append({"role": "tool", "tool_call_id": item.id, "content": f"value of {key}"})
-
-
-async def test_an_agent_with_tools_becomes_one_ledger(renderer):
-    turns = [call("get", key="a"), call("get", key="b"), Message("assistant", "done")]
-    engine = Scripted(renderer, turns)
-    async with Endpoint(engine, renderer) as server, client_of(server) as client:
-        assert await agent_loop(client, "Go.") == "done"
-        session = await server.take("s")
-        with pytest.raises(KeyError):
-            await server.take("s")
-    (ledger,) = session.ledgers
-    ids, sampled = ledger.ids(), ledger.sampled
-    assert ids[sampled.argmax() :] and ids[: len(engine.prompts[-1])] == engine.prompts[-1]
-    assert [i for i, flag in zip(ids, sampled, strict=True) if flag] == [i for turn in turns for i in renderer.assistant(turn)]
-    assert set(ledger.versions[sampled]) == {3} and set(ledger.logprobs[sampled]) == {-0.5}
-    assert set(ledger.turns[sampled]) == {0, 1, 2}
-    expected = renderer.start([Message("user", "Go.")], TOOLS)
-    for turn, key in zip(turns, "ab", strict=False):
-        expected += renderer.assistant(turn) + renderer.extend("stop", [Message("tool", f"value of {key}")])
-    assert ids == expected + renderer.assistant(turns[2])
-
-
 # Shows the list of tools before the last message of a user, wherever it stands; drops reasoning before it.
 MOVES = """{%- set ns = namespace(last=0) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
@@ -287,7 +253,7 @@ async def test_a_session_opens_with_its_own_key_only(renderer):
     """Of two sessions each has a key that the other's requests are refused with; nothing of a refused request is sampled."""
     engine = Scripted(renderer, [Message("assistant", "mine")])
     body = {"model": "policy", "messages": ROWS}
-    async with Endpoint(engine, renderer, max_body=4096) as server:
+    async with Endpoint(engine, renderer) as server:
         one, two = server.open("one"), server.open("two")
         assert one.key != two.key and len(one.key) > 40 and one.key not in repr(one)
         with pytest.raises(ValueError, match="'one' is open already"):
@@ -310,19 +276,11 @@ async def test_a_session_opens_with_its_own_key_only(renderer):
         assert (status, told["error"]["code"]) == (404, "session_not_found")
         status, told = await posted(one, b"{", **bearer(one.key))
         assert status == 400 and told["error"]["type"] == "invalid_request_error" and "not JSON" in told["error"]["message"]
-        for odd, field in (
-            ({"messages": [{"role": "tool", "content": "x", "tool_call_id": {}}]}, "messages[0].tool_call_id"),
-            ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
-            ({"messages": [{"role": "assistant", "content": "x", "reasoning_content": [1]}]}, "messages[0].reasoning_content"),
-            ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0]: parameters"),
-        ):
-            status, told = await posted(one, {**body, **odd}, **bearer(one.key))
-            assert status == 400 and told["error"]["message"].startswith(field), odd
-        status, told = await posted(one, {**body, "user": "x" * 4096}, **bearer(one.key))
-        assert (status, told["error"]["code"]) == (413, "request_too_large")
         assert (await posted(one, body, **bearer(one.key)))[0] == 200
         assert len((await server.take("one")).turns) == 1 and (await server.take("two")).turns == []
         assert (await posted(one, body, **bearer(one.key)))[0] == 404
+        with pytest.raises(KeyError):
+            await server.take("one")
 
 
 def bearer(key):

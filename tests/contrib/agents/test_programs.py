@@ -1,18 +1,24 @@
-"""Agents that are commands and URLs, the tools as real MCP clients see them, and what is refused before a run."""
+"""Agents that are commands and URLs: their processes and words, the tools as real MCP clients see them, and what is refused."""
 
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from agentrl.config.schema import AgentConfig
+from agentrl.contrib.agents import programs
 from agentrl.contrib.agents.episode import Harness
-from agentrl.contrib.agents.programs import Episode, program_of
+from agentrl.contrib.agents.programs import AgentProcess, Command, Episode, Output, program_of
+from agentrl.contrib.agents.record import Brief
 from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.episode import Policy
@@ -33,7 +39,6 @@ from tests.contrib.agents.parts import (
     told,
 )
 from tests.contrib.agents.test_episode import TURNS, asks
-from tests.contrib.agents.test_process import runs
 
 AGENT = [sys.executable, "-S", str(Path(__file__).parent / "agent_over_http.py")]
 
@@ -143,11 +148,15 @@ async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, an
     (200, {"answer": "It is 3."}, StopReason.DONE, None),
     (200, [1], StopReason.AGENT_ERROR, "expected a JSON object"),
     (500, {"why": "no disk"}, StopReason.AGENT_ERROR, 'HTTP 500: {"why": "no disk"}'),
+    (200, {"answer": "3".ljust(1986)}, StopReason.DONE, None),
+    (200, {"answer": "3".ljust(1987)}, StopReason.AGENT_ERROR, "the answer has more than 2000 bytes"),
 ])  # fmt: skip
 async def test_a_url_gets_everything_in_a_post_and_answers_when_it_is_done(
-    status: int, body: Any, stop: StopReason, error: str | None
+    status: int, body: Any, stop: StopReason, error: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import httpx
+
+    monkeypatch.setattr(programs, "MAX_ANSWER", 2000)
 
     async def agent(given: dict[str, Any]) -> tuple[int, Any]:
         async with httpx.AsyncClient(verify=False) as web:
@@ -228,3 +237,202 @@ def test_an_agent_reaches_the_run_on_the_host_that_it_is_told() -> None:
     assert [url.split("/")[2].split(":")[0] for url in seen] == ["127.0.0.2", "127.0.0.2"]
     with pytest.raises(ResourceError, match=r"cannot listen on 192\.0\.2\.1"):
         play(Script([]), FUNCTION.model_copy(update={"host": "192.0.2.1"}))
+
+
+ENV = {"PATH": os.environ["PATH"]}
+
+# A child, a grandchild that left the process group and the session by a double fork, and one that ignores SIGTERM.
+HIDES = """
+import os, signal, subprocess, sys, time
+def sleeper(kind):
+    return subprocess.Popen([sys.executable, "-S", "-c",
+        "import os, signal, sys, time\\n"
+        + ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n" if kind == "deaf" else "")
+        + ("if os.fork(): os._exit(0)\\nos.setsid()\\nif os.fork(): os._exit(0)\\n" if kind == "detached" else "")
+        + f"open(sys.argv[1] + '.{kind}', 'w').write(str(os.getpid()))\\ntime.sleep(600)", sys.argv[1]])
+kinds = ["plain", "detached", "deaf"]
+started = [sleeper(kind) for kind in kinds]
+while not all(os.path.exists(f"{sys.argv[1]}.{kind}") and open(f"{sys.argv[1]}.{kind}").read() for kind in kinds):
+    time.sleep(0.01)
+print("ready", flush=True)
+if sys.argv[2] == "stay":
+    time.sleep(600)
+"""
+
+
+def pids(note: Path) -> list[int]:
+    return [int(file.read_text()) for file in note.parent.glob(f"{note.name}.*")]
+
+
+def gone(found: list[int], within: float) -> list[int]:
+    """Those that still run after so many seconds."""
+    until = time.monotonic() + within
+    while time.monotonic() < until and any(map(runs, found)):
+        time.sleep(0.01)
+    return [pid for pid in found if runs(pid)]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end_surely(found: list[int]) -> None:
+    """So that a red test leaves nothing behind either."""
+    for pid in filter(runs, found):
+        os.kill(pid, signal.SIGKILL)
+
+
+def ended(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def test_a_command_that_is_not_there_ends_with_127_and_its_name() -> None:
+    async def body() -> tuple[int, str]:
+        process = await AgentProcess.start(["no-such-agent"], ENV)
+        return await process.wait(), process.stderr.text()
+
+    assert ended(body()) == (127, "no-such-agent: No such file or directory\n")
+
+
+@pytest.mark.parametrize("how", ["it ends", "it is ended", "its starter is killed"])
+def test_no_process_of_a_command_outlives_it(how: str, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    command = [sys.executable, "-S", "-c", HIDES, str(note), "leave" if how == "it ends" else "stay"]
+
+    async def body() -> None:
+        process = await AgentProcess.start(command, ENV)
+        while "ready" not in process.stdout.text():
+            await asyncio.sleep(0.01)
+        if how == "it is ended":
+            assert len([pid for pid in pids(note) if runs(pid)]) == 3
+        assert len(pids(note)) == 3
+        ending = asyncio.create_task(process.end() if how == "it is ended" else process.wait())
+        # The keeper's own end, seen without its output, which stays open for as long as anybody who was left holds it.
+        while process._process.returncode is None:
+            await asyncio.sleep(0.01)
+        assert gone(pids(note), 0) == []
+        await ending
+
+    try:
+        if how == "its starter is killed":
+            starter = textwrap.dedent(f"""
+                import asyncio
+                from agentrl.contrib.agents.programs import AgentProcess
+                async def body():
+                    process = await AgentProcess.start({command!r}, {ENV!r})
+                    while "ready" not in process.stdout.text():
+                        await asyncio.sleep(0.01)
+                    print("ready", flush=True)
+                    await process.wait()
+                asyncio.run(body())
+            """)
+            driver = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE)
+            assert driver.stdout is not None and driver.stdout.readline() == b"ready\n"
+            driver.send_signal(signal.SIGKILL)
+            driver.wait()
+            assert gone(pids(note), 1.0) == []
+        else:
+            ended(body())
+    finally:
+        end_surely(pids(note))
+
+
+def test_of_a_long_output_the_beginning_and_the_end_are_kept() -> None:
+    output = Output(head=4, tail=6)
+    for piece in (b"ab", b"cdef", b"ghijklmnop"):
+        output.add(piece)
+    assert output.text() == "abcd\n[6 bytes left out]\nklmnop"
+    short = Output(head=4, tail=6)
+    short.add(b"abcdefghij")
+    assert short.text() == "abcdefghij"
+
+
+def test_a_start_that_is_cancelled_leaves_nothing_whatever_had_begun(tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    # Away from the pipes, for whose end asyncio waits: one that is left is to be found below, and not to hang this test.
+    command = ["sh", "-c", f"sleep 600 >/dev/null 2>&1 & echo $! >> '{note}'; wait"]
+
+    def begun() -> list[int]:
+        return [int(line) for line in note.read_text().split()] if note.exists() else []
+
+    async def body() -> None:
+        for delay in (0.0, 0.002, 0.01, 0.02, 0.03, 0.05):
+            start = asyncio.create_task(AgentProcess.start(command, ENV))
+            # Blocking, so that the command gets on while nobody here notices that it has started.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            time.sleep(delay * 4)
+            start.cancel()
+            await asyncio.wait([start], timeout=10)
+            assert start.cancelled()
+        # A start that nobody waits for gets to its end, since asyncio cannot cancel one halfway while its command runs.
+        if halfway := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(halfway, timeout=2)
+        try:
+            assert gone(begun(), 1.0) == []
+        finally:
+            end_surely(begun())
+
+    ended(body())
+    assert begun()
+
+
+KEY = "agentrl-" + "0123456789abcdefghijklmnopqrstuvwxyzABCDEFG"
+
+
+def brief() -> Brief:
+    return Brief("e", [], [], "http://127.0.0.1/v1", "http://127.0.0.1", KEY)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_key_that_an_agent_tells_is_in_none_of_its_words(fails: bool) -> None:
+    """A program that prints it, a function that answers it or raises it."""
+    code = "import os, sys; k = os.environ['OPENAI_API_KEY']; print('out', k); print('err', k, file=sys.stderr)"
+    command = [sys.executable, "-S", "-c", f"{code}; sys.exit({int(fails)})"]
+    record: dict[str, Any] = {}
+    by_command = asyncio.run(Command(AgentConfig(command=command)).run(brief(), None, record))  # type: ignore[arg-type]
+    assert (record["stdout"], record["stderr"]) == ("out [key]\n", "err [key]\n")
+    assert by_command.output == "out [key]" and by_command.failure == ("exit code 1: err [key]" if fails else None)
+
+    async def tells(episode: Episode) -> str:
+        await asks(episode)
+        if fails:
+            raise ValueError("x" * 1960 + episode.api_key)  # an error is cut inside it
+        return f"it is {episode.api_key}"
+
+    agent = AgentConfig(python=FUNCTION.python, answer="output")
+    (trajectory,) = play(Script([says("There are 3.")]), agent, program=tells)
+    kept = json.dumps(trajectory.to_json())
+    assert "agentrl-" not in kept and "[key]" in kept
+    assert trajectory.stop is (StopReason.AGENT_ERROR if fails else StopReason.DONE)
+
+
+@pytest.mark.parametrize("shift", range(0, len(KEY) + 1, 3))
+def test_an_output_that_is_cut_inside_the_key_shows_no_part_of_it(shift: int) -> None:
+    output = Output(100, 100)
+    output.add(b"a" * (100 - shift) + KEY.encode() + b"b" * 300 + KEY.encode() + b"c" * (100 - shift))
+    head, gap, tail = (output.text(KEY)).split("\n")
+    assert "bytes left out" in gap
+    for n in range(len(KEY) - 8):
+        assert KEY[n : n + 9] not in head + tail
+
+
+def test_lone_surrogates_of_an_agent_are_replaced_wherever_they_are_kept() -> None:
+    async def odd(episode: Episode) -> str:
+        await asks(episode)
+        assert await episode.call("put", {"key": "a\ud800", "value": "b"}) == "done"
+        return "3 \udfff"
+
+    async def raises(episode: Episode) -> str:
+        await odd(episode)
+        raise ValueError("no \ud800")
+
+    for program, answered in ((odd, True), (raises, False)):
+        agent = AgentConfig(python=FUNCTION.python, answer="output")
+        (trajectory,) = play(Script([says("There are 3.")]), agent, program=program)
+        kept = json.dumps(trajectory.to_json(), ensure_ascii=False)
+        kept.encode()
+        assert "a\ufffd" in kept and (("3 \ufffd" in kept) if answered else ("ValueError: no \ufffd" in kept))
