@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from pydantic import Field, TypeAdapter
 
 from agentrl.contrib.toolkit.taskdata import load_tasks
-from agentrl.contrib.toolkit.turns import object_rules
+from agentrl.contrib.toolkit.turns import call_rules
 from agentrl.env import Tool
 from agentrl.env.call_options import compile_validator
 from agentrl.env.spaces import Unsupported, sample_arguments, sample_pattern, sample_value
@@ -164,13 +164,13 @@ def test_null_fits_what_is_nullable_as_openapi_has_it_and_nothing_else() -> None
 def test_a_grammar_allows_null_where_a_tool_is_nullable_and_nowhere_else() -> None:
     """A model that was held to the grammar could not say what the check takes."""
     tool = {"type": "function", "function": {"name": "send", "parameters": NULLABLE}}
-    grammar = "\n".join(["start: object", *object_rules([tool], "arguments")])
+    grammar = "start: calls\n" + call_rules("llama_json", [tool], False, json.dumps)
     tokens = LLTokenizer("byte")
     start = LLMatcher(tokens, json.dumps({"grammars": [{"lark_grammar": grammar}]}))
     given = {"kind": "a", "to": {"x": 1}, "of": 3, "not": "x"}
     for name, value in [*dict.fromkeys(given).items(), ("kind", "c"), ("to", {}), ("of", 2)]:
         made = {**given, name: value}
-        text = tokens.tokenize_str(f'{{"name": "send", "arguments": {json.dumps(made)}}}')
+        text = tokens.tokenize_str(f'{{"name": "send", "parameters": {json.dumps(made)}}}')
         fits = start.deep_copy().validate_tokens(text) == len(text)
         assert fits == (compile_validator("send", NULLABLE)(made) is None) == (value is None and name != "not"), (name, value)
     both = {"properties": {"nullable": True, "a": {"enum": [None, 1], "nullable": True}}, "default": {"nullable": True}}

@@ -174,7 +174,7 @@ class PytestSession:
                 timer.cancel()
                 number, grace = (signal.SIGABRT, DUMP_S) if self.why == "timeout" else (signal.SIGINT, STOP_S)
                 pid = self.journal.pid
-                if pid and keeper.parent_of(pid) == process.pid:  # it has begun and not ended
+                if pid and keeper.stat_of(pid)[1] == process.pid:  # it has begun and not ended
                     with suppress(ProcessLookupError):
                         os.kill(pid, number)
                     await asyncio.wait({ended, self._at_once}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)

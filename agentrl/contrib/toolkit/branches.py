@@ -199,13 +199,7 @@ class BranchDict(dict[Any, Any]):
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make_copy, (BranchDict, dict(dict.items(self)), self._own)
-
-
-def _make_copy(kind: Any, parts: Any, own: Any) -> Any:
-    made = kind(parts)
-    made._own = own
-    return made
+        return BranchDict, (dict(dict.items(self)),), (None, {"_own": self._own})
 
 
 def changes(base: Any, now: Any) -> dict[str, Json]:

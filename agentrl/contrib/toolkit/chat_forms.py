@@ -442,31 +442,18 @@ def call_result(text: str, images: Iterable[Image] = (), *, error: bool = False)
     """A text with its images as a server of MCP answers a call: each image in the place of its line."""
     import mcp_types as types
 
-    left = {image.line: image for image in images}
+    left = {image.line: types.ImageContent(type="image", data=image.data, mime_type=image.media_type) for image in images}
     blocks: list[Any] = []
-    lines: list[str] = []
-
-    def flush() -> None:
-        if lines:
-            blocks.append(types.TextContent(type="text", text="\n".join(lines)))
-            lines.clear()
-
     for line in text.split("\n"):
         if line in left:
-            flush()
-            blocks.append(_picture(left.pop(line)))
+            blocks.append(left.pop(line))
+        elif blocks and isinstance(blocks[-1], types.TextContent):
+            blocks[-1].text += f"\n{line}"
         else:
-            lines.append(line)
-    flush()
+            blocks.append(types.TextContent(type="text", text=line))
     # Within a line, of JSON say: the text stays whole.
-    blocks += [_picture(image) for line, image in left.items() if line in text]
+    blocks += [picture for line, picture in left.items() if line in text]
     return types.CallToolResult(content=blocks, is_error=error)
-
-
-def _picture(image: Image) -> Any:
-    import mcp_types as types
-
-    return types.ImageContent(type="image", data=image.data, mime_type=image.media_type)
 
 
 # Nulls in arguments

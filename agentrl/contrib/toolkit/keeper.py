@@ -80,7 +80,7 @@ def _wait(child: "subprocess.Popen[bytes]", woken: int, reads: bool) -> int:
 def _reap(but: int) -> None:
     """Take the exit codes of adopted processes, so that none stays as a zombie."""
     for pid in descendants():
-        if pid != but and _state(pid) == "Z":
+        if pid != but and stat_of(pid)[0] == "Z":
             try:
                 os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:  # its own parent will
@@ -93,7 +93,7 @@ def end_all() -> None:
     told: set[int] = set()
     while True:
         _reap(0)
-        left = {pid for pid in descendants() if _state(pid) != "Z"}
+        left = {pid for pid in descendants() if stat_of(pid)[0] != "Z"}
         if not left:
             return
         if time.monotonic() >= until:
@@ -112,8 +112,7 @@ def descendants() -> set[int]:
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib takes longer to import than all this takes to run
         if name.isdigit():
-            parent = _stat(int(name))[1]
-            children.setdefault(parent, []).append(int(name))
+            children.setdefault(stat_of(int(name))[1], []).append(int(name))
     found: set[int] = set()
     new = children.get(os.getpid(), [])
     while new:
@@ -122,17 +121,8 @@ def descendants() -> set[int]:
     return found
 
 
-def parent_of(pid: int) -> int:
-    """A process's parent; 0 if it is gone."""
-    return _stat(pid)[1]
-
-
-def _state(pid: int) -> str:
-    return _stat(pid)[0]
-
-
-def _stat(pid: int) -> tuple[str, int]:
-    """Its state ("Z": it has ended) and its parent; ("Z", 0) if it is gone."""
+def stat_of(pid: int) -> tuple[str, int]:
+    """A process's state ("Z": it has ended) and its parent; ("Z", 0) if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
             # After the name in parentheses, which may hold anything.

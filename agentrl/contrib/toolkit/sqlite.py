@@ -137,8 +137,7 @@ def _count_generated(connection: sqlite3.Connection) -> int:
     return int(connection.execute(asked).fetchone()[0])
 
 
-def _readable(raw: bytes) -> str:
-    return raw.decode("utf-8", "replace")
+_readable = partial(str, encoding="utf-8", errors="replace")
 
 
 class _Clock:

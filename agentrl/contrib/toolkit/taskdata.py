@@ -154,7 +154,7 @@ def load_tasks(
     rows: list[Row] = []
     for file, named in _files(place):
         table = file.suffix != ".jsonl"
-        for where, raw in _read_table(file) if table else _read_lines(file):
+        for where, raw in _read_rows(file):
             plain = settle(raw, table) if settle is not None else raw
             if table and settle is None:
                 plain = without_padding(raw, schema, table=True)
@@ -198,23 +198,19 @@ def _files(place: Path) -> list[tuple[Path, str | None]]:
     return found
 
 
-def _read_lines(file: Path) -> Iterator[tuple[str, Any]]:
+def _read_rows(file: Path) -> Iterator[tuple[str, Any]]:
     """(place, row) of every row."""
-    with file.open("rb") as lines:
-        try:
+    if file.suffix == ".jsonl":
+        with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
                         yield f"{file}:{number}", read_json(decode_text(line), once=True)
-                    except UnicodeDecodeError:
-                        raise
+                    except UnicodeDecodeError as problem:
+                        raise TaskDataError(f"{file}: cannot be read: {problem}") from problem
                     except ValueError as problem:
                         raise TaskDataError(f"{file}:{number}: not JSON: {problem}") from problem
-        except UnicodeDecodeError as problem:
-            raise TaskDataError(f"{file}: cannot be read: {problem}") from problem
-
-
-def _read_table(file: Path) -> Iterator[tuple[str, Any]]:
+        return
     if find_spec("pyarrow") is None:
         raise DependencyError(f"{file}: needs pyarrow: pip install 'agentrl[parquet]'")
     import pyarrow

@@ -156,11 +156,6 @@ def reader_of(renderer: Renderer, stops: Sequence[str] = ()) -> TurnReader:
 
 # Grammars of a turn
 
-Mark = Callable[[str], str]
-"""How a grammar writes a text of the template's: as the special token that it is in this vocabulary, or as text."""
-Rules = tuple[str, str]
-"""A symbol, and the rules that it needs."""
-
 
 def grammar_of(
     renderer: Renderer, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, reasons: bool = True
@@ -174,7 +169,7 @@ def grammar_of(
     codec, frame = renderer.codec, renderer.frame
 
     def mark(text: str) -> str:
-        """Special tokens by number, since no text matches them."""
+        """A text of the template's as a grammar has it: special tokens by number, since no text matches them."""
         return f"<[{codec.added[text]}]>" if text in codec.special else json.dumps(text)
 
     rules = [("answer", f"answer: %json {json.dumps(with_nulls(schema))}")] if schema is not None else []
@@ -182,7 +177,7 @@ def grammar_of(
         if renderer.syntax not in CALLS:
             known = ", ".join(CALLS)
             raise RenderError(f"no grammar is known of calls in the syntax {renderer.syntax!r} (one is of: {known})")
-        rules.append(CALLS[renderer.syntax](tools, several, mark))
+        rules.append(("calls", call_rules(renderer.syntax, tools, several, mark)))
     closing = mark(frame.close)
     body = ["SPACE: /[ \\n]+/", "turn: " + " | ".join(symbol for symbol, _ in rules), *(own for _, own in rules)]
     if reasons:
@@ -195,30 +190,23 @@ def grammar_of(
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]})
 
 
-def hermes_rules(tools: Sequence[Mapping[str, Any]], several: bool, mark: Mark) -> Rules:
-    """One call of these tools, or one or more, in the syntax of Hermes and Qwen."""
-    more = ' ("\\n" call)*' if several else ""
-    call = f'call: {mark("<tool_call>")} "\\n" object "\\n" {mark("</tool_call>")}'
-    return "calls", "\n".join([f"calls: call{more}", call, *object_rules(tools, "arguments")])
+CALLS: dict[str, tuple[str, str, tuple[str, str] | None]] = {
+    "hermes": ("arguments", '"\\n"', ("<tool_call>", "</tool_call>")),
+    "llama_json": ("parameters", '"; "', None),
+}
+"""Of calls by the name of the syntax: the key of arguments, what stands between two calls, and the marks around each."""
 
 
-def llama_rules(tools: Sequence[Mapping[str, Any]], several: bool, mark: Mark) -> Rules:
-    """The same in the syntax of Llama 3."""
-    more = ' ("; " object)*' if several else ""
-    return "calls", "\n".join([f"calls: object{more}", *object_rules(tools, "parameters")])
-
-
-CALLS: dict[str, Callable[[Sequence[Mapping[str, Any]], bool, Mark], Rules]] = {"hermes": hermes_rules, "llama_json": llama_rules}
-"""Rules of calls of some tools (one, or one or more), by the name of the syntax."""
-
-
-def object_rules(tools: Sequence[Mapping[str, Any]], key: str) -> list[str]:
-    """The rules of `object`: a tool's name and, under `key`, arguments that fit its schema. Each schema is a rule of its own,
-    so that its references start at its own root."""
-    rules = ["object: " + " | ".join(f"object_{i}" for i in range(len(tools)))]
+def call_rules(syntax: str, tools: Sequence[Mapping[str, Any]], several: bool, mark: Callable[[str], str]) -> str:
+    """The rules of `calls` of these tools, one or, if `several`, one or more. Each schema is a rule of its own, so that its
+    references start at its own root."""
+    key, between, marks = CALLS[syntax]
+    around = "object" if marks is None else f'{mark(marks[0])} "\\n" object "\\n" {mark(marks[1])}'
+    rules = [f"calls: call{f' ({between} call)*' if several else ''}", f"call: {around}"]
+    rules.append("object: " + " | ".join(f"object_{i}" for i in range(len(tools))))
     for i, tool in enumerate(tools):
         function = tool["function"]
         head = json.dumps(f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{key}": ')
         schema = function.get("parameters") or {"type": "object", "properties": {}}
         rules += [f'object_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {json.dumps(with_nulls(schema))}"]
-    return rules
+    return "\n".join(rules)
