@@ -134,14 +134,13 @@ class Api:
         one = self.library.get(ident)
         row = self.library.row(one)
         with self._index(one) as db:
-            known = {found["name"]: found for found in db.execute("SELECT name, rows, damaged, problem FROM files")}
+            found = db.execute("SELECT name, rows - damaged, damaged, problem FROM files")
+            known = {name: {"episodes": n, "damaged": damaged, "problem": why} for name, n, damaged, why in found}
             evaluations = self._once(db, (ident, "evaluations"), lambda: queries.evaluations(db))
-        steps = []
-        for file in one.run.files:
-            counts = {"episodes": None, "damaged": 0, "problem": None}
-            if (found := known.get(file.name)) is not None:
-                counts = {"episodes": found["rows"] - found["damaged"], "damaged": found["damaged"], "problem": found["problem"]}
-            steps.append({"file": file.name, "phase": file.phase, "step": file.step, **counts})
+        unread = {"episodes": None, "damaged": 0, "problem": None}
+        steps = [
+            {"file": file.name, "phase": file.phase, "step": file.step, **known.get(file.name, unread)} for file in one.run.files
+        ]
         fresh = RunRecord(one.run.path)
         summary = None if row["status"] == "damaged" else fresh.summary
         with suppress(ValueError):

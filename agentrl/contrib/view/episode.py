@@ -158,6 +158,7 @@ _KEPT = (
     *("user_calls", "parting"),
     *("terminated", "truncated"),
 )
+_OF_TURN = ("index", "prompt_tokens", "seconds", "reward", "ledger", "finish", "usd", "value")
 _ID = re.compile(r"([a-z]+(?:_\d+)?)\.(\d+)")
 
 
@@ -183,7 +184,7 @@ def find(db: sqlite3.Connection, ident: str) -> sqlite3.Row:
 
 def stored_row(run: RunRecord, row: sqlite3.Row) -> dict[str, Json]:
     """The episode's row in its file, as JSON. Raises RunFolderError if the file was written anew since it was indexed."""
-    file = file_of(run, row["id"].rpartition(".")[0])
+    file = file_of(run, row)
     try:
         with file.path.open("rb") as lines:
             if os.fstat(lines.fileno()).st_ino == row["inode"]:
@@ -201,12 +202,13 @@ def name_damage(run: RunRecord, row: sqlite3.Row) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as fault:
-        where = f"{file_of(run, row['id'].rpartition('.')[0]).path}:{row['row'] + 1}"
+        where = f"{file_of(run, row).path}:{row['row'] + 1}"
         raise RunFolderError(f"{where}: damaged: {type(fault).__name__}: {fault}"[:300]) from None
 
 
-def file_of(run: RunRecord, name: str) -> EpisodeFile:
-    """The file of that name. Raises RunFolderError if it is gone."""
+def file_of(run: RunRecord, row: sqlite3.Row) -> EpisodeFile:
+    """The file of an episode's row. Raises RunFolderError if it is gone."""
+    name = row["id"].rpartition(".")[0]
     for file in run.files:
         if file.name == name:
             return file
@@ -223,25 +225,16 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
     for turn in found["turns"]:
         message = turn["message"]
         tools = sum(result.get("seconds") or 0.0 for result in turn["results"])  # one after the other
-        turns.append(
-            {
-                "index": turn.get("index"),
-                "message": message,
-                "calls": message.get("tool_calls") or [],
-                "results": [_with_pictures(result, images) for result in turn["results"]],
-                "tokens": turn.get("sampled_tokens"),
-                "prompt_tokens": turn.get("prompt_tokens"),
-                "seconds": turn.get("seconds"),
-                "timings": {"sampling_s": max((turn.get("seconds") or 0.0) - tools, 0.0), "tools_s": tools},
-                "versions": versions.get(turn.get("index"), []),
-                "version": next(iter(versions.get(turn.get("index"), [])), None),
-                "reward": turn.get("reward"),
-                "ledger": turn.get("ledger"),
-                "finish": turn.get("finish"),
-                "usd": turn.get("usd"),
-                "value": turn.get("value"),
-            }
-        )
+        sampled_by = versions.get(turn.get("index"), [])
+        turns.append({
+            **{name: turn.get(name) for name in _OF_TURN},
+            "message": message,
+            "calls": message.get("tool_calls") or [],
+            "results": [_with_pictures(result, images) for result in turn["results"]],
+            "tokens": turn.get("sampled_tokens"),
+            "timings": {"sampling_s": max((turn.get("seconds") or 0.0) - tools, 0.0), "tools_s": tools},
+            "versions": sampled_by, "version": next(iter(sampled_by), None),
+        })  # fmt: skip
     # The episodes before and after it in its file, and those of its group.
     near: dict[str, Json] = {}
     for name, where, order in (("prev", "<", "DESC"), ("next", ">", "ASC")):
@@ -255,20 +248,10 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
     kept = {name: found.get(name) for name in _KEPT}
     # Messages of tools are shown as results of their turns.
     kept["messages"] = [m if m["role"] == "tool" else _with_pictures(m, images) for m in found["messages"]]
-    return {
-        **kept,
-        "task_seed": task.get("seed"),
-        "data": task.get("data"),
-        "gold": task.get("gold"),
-        "turns": turns,
-        "ledgers": [_ledger(ledger) for ledger in ledgers],
-        "neighbours": near,
-    }
-
-
-def _ledger(ledger: Mapping[str, Json]) -> dict[str, int]:
-    spans = ledger.get("spans") or []
-    return {"tokens": sum(span[0] for span in spans), "sampled": sum(span[0] for span in spans if span[2] >= 0)}
+    spans = [ledger.get("spans") or [] for ledger in ledgers]
+    sizes = [{"tokens": sum(s[0] for s in found), "sampled": sum(s[0] for s in found if s[2] >= 0)} for found in spans]
+    of_task = {"task_seed": task.get("seed"), "data": task.get("data"), "gold": task.get("gold")}
+    return {**kept, **of_task, "turns": turns, "ledgers": sizes, "neighbours": near}
 
 
 def _with_pictures(item: Mapping[str, Json], images: Mapping[str, Json]) -> Mapping[str, Json]:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,6 @@ KINDS = {
     ".woff2": "font/woff2",
     ".json": "application/json",
 }
-Asked = Mapping[str, str]
 
 
 def make_app(library: Library, envs: bool = True) -> Starlette:
@@ -63,19 +62,10 @@ def make_app(library: Library, envs: bool = True) -> Starlette:
 
     api = Api(library, envs)
     run = "/api/runs/{run}"
-    routes = {
-        "/api/runs": lambda p, q: api.runs(q),
-        run: lambda p, q: api.run(p["run"], q),
-        f"{run}/metrics": lambda p, q: api.metrics(p["run"], q),
-        f"{run}/episodes": lambda p, q: api.episodes(p["run"], q),
-        f"{run}/facets": lambda p, q: api.facets(p["run"], q),
-        f"{run}/episodes/{{episode}}": lambda p, q: api.episode(p["run"], p["episode"], q),
-        f"{run}/episodes/{{episode}}/tokens": lambda p, q: api.tokens(p["run"], p["episode"], q),
-        f"{run}/groups": lambda p, q: api.groups(p["run"], q),
-        f"{run}/failures": lambda p, q: api.failures(p["run"], q),
-        f"{run}/suspects": lambda p, q: api.suspects(p["run"], q),
-        "/api/compare": lambda p, q: api.compare(q),
-    }
+    routes: dict[str, Callable[..., Any]] = {"/api/runs": api.runs, run: api.run, "/api/compare": api.compare}
+    routes |= {f"{run}/episodes/{{episode}}": api.episode, f"{run}/episodes/{{episode}}/tokens": api.tokens}
+    of_run = (api.metrics, api.episodes, api.facets, api.groups, api.failures, api.suspects)
+    routes |= {f"{run}/{ask.__name__}": ask for ask in of_run}
     found = [Route(path, _answering(ask), methods=["GET"]) for path, ask in routes.items()]
     return Starlette(routes=[*found, Route("/api/{rest:path}", _missing), Route("/{path:path}", _asset, methods=["GET"])])
 
@@ -107,11 +97,13 @@ def guard_app(app: Any) -> Any:
     return served
 
 
-def _answering(ask: Callable[[Any, Asked], Any]) -> Any:
+def _answering(ask: Callable[..., Any]) -> Any:
+    """The answer to a question: `ask` takes what its path names, in order, and the parameters."""
+
     # A plain function: it runs in a thread, so that a slow query holds up no other answer.
     def answer(request: Request) -> Response:
         try:
-            return _json(200, ask(request.path_params, request.query_params))
+            return _json(200, ask(*request.path_params.values(), request.query_params))
         except NotFoundError as problem:
             return _json(404, {"error": str(problem)})
         except UserError as problem:
@@ -161,16 +153,8 @@ def serve(library: Library, port: int, say: Callable[[str], None], envs: bool = 
         listener = socket.create_server((HOST, port))
     except (OSError, OverflowError) as problem:
         raise ConfigError(f"--port {port}: cannot listen on {HOST}: {problem}; try another, or 0 for a free one") from None
-    server = uvicorn.Server(
-        uvicorn.Config(
-            guard_app(make_app(library, envs)),
-            log_level="warning",
-            lifespan="off",
-            access_log=False,
-            timeout_graceful_shutdown=2,
-            http=patient(),
-        )
-    )
+    options: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "access_log": False, "timeout_graceful_shutdown": 2}
+    server = uvicorn.Server(uvicorn.Config(guard_app(make_app(library, envs)), http=patient(), **options))
     library.start()
     try:
         say(f"http://{HOST}:{listener.getsockname()[1]}")

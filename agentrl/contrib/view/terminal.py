@@ -108,23 +108,13 @@ def console() -> Console:
 
 def runs_table(rows: Sequence[Mapping[str, Json]]) -> Table:
     """Runs, as `library.overview` gives them; success on held-out tasks before and after."""
-    columns = ("run", "status", "env", "updates", "success", "tokens", "min")
-    return table(
-        "",
-        columns,
-        [
-            (
-                row["run"],
-                row["status"],
-                ", ".join(row["envs"]),
-                f"{row['updates']}/{row['steps']}" if row["steps"] else row["updates"],
-                " > ".join(cell(row[name]).plain for name in ("success_before", "success_after")),
-                row["tokens"],
-                None if row["seconds"] is None else round(row["seconds"] / 60, 1),
-            )
-            for row in rows
-        ],
-    )
+    shown = []
+    for row in rows:
+        updates = f"{row['updates']}/{row['steps']}" if row["steps"] else row["updates"]
+        success = " > ".join(cell(row[name]).plain for name in ("success_before", "success_after"))
+        minutes = None if row["seconds"] is None else round(row["seconds"] / 60, 1)
+        shown.append((row["run"], row["status"], ", ".join(row["envs"]), updates, success, row["tokens"], minutes))
+    return table("", ("run", "status", "env", "updates", "success", "tokens", "min"), shown)
 
 
 def failures_table(rows: Sequence[Mapping[str, Json]]) -> Table:
@@ -141,8 +131,8 @@ def episode_text(row: Mapping[str, Json]) -> RenderableType:
     """An episode turn by turn, its reward as a tree, and its times."""
     head = Text.assemble(
         (safe(row["id"]), "bold"),
-        f"  {safe(row['env'])}  {safe(row['task'])}  reward {_number(row['reward'])}  success {_number(row['success'])}  "
-        f"stop {safe(row['stop'])}",
+        f"  {safe(row['env'])}  {safe(row['task'])}  reward {cell(row['reward']).plain}  "
+        f"success {cell(row['success']).plain}  stop {safe(row['stop'])}",
     )
     parts: list[RenderableType] = [head]
     if row["error"]:
@@ -227,7 +217,3 @@ def _user_calls(row: Mapping[str, Json], turn: int) -> list[RenderableType]:
 
 def _panel(title: str, text: Json) -> Panel:
     return Panel(Text(safe(text, 4000)), title=Text(safe(title)), title_align="left")
-
-
-def _number(value: Json) -> str:
-    return cell(value).plain
