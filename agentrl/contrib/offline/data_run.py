@@ -48,12 +48,6 @@ ROLE = "actor"
 """The folder of the role in a checkpoint, where `agentrl export` looks."""
 
 
-def data_of(data: DataConfig | None) -> DataConfig:
-    """[data] of a config that has it."""
-    assert data is not None
-    return data
-
-
 @dataclass(slots=True)
 class DataRun:
     """The parts of a run on data."""
@@ -198,7 +192,8 @@ class DataRunKind:
     """Training on [data]: `agentrl sft --data`."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.config = config
+        assert config.data is not None
+        self.config, self.data = config, config.data
 
     def check(self, *, prepared: bool = False) -> list[str]:
         """Raise a UserError for a config that cannot be trained on its data; returns warnings. `prepared`: the run has
@@ -212,13 +207,13 @@ class DataRunKind:
         check_models(start)
         check_vision(start)
         check_capacity(start)
-        _check_loss(data_of(view.data), view.model)
+        _check_loss(self.data, view.model)
         check_train_engine(view)
         check_learner(view)
         packing_of(view)
         check_placement(start)
         if not prepared:
-            sources(data_of(view.data).path)
+            sources(self.data.path)
         renderer_of(view.model, tokenizer_of(view.model))
         if self.config.sft is not None:
             return ["[sft] says how a teacher's transcripts are trained on, and is not read: [data] is trained with [optim]"]
@@ -228,9 +223,9 @@ class DataRunKind:
         """Read the data of a config into a store in `folder`, and say what is in it. Raises ConfigError if it cannot be used."""
         config, tokenizer = self.config, tokenizer_of(self.config.model)
         longest = longest_row(config.optim, config.model)
-        made = Preparation(data_of(config.data), renderer_of(config.model, tokenizer), tokenizer, longest)
+        made = Preparation(self.data, renderer_of(config.model, tokenizer), tokenizer, longest)
         display.phase("data", 1)
-        with display.doing("reading the data", made.said):
+        with display.doing("reading the data", lambda: f"{made.rows:,} rows"):
             about = made.write(folder, config.seed)
         display.say(
             f"data: {about.examples:,} {'pairs' if about.each == 2 else 'examples'} of {about.tasks:,} tasks in {about.rows:,} "
@@ -255,7 +250,7 @@ class DataRunKind:
     async def train(self, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
         """All steps from the newest checkpoint on; whether the run went to its end (False: interrupted)."""
         identity, config = identity_of(self.config, "train"), EngineChoice(self.relevant_sections()).with_threads()
-        data, store = data_of(config.data), await in_thread("files", RowStore, folder.data)
+        data, store = self.data, await in_thread("files", RowStore, folder.data)
         with display.doing("making the model"):
             path = await in_thread("files", model_folder, config.seed, self.config.model, folder)
             if data.loss == "reward":

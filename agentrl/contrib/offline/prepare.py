@@ -215,10 +215,6 @@ class Preparation:
                 raise ConfigError(f"data.{key} is of episodes of runs, and none of the {self.rows} rows is one; leave it out")
             return writer.finish(self.data.heldout, seed, self.rows, self.left_out, dict(self.passed), dict(self.unread))
 
-    def said(self) -> str:
-        """Progress, in words."""
-        return f"{self.rows:,} rows"
-
     def _attempt(self, place: RowPlace, do: Callable[[], None]) -> None:
         try:
             do()

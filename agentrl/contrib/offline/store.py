@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -78,10 +78,18 @@ def sources(paths: Sequence[str]) -> list[Path]:
 def rows_of(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:
     """Every row of a file with its place; a line that holds no JSON object is a BadRowError. Raises ConfigError if the file as a
     whole cannot be read."""
-    yield from _table(file) if file.suffix == ".parquet" else _lines(file)
+    if file.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
 
-
-def _lines(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:
+        try:
+            with pyarrow.parquet.ParquetFile(file) as table:
+                rows = (row for batch in table.iter_batches(batch_size=_BATCH) for row in batch.to_pylist())
+                for number, row in enumerate(rows, start=1):
+                    yield RowPlace(file, number), without_nulls(row)
+        except (pyarrow.ArrowException, OSError) as problem:
+            raise ConfigError(f"data.path: {file}: not a readable Parquet file: {problem}") from None
+        return
     try:
         with open_plain(file) as lines:
             offset = 0
@@ -96,21 +104,6 @@ def _lines(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]
                 offset += len(line)
     except OSError as problem:
         raise ConfigError(f"data.path: {file}: {problem.strerror or problem}") from None
-
-
-def _table(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            number = 0
-            for batch in table.iter_batches(batch_size=_BATCH):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield RowPlace(file, number), without_nulls(row)
-    except (pyarrow.ArrowException, OSError) as problem:
-        raise ConfigError(f"data.path: {file}: not a readable Parquet file: {problem}") from None
 
 
 _OPEN = ("arguments", "parameters", "input_schema", "inputSchema", "input", "args")
@@ -154,26 +147,20 @@ class About:
     unread: dict[str, int] = field(default_factory=dict)
 
 
-class RowWriter:
+class RowWriter(ExitStack):
     """Writes a store, example by example. Use as a context manager; `finish` makes it whole."""
 
     def __init__(self, folder: Path, each: int) -> None:
+        super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
         for last in (ABOUT, MANIFEST):
             (folder / last).unlink(missing_ok=True)
         self.folder, self.each = folder, each
-        self._ids, self._sampled = (folder / "token_ids.bin").open("wb"), (folder / "sampled.bin").open("wb")
+        self._ids, self._sampled = (self.enter_context((folder / f"{name}.bin").open("wb")) for name in ("token_ids", "sampled"))
         self._ledgers: list[tuple[int, int]] = []
         self._tasks: list[int] = []
         self._numbers: dict[str, int] = {}
         self._episodes = self.tokens = self.trained = 0
-
-    def __enter__(self) -> RowWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._ids.close()
-        self._sampled.close()
 
     @property
     def examples(self) -> int:
