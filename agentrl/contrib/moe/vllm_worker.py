@@ -65,8 +65,13 @@ class _Watched:
                 asked = bool((getattr(state.sampling_params, "extra_args", None) or {}).get(ASKED))
                 step.append(Computed(name, start, scheduler_output.num_scheduled_tokens[name], slots, asked))
             # Not waited for: the host would stand still until the step is computed. The next step comes after the copy.
-            rows = self._capturer.snapshot_routing_data(sum(part.count for part in step))
-            self._copied = (step, *_copy(rows))
+            rows, done = self._capturer.snapshot_routing_data(sum(part.count for part in step)), None
+            if rows.device.type == "cuda":
+                host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+                host.copy_(rows, non_blocking=True)
+                rows, done = host, torch.cuda.Event()  # type: ignore[no-untyped-call]
+                done.record()
+            self._copied = (step, rows, done)
         return out
 
     def settle(self) -> None:
@@ -78,17 +83,6 @@ class _Watched:
         if done is not None:
             done.synchronize()
         self.log.add(step, rows.numpy()[:, self._layers].astype(self._kind))
-
-
-def _copy(rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """The rows on the host, once the event has happened (None: now)."""
-    if rows.device.type != "cuda":
-        return rows, None
-    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-    host.copy_(rows, non_blocking=True)
-    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-    return host, done
 
 
 class ExpertReceiver(WeightReceiver):

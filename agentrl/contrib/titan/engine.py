@@ -87,14 +87,7 @@ class TitanEngine(FsdpEngine):
             raise ConfigError(f'model.engine = "titan" computes logprobs, and has no role "{role}"')
         require_torchtitan()
         from agentrl.contrib.moe.routers import Routing
-        from agentrl.contrib.titan.model import (
-            TitanRouters,
-            dims_of,
-            family_of,
-            hf_names,
-            sharded_decoder,
-            titan_config,
-        )
+        from agentrl.contrib.titan import model as titan
 
         register_packed_attention()  # also for what it sets for this process
         self.path, self.cfg, self.max_grad_norm = path, cfg, max_grad_norm
@@ -105,14 +98,14 @@ class TitanEngine(FsdpEngine):
         self.config, tied = shell.config, bool(shell.config.tie_word_embeddings)
         self._left_out = {"lm_head.weight"} if tied else set()
         self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in shell.parameters()))
-        family = family_of(path, self.config)
+        family = titan.family_of(path, self.config)
         # transformers' own rotary embedding, made outside of the meta device: its frequencies are numbers.
-        made = titan_config(family, self.config, type(shell.base_model.rotary_emb)(self.config), cfg.expert_parallel > 1)
+        made = titan.titan_config(family, self.config, type(shell.base_model.rotary_emb)(self.config), cfg.expert_parallel > 1)
         self.layout = Layout.of(cfg, self.device, dist.get_world_size())  # which ranks share tokens; the meshes are torchtitan's
-        dims = dims_of(cfg, self.device)
-        self.module = sharded_decoder(family, made, dims, self.compute_dtype, self.checkpoints)
-        self._names = hf_names(family, made, [name.replace(WRAPPER, "") for name in self.module.state_dict()])
-        routers = TitanRouters(self.module)
+        dims = titan.dims_of(cfg, self.device)
+        self.module = titan.sharded_decoder(family, made, dims, self.compute_dtype, self.checkpoints)
+        self._names = titan.hf_names(family, made, [name.replace(WRAPPER, "") for name in self.module.state_dict()])
+        routers = titan.TitanRouters(self.module)
         self.routing = Routing(routers, self.layout.ulysses) if len(routers) else None
         self._load(loader, tied)
         self.module.train()

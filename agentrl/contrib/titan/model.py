@@ -236,12 +236,6 @@ class Experts(GroupedExperts):
         return torch._grouped_mm(F.silu(gate) * up, down, offs=offsets)
 
 
-def is_sparse(config: Any, layer: int) -> bool:
-    """Return True if a layer of a Qwen3-MoE model has experts."""
-    listed = layer in (config.mlp_only_layers or [])
-    return not listed and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
-
-
 def experts_config(config: Any) -> Any:
     """torchtitan's config of the experts of one layer, without its balancing of their load, which is no part of the model."""
     count, top = config.num_experts, config.num_experts_per_tok
@@ -341,7 +335,10 @@ def titan_config(family: Family, config: Any, rotary: Any, expert_parallel: bool
         scale=float(rotary.attention_scaling),
     )
     # Weights are loaded, never drawn: no initialization is given.
-    sparse = [family.sparse and is_sparse(config, layer) for layer in range(config.num_hidden_layers)]
+    sparse = [False] * config.num_hidden_layers
+    if family.sparse and config.num_experts > 0:  # as Qwen3-MoE says which layers have experts
+        dense, each = config.mlp_only_layers or [], config.decoder_sparse_step
+        sparse = [layer not in dense and (layer + 1) % each == 0 for layer in range(config.num_hidden_layers)]
     layers = [
         (RoutedBlock if experts else family.block).Config(
             attention_norm=norm(config.hidden_size),

@@ -66,7 +66,16 @@ class Vision(Modality):
         self.merge = int(vision.spatial_merge_size)
         self._patch = 3 * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
         self._side = int(vision.patch_size) * self.merge
-        self.processor = _processor(path, vision)
+        sizes = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size, "merge_size": self.merge}
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Processor
+
+        if not (Path(path) / "preprocessor_config.json").is_file() and (Path(path).is_dir() or not path):
+            self.processor = Processor(**sizes)
+        else:
+            try:
+                self.processor = Processor.from_pretrained(path)
+            except (OSError, ValueError, TypeError, KeyError) as problem:
+                raise ModelError(f"{path}: preprocessor_config.json cannot be read: {problem}") from problem
         self._kept: OrderedDict[str, Pixels] = OrderedDict()
 
     @classmethod
@@ -297,19 +306,3 @@ def embed_images(model: Any, ids: Tensor, places: Sequence[tuple[int, Pixels]], 
         return found
     mask = torch.zeros_like(ids, dtype=torch.bool).index_fill(0, at, True)
     return {**found, "visual_pos_masks": mask[None], "deepstack_visual_embeds": list(others)}
-
-
-def _processor(path: str, vision: Any) -> Any:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    sizes = {
-        "patch_size": vision.patch_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "merge_size": vision.spatial_merge_size,
-    }
-    if not (Path(path) / "preprocessor_config.json").is_file() and (Path(path).is_dir() or not path):
-        return Qwen2VLImageProcessorPil(**sizes)
-    try:
-        return Qwen2VLImageProcessorPil.from_pretrained(path)
-    except (OSError, ValueError, TypeError, KeyError) as problem:
-        raise ModelError(f"{path}: preprocessor_config.json cannot be read: {problem}") from problem

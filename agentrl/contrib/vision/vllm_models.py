@@ -31,22 +31,20 @@ from agentrl.data.images import Image
 from agentrl.engines.vllm.vllm_worker import WeightReceiver
 
 
-def item_of(pixels: Pixels) -> Any:
-    """An image as the model's class takes it in vLLM."""
-    grid = torch.tensor([pixels.grid])
-    fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1)),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-    }
-    data: Any = {"pixel_values": pixels.values, "image_grid_thw": grid}
-    return MultiModalKwargsItems.from_hf_inputs(data, fields)["image"][0]
-
-
 def with_images(token_ids: list[int], images: Sequence[tuple[str, int, Pixels]]) -> Any:
     """A prompt as vLLM takes it once all is prepared. `images`: of each its hash, and where its placeholders begin."""
+    items = []
+    for _, _, pixels in images:
+        grid = torch.tensor([pixels.grid])
+        fields = {
+            "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1)),
+            "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+        }
+        data: Any = {"pixel_values": pixels.values, "image_grid_thw": grid}
+        items.append(MultiModalKwargsItems.from_hf_inputs(data, fields)["image"][0])
     return mm_input(
         token_ids,
-        MultiModalKwargsItems({"image": [item_of(pixels) for _, _, pixels in images]}),
+        MultiModalKwargsItems({"image": items}),
         {"image": [name for name, _, _ in images]},
         {"image": [PlaceholderRange(offset=start, length=pixels.tokens) for _, start, pixels in images]},
     )
