@@ -1,8 +1,12 @@
-"""The probe tells a family that is computed right from one that is not, and says which, what differed and by how much."""
+"""The probe tells a family that is computed right from one that is not, and says which, what differed and by how much;
+docs/families.json has what it finds, for every causal language model of transformers."""
 
+import json
 import math
+import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,10 +21,12 @@ from agentrl.trainer import attention as mixers
 from agentrl.trainer import families as choice
 from agentrl.trainer import language_model as logprobs
 from agentrl.trainer.attention import Block, PackedSequences, row_blocks
-from agentrl.trainer.families import Measured, packing_of
+from agentrl.trainer.families import TOLERANCE, Measured, packing_of
 from agentrl.trainer.language_model import layers_of
 from agentrl.trainer.parallel import layout
 from agentrl.utils.errors import ConfigError, ModelError
+from agentrl.utils.search_path import load_module
+from tests.conftest import PROOFS
 from tests.trainer.family_models import config_of
 
 GEMMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attn_logit_softcapping": 2.0}
@@ -208,3 +214,35 @@ def test_without_the_probe_well_known_families_are_packed_and_others_refused(
     assert packing_of(run_of("lfm2", tmp_path)).way == "packed"
     with pytest.raises(ModelError, match=r"qwen3_next.* cannot be tried: agentrl.contrib.families is missing. Install it"):
         packing_of(run_of("qwen3_next", tmp_path))
+
+
+# -- the table of families
+
+ROOT = Path(__file__).resolve().parents[3]
+RECORD = ROOT / "docs" / "families.json"
+SOME = ("deepseek_v3", "gpt_oss", "lfm2", "llama", "mistral")
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    sys.path.insert(0, str(ROOT / ".ci"))
+    return load_module(ROOT / ".ci" / "families.py")
+
+
+def test_every_family_of_transformers_has_a_row(table: ModuleType) -> None:
+    record = json.loads(RECORD.read_text())
+    assert list(record) == list(table.families())
+    assert all(entry["mode"] == "packed" or entry["why"] for entry in record.values())
+
+
+@pytest.mark.parametrize("family", [*json.loads(RECORD.read_text())] if PROOFS else SOME)
+def test_a_row_is_what_the_probe_finds(table: ModuleType, family: str) -> None:
+    """Its mode and its reason; and errors of the same size, which rounding decides."""
+    found, recorded = table.in_time(lambda: table.measured(family)), json.loads(RECORD.read_text())[family]
+    assert found["mode"] == recorded["mode"], found
+    for key in ("packed", "shared", "one_row"):
+        one, other = (entry.get(key, "") for entry in (found, recorded))
+        try:
+            assert (float(one) > TOLERANCE) == (float(other) > TOLERANCE)
+        except ValueError:
+            assert one == other

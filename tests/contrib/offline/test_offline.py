@@ -15,6 +15,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from agentrl.cli.main import main
+from agentrl.config import TrainConfig
+from agentrl.config.load import config_from
+from agentrl.contrib.offline.data_run import _check_loss
 from agentrl.contrib.offline.objectives import Supervised
 from agentrl.contrib.offline.prepare import Preparation
 from agentrl.contrib.offline.store import RowStore
@@ -25,8 +28,10 @@ from agentrl.render import make_renderer
 from agentrl.rollout.warm_start import transcript
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.reader import load_run
+from agentrl.trainer.learner import check_learner
 from agentrl.trainer.model_folder import export_run
 from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import ConfigError
 from tests.conftest import proof
 from tests.contrib.offline.test_layouts import ASKED, HERMES, TOOLS
 
@@ -257,17 +262,6 @@ def test_two_ranks_train_what_one_does(loss: str, split: list[str], tmp_path: Pa
             assert [row[key] for row in two] == pytest.approx([row[key] for row in one], rel=2e-4, abs=1e-6), key
 
 
-def test_beta_is_what_the_margin_is_multiplied_by(tmp_path: Path) -> None:
-    """The first step of AdamW is lr against the gradient's sign, whatever beta is: the same policy, so margins as 1 to 3."""
-    pair = {"prompt": ASKED[:1], "chosen": [ASKED[5]], "rejected": [{"role": "assistant", "content": "no"}]}
-    file, margins = written(tmp_path / "pairs.jsonl", numbered(pair, 8, "prompt")), []
-    for beta in ("0.1", "0.3"):
-        words = ("--data", str(file), "--loss", "dpo", f"data.beta={beta}", "data.heldout=0.5", "optim.max_grad_norm=1e9")
-        assert sft(*words, out=tmp_path, name=f"beta_{beta}") == 0
-        margins.append(rows(tmp_path / f"beta_{beta}", "heldout")[-1]["reward_margin"])
-    assert margins[1] == pytest.approx(3 * margins[0], rel=1e-2) and margins[0] > 0
-
-
 def test_a_held_out_loss_is_the_same_in_whatever_batches_it_is_computed(tmp_path: Path) -> None:
     """The mean over tokens of examples whose lengths differ, which is not the mean over batches."""
     made = [{"messages": [ASKED[0], {"role": "assistant", "content": "no " * times}]} for times in range(1, 12)]
@@ -382,3 +376,50 @@ def test_train_and_eval_refuse_a_config_of_data(chats: Path, tmp_path: Path, cap
     assert main(["train", str(config), f"out={tmp_path}"]) == 2
     assert "agentrl train learns from episodes that it plays" in capsys.readouterr().err
     assert main(["sft", str(config), f"out={tmp_path}", "data.pats=1"]) == 2
+
+
+# -- a key that is set and read by nothing is refused with what would read it; its default may be written out
+
+
+def config(*words: str) -> TrainConfig:
+    return config_from({"env": {"id": "key_value"}, "model": {"init": {}}}, words)
+
+
+@pytest.mark.parametrize(
+    ("word", "needs", "besides"),
+    [
+        ("algorithm.entropy_max=0.1", "algorithm.entropy_target", ["algorithm.entropy_target=0.1"]),
+        ("algorithm.entropy_step=0.01", "algorithm.entropy_target", ["algorithm.entropy_target=0.1"]),
+        (
+            "algorithm.kl.decay=0.5",
+            'algorithm.kl.reference = "moving"',
+            ["algorithm.kl.reference=moving", "algorithm.kl.coef=0.1"],
+        ),
+    ],
+)
+def test_a_key_of_an_algorithm_that_nothing_reads_is_refused(word: str, needs: str, besides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{word.partition('=')[0]} = 0\.\d+ is read with {needs} alone; set that too, or"):
+        check_learner(config(word))
+    check_learner(config(word, *besides))
+    check_learner(config("algorithm.entropy_max=0.005", "algorithm.entropy_step=0.0001", "algorithm.kl.decay=0.99"))
+
+
+@pytest.mark.parametrize(
+    ("word", "loss", "others", "needs"),
+    [
+        ("data.beta=0.5", "dpo", ["sft", "reward"], 'data.loss = "dpo"'),
+        ("data.margin=0.5", "dpo", ["sft"], "a data.loss of pairs"),
+        ("data.margin=0.5", "reward", ["sft"], "a data.loss of pairs"),
+    ],
+)
+def test_a_key_of_data_that_nothing_reads_is_refused(word: str, loss: str, others: list[str], needs: str) -> None:
+    def check(*words: str) -> None:
+        given = config('data.path=["x"]', *words)
+        assert given.data is not None
+        _check_loss(given.data, given.model)
+
+    check(f"data.loss={loss}", word)
+    for other in others:
+        with pytest.raises(ConfigError, match=f"is read with {needs} alone"):
+            check(f"data.loss={other}", word)
+        check(f"data.loss={other}", "data.beta=0.1", "data.margin=1e-6")

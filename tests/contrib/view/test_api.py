@@ -1,6 +1,15 @@
-"""The viewer's API on small runs: what each address answers, against numbers worked out by hand."""
+"""The viewer's API on small runs: what each address answers, against numbers worked out by hand, also while a run goes on; the
+state that an episode began with; and that the server keeps what it shows to the browser of whoever started it."""
 
+import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,11 +17,14 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from agentrl.contrib.view import library as shelves
 from agentrl.contrib.view.library import Library
 from agentrl.contrib.view.queries import verdict
-from agentrl.contrib.view.server import guard_app, make_app
+from agentrl.contrib.view.server import assets, guard_app, make_app
 from agentrl.data.trajectory import Message, ToolCall, Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.run.evaluate import make_report
+from agentrl.utils.files import atomic_write
 from tests.run.made_folders import episode, run_folder, unscored
 
 METRICS = [
@@ -57,6 +69,7 @@ def asking(tmp_path_factory: pytest.TempPathFactory) -> Asking:
         **{name: [episode(seed, 0, r, split="heldout") for seed, r in enumerate(rewards)] for name, rewards in held.items()},
     }
     run_folder(at / "one", files, METRICS)
+    (at / "secret.json").write_text('{"password": 1}')
     return client(at)
 
 
@@ -276,3 +289,203 @@ def test_a_bad_page_is_refused_before_the_index_is_waited_for(tmp_path: Path, mo
     run_folder(tmp_path / "r", {"step_000001": [episode(1)]})
     monkeypatch.setattr(Library, "want", lambda *_: pytest.fail("it waits"))
     assert client(tmp_path).get("/api/runs/r/episodes?sort=rewards").status_code == 400
+
+
+# -- a run that goes on
+
+
+def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not appear"
+        time.sleep(0.01)
+
+
+def test_what_a_run_writes_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelves, "POLL_S", 0.02)
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    library = Library([runs])
+    asking = Asking(guard_app(make_app(library)), base_url="http://localhost")
+    library.start()
+    try:
+        assert asking.ask("/runs") == []
+        row = {"step": 1, "phase": "train", "success": 0.0, "tokens": 4}
+        folder = run_folder(runs / "new", {"step_000001": [episode(1)]}, [row])
+        assert [(found["run"], found["live"], found["status"]) for found in asking.ask("/runs")] == [("new", True, "running")]
+        assert [found["id"] for found in asking.ask("/runs/new/episodes")["rows"]] == ["step_000001.0"], "the first answer waits"
+        first = asking.ask("/runs/new/metrics")
+        folder.write_trajectories("step_000002", [episode(2)])
+        with folder.metrics.open("a") as file:
+            file.write(json.dumps({**row, "step": 2}) + "\n" + '{"step": 3, "pha')
+        until(lambda: asking.ask("/runs/new/episodes")["total"] == 2)
+        new = asking.ask(f"/runs/new/metrics?after={first['next']}&edition={first['edition']}")
+        assert [found["step"] for found in new["rows"]] == [2] and not new["anew"], "half a row is not read"
+        # A resume from step 1 rewinds the rows and writes step 2 again: more rows than before, but others.
+        atomic_write(folder.metrics, "".join(json.dumps({**row, "step": n, "success": 0.5}) + "\n" for n in (1, 2, 3)))
+        folder.write_trajectories("step_000002", [episode(7), episode(8)])
+        again = asking.ask(f"/runs/new/metrics?after={new['next']}&edition={new['edition']}")
+        assert again["anew"] and [found["success"] for found in again["rows"]] == [0.5] * 3
+        until(lambda: asking.ask("/runs/new/episodes")["total"] == 3)
+        assert asking.ask("/runs/new/episodes/step_000002.1")["task"] == "t/train/8"
+        folder.write_summary({"status": "done", "seconds": 3.0})
+        assert [(found["live"], found["status"]) for found in asking.ask("/runs")] == [(False, "done")]
+    finally:
+        library.close()
+
+
+def test_an_episode_of_a_file_that_was_written_anew_since_is_not_mixed_up(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "r", {"step_000001": [episode(1)]})
+    library = Library([tmp_path])
+    [one] = library.scan()
+    library.refresh(one)
+    asking = Asking(guard_app(make_app(library)), base_url="http://localhost")
+    folder.write_trajectories("step_000001", [episode(2)])
+    found = asking.get("/api/runs/r/episodes/step_000001.0")
+    assert found.status_code == 400 and "written anew meanwhile" in found.json()["error"]
+    library.refresh(one)
+    assert asking.ask("/runs/r/episodes/step_000001.0")["task"] == "t/train/2"
+
+
+# -- the state that an episode began with
+
+TASKS = Path(__file__).parents[3] / "envs" / "mcp" / "tasks.jsonl"
+
+
+def played(seed: int) -> Trajectory:
+    """An episode of key_value in which `set` changed a key and `add` the total."""
+
+    async def play() -> Trajectory:
+        env = EnvRef("key_value", {"calls": 2}).build()
+        await env.areset(seed=seed, options={"split": "train"})
+        key = next(iter(env.task.data["store"]))
+        for name, arguments in (("set", {"key": key, "x": 77}), ("add", {"x": 5})):
+            await env.astep(Message("assistant", "", (ToolCall(name, arguments, "call_0"),)))
+        await env.astep(Message("assistant", "done"))
+        await env.aclose()
+        return env.trajectory
+
+    return asyncio.run(play())
+
+
+def test_what_an_episode_changed(tmp_path: Path) -> None:
+    one = played(3)
+    key, was = next(iter(one.task.data["store"].items()))
+    other = played(4)
+    other.task.data["store"][key] = 1000  # as if the environment's code had made other tasks then
+    stateless = played(5)
+    stateless.state = None
+    folder = run_folder(tmp_path / "r", {"step_000001": [one, other, stateless]})
+    folder.config.write_text('name = "r"\n[env]\nid = "key_value"\n[env.params]\ncalls = 2\n[model.init]\n')
+    asking = client(tmp_path)
+    found = asking.ask("/runs/r/episodes/step_000001.0")
+    assert found["state_before"]["store"] == {**one.state["store"], key: was}
+    assert found["state_diff"] == [
+        {"path": f"/store/{key}", "kind": "changed", "before": was, "after": 77},
+        {"path": "/total", "kind": "changed", "before": 0, "after": 5},
+    ]
+    changed = asking.ask("/runs/r/episodes/step_000001.1")
+    assert changed["state_diff"] is None and "makes another task" in changed["state_problem"]
+    assert "recorded no state" in asking.ask("/runs/r/episodes/step_000001.2")["state_problem"]
+
+
+def test_what_an_episode_of_a_rollout_changed(tmp_path: Path) -> None:
+    """Its folder has no config.toml: the note says which environment it was, with which parameters."""
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "trajectories.jsonl").write_text(json.dumps(played(3).to_json()) + "\n")
+    note = {"env.id": "key_value", "env.params.calls": 2, "env.eval.split": "heldout", "seed": 0}
+    (folder / "rollout.json").write_text(json.dumps({"identity": note}))
+    found = client(tmp_path).ask("/runs/r/episodes/trajectories.0")
+    assert found["state_problem"] is None and found["state_diff"][1] == {
+        "path": "/total", "kind": "changed", "before": 0, "after": 5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "env, said",
+    [
+        ('id = "key_value"\nurl = "http://127.0.0.1:9"', "env.url"),
+        (f'id = "mcp"\n[env.params]\ncommand = ["touch", "started"]\ntasks = "{TASKS}"', "starts other processes"),
+        ('id = "python"', "starts other processes"),
+        ('id = "no_such"', "no_such"),
+    ],
+)
+def test_nothing_is_started_for_it(here: Path, env: str, said: str) -> None:
+    """A run folder from elsewhere must not choose what runs on this machine."""
+    folder = run_folder(here / "runs" / "r", {"step_000001": [played(3)]})
+    folder.config.write_text(f'name = "r"\n[model.init]\n[env]\n{env}\n')
+    found = client(here / "runs").ask("/runs/r/episodes/step_000001.0")
+    assert found["state_diff"] is None and said in found["state_problem"]
+    assert not (here / "started").exists()
+
+
+# -- who is answered
+
+HOSTS = {
+    403: ("evil.example", "127.0.0.1.evil.example:8300", "192.168.0.4:8300", "", "localhost:8300@evil.example", "127.0.0.1:x"),
+    200: ("127.0.0.1:8300", "localhost", "LOCALHOST:9", "[::1]:8300", "[::1]"),
+}
+SITES = {403: ("cross-site", "same-site"), 200: ("same-origin", "none")}
+
+
+@pytest.mark.parametrize("status, host", [(status, host) for status, hosts in HOSTS.items() for host in hosts])
+def test_only_loopback_is_answered(asking: Asking, host: str, status: int) -> None:
+    """A page whose name was bound to 127.0.0.1 after it was loaded sends its own name."""
+    for path in ("/", "/api/runs"):
+        assert asking.get(path, headers={"host": host}).status_code == status
+
+
+@pytest.mark.parametrize("status, site", [(status, site) for status, sites in SITES.items() for site in sites])
+def test_data_is_for_the_viewers_own_page(asking: Asking, site: str, status: int) -> None:
+    """Another site's page can ask without being able to read; a link to the page itself works."""
+    assert asking.get("/api/runs/one/episodes/step_000001.0", headers={"sec-fetch-site": site}).status_code == status
+    assert asking.get("/", headers={"sec-fetch-site": site}).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_can_be_written(asking: Asking, method: str) -> None:
+    for path in ("/", "/api/runs", "/api/runs/one"):
+        assert asking.request(method, path).status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/api/none", "/none.js", "/run/one"])
+def test_every_answer_has_the_headers_and_allows_no_other_origin(asking: Asking, path: str) -> None:
+    found = asking.get(path, headers={"origin": "http://evil.example"})
+    policy = found.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+    assert found.headers["x-content-type-options"] == "nosniff" and found.headers["x-frame-options"] == "DENY"
+    assert not [name for name in found.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../secret.json", "/%2e%2e/secret.json", "/..%2f..%2fsecret.json", "/assets/../../api.py", "/%2fetc%2fpasswd.json",
+     "//etc/hosts.json", "/server.py"],
+)  # fmt: skip
+def test_no_path_leads_out_of_the_page(asking: Asking, path: str) -> None:
+    found = asking.get(path)
+    assert found.status_code == 404 or found.content == assets()["index.html"]
+    assert b"password" not in found.content and b"import" not in found.content[:200]
+
+
+def test_the_server_listens_on_loopback_only_and_ends_on_ctrl_c(tmp_path: Path) -> None:
+    run_folder(tmp_path / "one", {"step_000001": [episode(1)]})
+    command = [sys.executable, "-m", "agentrl.cli.main", "view", str(tmp_path), "--port", "0", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        said = process.stdout.readline()
+        address = said.split(" at ")[1].split()[0]
+        try:
+            assert said.startswith("agentrl view: 1 runs at http://127.0.0.1:")
+            with urllib.request.urlopen(f"{address}/api/runs/one/facets", timeout=10) as answer:
+                assert b'"value":"numbers"' in answer.read()
+            listening = Path("/proc/net/tcp").read_text().splitlines()[1:]
+            port = f":{int(address.rsplit(':', 1)[1]):04X}"
+            assert [line.split()[1] for line in listening if line.split()[1].endswith(port) and line.split()[3] == "0A"] == [
+                f"0100007F{port}"
+            ]
+        finally:
+            process.send_signal(signal.SIGINT)
+            rest = process.communicate(timeout=20)
+        assert process.returncode == 0 and rest == ("", "")
