@@ -556,14 +556,10 @@ def tree(rows: list[Row], local: float = 0.5, share: float = 0.0, eps: float = 1
     return Out(out, exact)
 
 
-def check_tree(seed: int) -> None:
-    check_advantages("tree", seed, sys.modules[__name__])
-
-
 @ORACLE
 @given(block=BLOCKS)
 def test_it_is_what_the_page_says(block: range) -> None:
-    each(block, check_tree)
+    each(block, lambda seed: check_advantages("tree", seed, sys.modules[__name__]))
 
 
 def test_the_example_of_the_manual_and_its_defaults() -> None:

@@ -22,14 +22,6 @@ from agentrl.utils.errors import ConfigError
 
 BUCKETS = [{"calls": 2}, {"calls": [4, 6]}, {"calls": 9}]
 ARMS = ["calls=2", "calls=[4, 6]", "calls=9"]
-BY_PROGRESS = """
-model = { init = { layers = 1, hidden = 16 } }
-env = { id = "key_value" }
-
-[rollout.sampler]
-name = "by_progress"
-args = { buckets = [{ calls = 2 }, { calls = [4, 6] }, { calls = 9 }], floor = 0.05, window = 8 }
-"""
 
 
 def by_progress(**args: Any) -> TaskSampler:
@@ -85,27 +77,6 @@ def test_weights_are_those_of_a_fit_of_the_last_groups_and_a_resume_keeps_them(
         row = one.metrics()
         assert [row[f"{arm}/share"] for arm in ARMS] == pytest.approx([weight / sum(weights) for weight in weights], abs=1e-9)
     assert [sampler.choose(3, index) for index in range(40)] == [again.choose(3, index) for index in range(40)]
-
-
-def test_by_progress_from_a_config_decides_the_next_draws_by_what_is_learned(tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text(BY_PROGRESS)
-    config = load_config(tmp_path / "c.toml")
-    check_rollout(RunStart(config))
-    tasks, rising = MixedTasks(parts_of(config), config.rollout.mixture, config.seed), 0
-    for index in range(64):  # while the middle arm learns, the others stand still
-        choice = tasks.draw(index)
-        rising += choice.bucket == ARMS[1]
-        tasks.finish(index, min(1.0, rising / 16) if choice.bucket == ARMS[1] else float(choice.bucket == ARMS[0]), 10)
-        tasks.update(index + 1)
-        if rising == 12:
-            break
-    row = tasks.metrics()
-    # Of the middle arm the last 8 groups rose by 7/16; the others are at the floor.
-    total = 0.05 + 7 / 16 + 0.05
-    assert [row[f"sampler/{arm}/share"] for arm in ARMS] == pytest.approx([0.05 / total, 7 / 16 / total, 0.05 / total])
-    again = MixedTasks(parts_of(config), config.rollout.mixture, config.seed)
-    again.load_json(json.loads(json.dumps(tasks.to_json())))
-    assert [again.draw(index) for index in range(2000, 2050)] == [tasks.draw(index) for index in range(2000, 2050)]
 
 
 @pytest.mark.parametrize(
