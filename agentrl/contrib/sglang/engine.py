@@ -55,7 +55,7 @@ async def prove_temperature(http: Http, prompt: list[int]) -> None:
             "return_logprob": True,
             "top_logprobs_num": TOKENS,
         }
-        answer: Json = await http.post("/generate", body)
+        answer: Json = await http.call("/generate", body)
         try:
             [entries] = answer["meta_info"]["output_top_logprobs"]
         except (KeyError, ValueError) as problem:
@@ -77,6 +77,8 @@ async def prove_temperature(http: Http, prompt: list[int]) -> None:
 # New weights
 
 FROM_DISK = "/update_weights_from_disk"
+# Not "in_place", which keeps the caches of the old weights, and not "abort", which ends every request.
+PAUSE, GO_ON = ("/pause_generation", {"mode": "retract"}), ("/continue_generation", dict[str, str]())
 
 
 class FileUpdate:
@@ -214,9 +216,9 @@ class SglangEngine(Engine, WeightTarget):
         self._context = min(server.facts.context for server in self._servers.all if server.facts is not None)
         # They may have the weights of another model of this kind, or of an earlier run. Paused, as at every update: a server may
         # still sample for a run that was killed.
-        await self._servers.post(self._servers.all, "/pause_generation", {"mode": "retract"})
+        await self._servers.post(self._servers.all, *PAUSE)
         await self._update.first(self._model, self._versions.name(self._version))
-        await self._servers.post(self._servers.all, "/continue_generation", {})
+        await self._servers.post(self._servers.all, *GO_ON)
         for server in self._servers.all:
             await prove_temperature(server.http, [0, min(1, expected.vocab - 1)])
         self._expected = expected
@@ -289,28 +291,23 @@ class SglangEngine(Engine, WeightTarget):
             if not turn.in_scheduler:
                 task.cancel()  # the server may hold it back before its scheduler, which would take no notice of the abort
             with contextlib.suppress(ServerDeadError):  # then the request itself reports it
-                await server.http.post("/abort_request", {"rid": turn.rid})
+                await server.http.call("/abort_request", {"rid": turn.rid})
 
     async def _give_up(self, turn: TurnRequests, server: Server) -> None:
         with contextlib.suppress(EngineError):  # nobody waits for it
-            await server.http.post("/abort_request", {"rid": turn.rid})
+            await server.http.call("/abort_request", {"rid": turn.rid})
 
     async def pause(self) -> None:
         async with self._lock:
-            await self._pause()
-
-    async def _pause(self) -> None:
-        self._paused = True
-        # Not "in_place", which keeps the caches of the old weights, and not "abort", which ends every request.
-        await self._servers.post(self._servers.alive(), "/pause_generation", {"mode": "retract"})
+            await self._switch(True)
 
     async def resume(self) -> None:
         async with self._lock:
-            await self._resume()
+            await self._switch(False)
 
-    async def _resume(self) -> None:
-        self._paused = False
-        await self._servers.post(self._servers.alive(), "/continue_generation", {})
+    async def _switch(self, paused: bool) -> None:
+        self._paused = paused
+        await self._servers.post(self._servers.alive(), *(PAUSE if paused else GO_ON))
 
     def members(self) -> tuple[str, ...]:
         """This process receives the weights and passes them on."""
@@ -334,14 +331,14 @@ class SglangEngine(Engine, WeightTarget):
             paused = self._paused
             try:
                 if not paused:
-                    await self._pause()
+                    await self._switch(True)
                 try:
                     # A dead server that answers again is paused as the others are, and gets the weights with them.
                     for server in self._servers.all:
                         if server.cause is not None:
                             with contextlib.suppress(EngineError):  # it stays dead, for the cause that it has
                                 await self._servers.look(server, self._model_type)
-                                await server.http.post("/pause_generation", {"mode": "retract"})
+                                await server.http.call(*PAUSE)
                                 server.cause = None
                     arrivals = Arrivals(expected)
                     await self._update.start(self._servers.alive(), self._versions.name(version))
@@ -356,7 +353,7 @@ class SglangEngine(Engine, WeightTarget):
                     raise
                 finally:
                     if not paused:
-                        await self._resume()
+                        await self._switch(False)
             except EngineError as problem:
                 self._unfit = str(problem)
                 raise

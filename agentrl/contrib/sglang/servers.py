@@ -50,16 +50,10 @@ class Http:
             trust_env=False,
         )
 
-    async def get(self, route: str) -> Json:
-        """Raises ServerDeadError, or EngineError if the server refuses."""
-        return await self._call("GET", route, None, None)
-
-    async def post(self, route: str, body: Mapping[str, Any], seconds: float | None = None) -> Json:
-        """`seconds`: if it may take another time than other calls. Raises as `get`."""
-        return await self._call("POST", route, body, seconds)
-
-    async def _call(self, method: str, route: str, body: Mapping[str, Any] | None, seconds: float | None) -> Json:
-        limit = self._seconds if seconds is None else seconds
+    async def call(self, route: str, body: Mapping[str, Any] | None = None, seconds: float | None = None) -> Json:
+        """GET, or POST of a body. `seconds`: if it may take another time than other calls. Raises ServerDeadError, or EngineError
+        if the server refuses."""
+        limit, method = self._seconds if seconds is None else seconds, "GET" if body is None else "POST"
         try:
             answer = await self._client.request(method, route, json=body, timeout=httpx.Timeout(limit))
         except httpx.HTTPError as problem:
@@ -68,7 +62,7 @@ class Http:
 
     async def events(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
         """The parts of a streamed answer. If none comes for a call's time, the server is asked whether it is alive: a request
-        may wait in its queue, or while weights are replaced. Raises as `get`."""
+        may wait in its queue, or while weights are replaced. Raises as `call`."""
         try:
             # Only reading may take as long as it does: a server that cannot be reached is given up in time.
             timeout = httpx.Timeout(self._seconds, read=None)
@@ -94,7 +88,7 @@ class Http:
             coming = asyncio.ensure_future(anext(lines, None))
             try:
                 while not (await asyncio.wait([coming], timeout=self._seconds))[0]:
-                    await self.get("/server_info")  # the scheduler's process answers it, not only the HTTP one
+                    await self.call(SERVER)  # the scheduler's process answers it, not only the HTTP one
                 line = coming.result()
             finally:
                 coming.cancel()
@@ -443,7 +437,7 @@ class Servers:
 
     async def look(self, server: Server, model_type: str | None) -> None:
         """Ask a server what it is. Raises EngineError if it cannot be used."""
-        facts = Facts.of(server.address, await server.http.get(MODEL), await server.http.get(SERVER))
+        facts = Facts.of(server.address, await server.http.call(MODEL), await server.http.call(SERVER))
         check(facts, self._cfg, model_type)
         server.facts = facts
 
@@ -465,7 +459,7 @@ class Servers:
         """A request's connection broke: the server is dead, unless it answers another one."""
         try:
             if server.cause is None:
-                await server.http.get(MODEL)
+                await server.http.call(MODEL)
                 log.warning("%s; the server answers, and the turn is sampled again", cause)
         except EngineError:
             self.died(server, cause)
@@ -485,7 +479,7 @@ class Servers:
         self, servers: Sequence[Server], route: str, body: Mapping[str, Any], seconds: float | None = None
     ) -> list[Json]:
         """Call each of them. One that turns out to be dead is left out. Raises EngineError if one refuses, or if none is left."""
-        calls = [server.http.post(route, body, seconds) for server in servers]
+        calls = [server.http.call(route, body, seconds) for server in servers]
         # All answers before any error: raising at the first would leave the others' calls under way.
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for server, answer in zip(servers, answers, strict=True):

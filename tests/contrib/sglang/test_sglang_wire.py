@@ -16,7 +16,7 @@ from agentrl.engines.weights.parameters import expected_parameters
 from agentrl.rollout.engine import Sampling
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.utils.errors import ConfigError, EngineError
-from tests.contrib.sglang.sglang_stand_in.requests import FROZEN, INSTALLED, BadRequestError, frozen, requests, text_of
+from tests.contrib.sglang.sglang_stand_in.requests import FROZEN, INSTALLED, BadRequestError, Frozen, frozen, text_of
 from tests.contrib.sglang.sglang_stand_in.server import DEFAULTS, Settings, StandIn
 from tests.engines.contract import off, prompt_of, sampled, until
 from tests.engines.engine_models import VOCAB, build_model, changed, load
@@ -290,7 +290,7 @@ async def test_weights_that_the_files_name_otherwise_cannot_be_published(tmp_pat
 
 
 async def test_bodies_are_held_against_the_packages_request_classes():
-    known = requests()
+    known = Frozen()
     for name, body in [
         ("GenerateReqInput", {"input_ids": [1], "smapling_params": {}}),
         ("SamplingParams", {"max_tokens": 4}),

@@ -1,7 +1,7 @@
 """What is behind the stand-in: a tiny model that samples for real, in the embedded engine, with noise as SGLang's."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -100,18 +100,14 @@ class Model:
         values, ids = (logits / temperature).log_softmax(-1).topk(count)
         return [(float(value), int(token), None) for value, token in zip(values, ids, strict=True)]
 
-    async def load_folder(self, folder: str, name: str | None) -> str:
-        """Load the files of a folder; why not, or an empty text."""
+    async def load(self, folder: str, name: str | None) -> str:
+        """Load the files of a folder; why not, or an empty text. Weights that these do not name stay as they are."""
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
             return f"Failed to get weights iterator: Cannot find any model weights with `{folder}`."
         tensors: dict[str, torch.Tensor] = {}
         for file in files:
             tensors |= load_file(file)
-        return await self.load(tensors, name)
-
-    async def load(self, tensors: Mapping[str, torch.Tensor], name: str | None) -> str:
-        """Replace these weights; why not, or an empty text. Those that are not named stay as they are."""
         own = {key: value.detach() for key, value in self.plain.named_parameters(remove_duplicate=False)}
         for key, tensor in tensors.items():
             # SGLang's loaders pass over names that they do not know.

@@ -1,4 +1,4 @@
-"""The request classes of SGLang 0.5.23: the installed package's own if there is one, else their description in requests.json.
+"""The request classes of SGLang 0.5.23 by their description in requests.json.
 
     python -m tests.contrib.sglang.sglang_stand_in.requests    # writes it; needs sglang, without its kernels
 
@@ -45,58 +45,6 @@ class Frozen:
         for problem in self._validators[name].iter_errors(body):
             raise BadRequestError(f"{name}: {problem.json_path}: {problem.message}")
         return {field: one["default"] for field, one in self.table["classes"][name]["properties"].items()} | body
-
-
-class Package:
-    """The installed package's own classes."""
-
-    def build(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """As `Frozen.build`, by the class's constructor and the checks that the server makes with it."""
-        kind = _class(name)
-        if unknown := body.keys() - _fields(kind).keys():
-            raise BadRequestError(f"{name}: no fields {sorted(unknown)}")
-        if name == SAMPLING:
-            return self._sampling(kind, body)
-        from pydantic import TypeAdapter, ValidationError
-
-        try:
-            made = TypeAdapter(kind).validate_python(dict(body))
-            if name == CLASSES["/generate"]:
-                self._contract(body)
-                made.normalize_batch_and_arguments()
-        except (ValidationError, ValueError, TypeError) as problem:
-            raise BadRequestError(f"{name}: {problem}") from problem
-        return {field: getattr(made, field) for field in _fields(kind)}
-
-    @staticmethod
-    def _sampling(kind: Any, body: dict[str, Any]) -> dict[str, Any]:
-        import msgspec
-
-        try:
-            msgspec.convert([body.get(f.name, _default(f)) for f in msgspec.structs.fields(kind)], kind)
-            made = kind(**body)
-            made.normalize(None)
-            made.verify(1 << 30)
-        except (msgspec.ValidationError, ValueError, TypeError) as problem:
-            raise BadRequestError(f"{SAMPLING}: {problem}") from problem
-        return {f.name: body.get(f.name, _default(f)) for f in msgspec.structs.fields(kind)}
-
-    @staticmethod
-    def _contract(body: dict[str, Any]) -> None:
-        from sglang.srt.entrypoints.api_contract import generate_contract_error
-
-        if (error := generate_contract_error(body)) is not None:
-            raise BadRequestError(f"/generate: {error}")
-
-
-def requests() -> Frozen | Package:
-    """The package's classes if it is installed in this version, else the description."""
-    if not INSTALLED:
-        return Frozen()
-    from sglang import __version__
-
-    assert __version__ == VERSION, f"sglang {__version__} is installed, and the description is of {VERSION}"
-    return Package()
 
 
 def _class(name: str) -> Any:

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from agentrl.engines.embedded.scheduler import Request
 from agentrl.rollout.engine import Sampling
 from tests.contrib.sglang.sglang_stand_in.model import Model
-from tests.contrib.sglang.sglang_stand_in.requests import CLASSES, SAMPLING, VERSION, BadRequestError, requests
+from tests.contrib.sglang.sglang_stand_in.requests import CLASSES, SAMPLING, VERSION, BadRequestError, Frozen
 
 
 @dataclass
@@ -59,7 +59,7 @@ class StandIn:
         self.refused: list[str] = []
         self.paused: str | None = None
         self.model_path = folder
-        self._known = requests()
+        self._known = Frozen()
         self._streams: dict[str, Request] = {}
         self._args = DEFAULTS | self.settings.server_args
 
@@ -129,9 +129,8 @@ class StandIn:
             "/continue_generation": self._continue,
             "/update_weights_from_disk": self._from_disk,
         }
-        gets = {"/model_info": self._model_info, "/server_info": self._server_info}
         routes = [Route(path, self._posted(path, handler), methods=["POST"]) for path, handler in posts.items()]
-        routes += [Route(path, self._got(path, handler)) for path, handler in gets.items()]
+        routes += [Route(path, self._told) for path in ("/model_info", "/server_info")]
         return Starlette(routes=[route for route in routes if route.path not in without])
 
     def _posted(self, path: str, handler: Callable[[dict[str, Any]], Awaitable[Response]]) -> Any:
@@ -151,12 +150,12 @@ class StandIn:
 
         return endpoint
 
-    def _got(self, path: str, handler: Callable[[], dict[str, Any]]) -> Any:
-        async def endpoint(request: HttpRequest) -> Response:
-            early = await self._early(path, request)
-            return JSONResponse(handler()) if early is None else early
-
-        return endpoint
+    async def _told(self, request: HttpRequest) -> Response:
+        name, kind = self.model.names[max(self.model.names)], self.model.plain.config.model_type
+        model = {"model_path": self.model_path, "is_generation": True, "weight_version": name, "model_type": kind}
+        server = {"version": VERSION, "max_req_input_len": self._longest - 5, "max_total_num_tokens": 1 << 20, **self._args}
+        early = await self._early(path := request.url.path, request)
+        return JSONResponse(model if path == "/model_info" else server) if early is None else early
 
     async def _early(self, path: str, request: HttpRequest) -> Response | None:
         if path in self.settings.silent:
@@ -164,14 +163,6 @@ class StandIn:
         if self.settings.api_key is not None and request.headers.get("authorization") != f"Bearer {self.settings.api_key}":
             return JSONResponse({"error": "Unauthorized"}, 401)
         return None
-
-    def _model_info(self) -> dict[str, Any]:
-        name = self.model.names[max(self.model.names)]
-        kind = self.model.plain.config.model_type
-        return {"model_path": self.model_path, "is_generation": True, "weight_version": name, "model_type": kind}
-
-    def _server_info(self) -> dict[str, Any]:
-        return {"version": VERSION, "max_req_input_len": self._longest - 5, "max_total_num_tokens": 1 << 20, **self._args}
 
     @property
     def _longest(self) -> int:
@@ -198,7 +189,9 @@ class StandIn:
             context = f"the model's context length ({self.settings.context} tokens)"
             yield {"error": {"message": f"The input ({len(prompt)} tokens) is longer than {context}.", "code": 400}}
             return
-        request = self.model.submit(body["rid"] or "", prompt, self._sampling(len(prompt), params), self._seed(params))
+        seed = 42 if params["sampling_seed"] is None else int(params["sampling_seed"])
+        seed = seed if self._args["enable_deterministic_inference"] else None
+        request = self.model.submit(body["rid"] or "", prompt, self._sampling(len(prompt), params), seed)
         sent = 0
         try:
             while not request.done.done():
@@ -211,11 +204,6 @@ class StandIn:
         finally:
             if not request.done.done():
                 self.model.drop(request)
-
-    def _seed(self, params: dict[str, Any]) -> int | None:
-        if not self._args["enable_deterministic_inference"]:
-            return None
-        return 42 if params["sampling_seed"] is None else int(params["sampling_seed"])
 
     def _sampling(self, prompt: int, params: dict[str, Any]) -> Sampling:
         stops = set() if params["ignore_eos"] else {*(params["stop_token_ids"] or ()), *self.model.eos}
@@ -275,12 +263,8 @@ class StandIn:
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _from_disk(self, body: dict[str, Any]) -> Response:
-        problem = await self.model.load_folder(body["model_path"], body["weight_version"])
-        if not problem:
-            self.model_path = body["model_path"]
-        return self._updated(problem, body)
-
-    def _updated(self, problem: str, body: dict[str, Any]) -> Response:
+        problem = await self.model.load(body["model_path"], body["weight_version"])
+        self.model_path = self.model_path if problem else body["model_path"]
         if not problem and body["flush_cache"] and self.model.requests and self.paused != "retract":
             problem = "Weights were updated, but the cache was not flushed because requests are still running or queued."
         said = problem or "Succeeded to update model weights."
