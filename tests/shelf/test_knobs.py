@@ -28,6 +28,14 @@ OUT_OF_RANGE: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"calls": 3, "set_share": 0.0}, "odd"), ({"set_share": 0.8, "list_share": 0.3}, "shares"),
         ({"max_value": 0}, "max_value"),
     ],
+    "search": [
+        ({"hops": 0}, "hops = 0"), ({"hops": [3, 2]}, "within 1..8"), ({"hops": 9}, "within 1..8"),
+        ({"documents": 10}, "documents in 40..5000"), ({"results": 0}, "results in 1..20"), ({"back_share": 1.5}, "back_share"),
+    ],
+    "sql": [
+        (params, "expected")
+        for params in ({"level": 0}, {"level": 6}, {"level": [3, 2]}, {"rows": 10}, {"twins": 4}, {"result_rows": 1})
+    ],
     "service_desk": [
         ({"goals": 5}, "goals = 5"), ({"goals": [2, 1]}, "within 1..4"), ({"forbidden": -0.1}, "forbidden = -0.1"),
         ({"pushy": 2}, "pushy = 2"), ({"forgetful": 1.01}, "forgetful"), ({"customers": 1}, "customers = 1"),
@@ -54,7 +62,10 @@ def test_a_parameter_out_of_range_is_refused_by_name(name: str, params: dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "episodes", "low", "high"), [("workspace", 40, 0.2, 0.95), ("service_desk", 40, 0.2, 0.9), ("python", 10, 0.3, 0.99)]
-)
+    ("name", "episodes", "low", "high"),
+    [("workspace", 40, 0.2, 0.95), ("service_desk", 40, 0.2, 0.9), ("python", 10, 0.3, 0.99), ("search", 40, 0.3, 0.9),
+     ("sql", 30, 0.3, 0.95)],
+)  # fmt: skip
 def test_the_teacher_errs_but_succeeds_often(name: str, episodes: int, low: float, high: float) -> None:
-    assert low < teacher_success(make_env(name, **({"level": 1} if name == "python" else {})), episodes) < high
+    given = {"python": {"level": 1}, "sql": {"show_schema": False}}.get(name, {})
+    assert low < teacher_success(make_env(name, **given), episodes) < high

@@ -1,6 +1,7 @@
 """`agentrl train --dry-run` calls each plug-in that a config names on made-up data, and names the one that fails."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,19 +46,29 @@ BOX = PROVIDER % "LocalProvider" + "    async def start(self, spec, snapshot=Non
 MADE = BOX + "made = await super().start(spec, snapshot)\n        "
 
 
-def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str, value: str = "") -> int:
-    (tmp_path / "plugins").mkdir()
-    (tmp_path / "plugins/mine.py").write_text(HEAD + body + "\n")
-    small = {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 512}
-    init = ", ".join(f"{name}={size}" for name, size in small.items())
-    env = "python" if key == "env.sandbox" else "key_value"
-    (tmp_path / "run.toml").write_text(f"engine='embedded'\nenv={{id='{env}'}}\ncluster={{backend='inline'}}\n"
-                                       f"model={{init={{{init}}}}}\nrollout={{groups=2, group_size=2}}\n")  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    own = {"callbacks": "[{name='mine'}]", "trackers": "[{name='mine'}]", "env.sandbox": "{provider='mine'}"}
-    own |= dict.fromkeys(("engine", "model.engine", "weights.route"), "mine")
-    value = value or own.get(key, "{name='mine'}")
-    return main(["train", "run.toml", "--dry-run", "--json", f"{key}={value}"])
+@pytest.fixture
+def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `agentrl train --dry-run` with a plug-in; returns what it printed, or the one line with which it was refused."""
+
+    def run(key: str, body: str, value: str = "", code: int = 2) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        (folder / "plugins").mkdir(parents=True)
+        (folder / "plugins/mine.py").write_text(HEAD + body + "\n")
+        small = {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 512}
+        init = ", ".join(f"{name}={size}" for name, size in small.items())
+        env = "python" if key == "env.sandbox" else "key_value"
+        (folder / "run.toml").write_text(f"engine='embedded'\nenv={{id='{env}'}}\ncluster={{backend='inline'}}\n"
+                                         f"model={{init={{{init}}}}}\nrollout={{groups=2, group_size=2}}\n")  # fmt: skip
+        monkeypatch.chdir(folder)
+        own = {"callbacks": "[{name='mine'}]", "trackers": "[{name='mine'}]", "env.sandbox": "{provider='mine'}"}
+        own |= dict.fromkeys(("engine", "model.engine", "weights.route"), "mine")
+        value = value or own.get(key, "{name='mine'}")
+        assert main(["train", "run.toml", "--dry-run", "--json", f"{key}={value}"]) == code
+        said, error = capsys.readouterr()
+        assert code == 0 or (error.startswith("agentrl: ") and "Traceback" not in error), error
+        return error if code else said
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -99,72 +110,54 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str
     ],
 )
 def test_a_plug_in_that_cannot_work_is_named_with_key_file_and_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], key: str, body: str, said: str
+    dry: Callable[..., str], key: str, body: str, said: str
 ) -> None:
-    assert dry_run(tmp_path, monkeypatch, key, body) == 2
-    error = capsys.readouterr().err
+    error = dry(key, body)
     named = "env.sandbox.provider" if key == "env.sandbox" else key
-    assert error.startswith(f"agentrl: {named}: plugins/mine.py:") and said in error and "Traceback" not in error
+    assert error.startswith(f"agentrl: {named}: plugins/mine.py:") and said in error
 
 
-def test_one_that_writes_into_its_input_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert dry_run(tmp_path, monkeypatch, "algorithm.loss", LOSS + "LossOutput(batch.logprobs * batch.advantages.zero_())") == 2
-    assert "algorithm.loss 'mine' changes its input advantages in place" in capsys.readouterr().err
+WRAPPER = "from agentrl.env.wrappers import WRAPPERS, ToolWrapper\n@WRAPPERS.register('mine')\nclass Mine(ToolWrapper):\n    "
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("key", "body", "said"),
     [
-        ("import no_such_package\n" + ADVANTAGE + "1", "no_such_package"),
-        (ADVANTAGE + "1 +", "not a Python file"),
-        ("", "unknown name 'mine'"),
+        ("algorithm.advantage", "import no_such_package\n" + ADVANTAGE + "1", "no_such_package"),
+        ("algorithm.advantage", ADVANTAGE + "1 +", "not a Python file"),
+        ("algorithm.advantage", "", "unknown name 'mine'"),
+        (
+            "algorithm.loss",
+            LOSS + "LossOutput(batch.logprobs * batch.advantages.zero_())",
+            "algorithm.loss 'mine' changes its input advantages in place",
+        ),
+        (
+            "env.wrappers",
+            WRAPPER + "def __init__(self, env):\n        raise KeyError('token')",
+            "env.wrappers 'mine': it raised KeyError: 'token'",
+        ),
+        (
+            "env.wrappers",
+            WRAPPER + "async def astep(self, action):\n        raise KeyError('token')",
+            "cannot be played: plugins/mine.py:19: KeyError: 'token'",
+        ),
     ],
 )
-def test_one_that_does_not_load_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], body: str, said: str
+def test_one_that_does_not_load_writes_into_its_input_or_wraps_is_one_line(
+    dry: Callable[..., str], key: str, body: str, said: str
 ) -> None:
-    assert dry_run(tmp_path, monkeypatch, "algorithm.advantage", body) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("agentrl: ") and said in error and "Traceback" not in error
+    assert said in dry(key, body, "[{name='mine'}]" if key == "env.wrappers" else "")
 
 
-def test_a_wrapper_that_raises_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    body = "from agentrl.env.wrappers import WRAPPERS, ToolWrapper\n@WRAPPERS.register('broken')\nclass Broken(ToolWrapper):\n"
-    body += "    def __init__(self, env):\n        raise KeyError('token')\n"
-    body += "@WRAPPERS.register('plain')\nclass Plain(ToolWrapper):\n    pass\n"  # without an __init__ of its own
-    for name, code in (("broken", 2), ("plain", 0)):
-        (tmp_path / name).mkdir()
-        assert dry_run(tmp_path / name, monkeypatch, "env.wrappers", body, f"[{{name='{name}'}}]") == code
-    error = capsys.readouterr().err
-    assert "env.wrappers 'broken': it raised KeyError: 'token'" in error and "Traceback" not in error
-
-
-def test_a_correct_one_passes_and_keeps_nothing_of_its_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_correct_one_passes_and_keeps_nothing_of_its_trial(dry: Callable[..., str]) -> None:
     from agentrl.trainer.algorithms import ADVANTAGES
 
     body = ADVANTAGE + "AdvantageOutput(batch.values * batch.mask if batch.values is not None else batch.mask * 0.5)"
-    assert dry_run(tmp_path, monkeypatch, "algorithm.advantage", body) == 0
-    assert json.loads(capsys.readouterr().out)["algorithm"].startswith("mine, ")
+    assert json.loads(dry("algorithm.advantage", body, code=0))["algorithm"].startswith("mine, ")
     assert ADVANTAGES.entry("mine").make.__globals__["SEEN"] == []  # type: ignore[attr-defined]
-    (tmp_path / "box").mkdir()
-    assert dry_run(tmp_path / "box", monkeypatch, "env.sandbox", MADE + "return made") == 0
-    (tmp_path / "real").mkdir()
-    assert dry_run(tmp_path / "real", monkeypatch, "rollout.accept", FILTER + "group.trajectories[0].task.data['n'] > 2") == 0
-
-
-def test_a_wrapper_that_fails_at_a_step_is_named_with_file_and_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    body = (
-        "from agentrl.env.wrappers import WRAPPERS, ToolWrapper\n@WRAPPERS.register('mine')\nclass Mine(ToolWrapper):\n"
-        "    async def astep(self, action):\n        raise KeyError('token')"
-    )
-    assert dry_run(tmp_path, monkeypatch, "env.wrappers", body, "[{name='mine'}]") == 2
-    error = capsys.readouterr().err
-    assert "cannot be played: plugins/mine.py:19: KeyError: 'token'" in error and "Traceback" not in error
+    for key, right in (
+        ("env.sandbox", MADE + "return made"),
+        ("rollout.accept", FILTER + "group.trajectories[0].task.data['n'] > 2"),
+    ):
+        dry(key, right, code=0)
+    dry("env.wrappers", WRAPPER + "pass", "[{name='mine'}]", code=0)  # without an __init__ of its own

@@ -7,9 +7,9 @@ import pytest
 from agentrl.contrib.toolkit.bm25 import Bm25
 from agentrl.env import Message, content_split
 from agentrl.env.catalog import find_env, make_env
-from agentrl.utils.errors import ConfigError, TaskDataError
+from agentrl.utils.errors import TaskDataError
 from agentrl.utils.search_path import load_module
-from tests.shelf.conversation_probes import gold_episode, null_score, play, seen_by_policy, teacher_success
+from tests.shelf.conversation_probes import gold_episode, null_score, play, seen_by_policy
 
 PATH = find_env("search").path
 assert PATH is not None
@@ -93,22 +93,6 @@ def test_a_question_has_one_answer():
             assert len(same) == 1
 
 
-@pytest.mark.parametrize(
-    ("params", "says"),
-    [
-        ({"hops": 0}, "hops = 0"),
-        ({"hops": [3, 2]}, "within 1..8"),
-        ({"hops": 9}, "within 1..8"),
-        ({"documents": 10}, "documents in 40..5000"),
-        ({"results": 0}, "results in 1..20"),
-        ({"back_share": 1.5}, "back_share"),
-    ],
-)
-def test_knobs_out_of_range_are_refused(params, says):
-    with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
-        make_env("search", **params)
-
-
 def test_knobs_change_the_task():
     assert make_env("search", hops=5).make_task(0, "train").data["hops"] == 5
     env = make_env("search", results=1)
@@ -124,10 +108,6 @@ def test_a_wrong_page_id_is_answered_with_the_nearest():
     env.reset(seed=0)
     env.step('<tool_call>\n{"name": "open", "arguments": {"page": "page12"}}\n</tool_call>')
     assert "tool_error" in seen_by_policy(env.trajectory) and "did you mean 'p" in seen_by_policy(env.trajectory)
-
-
-def test_the_teacher_errs_but_succeeds_often():
-    assert 0.3 < teacher_success(make_env("search"), 40) < 0.9
 
 
 def test_bm25_by_hand():
