@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Collection
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -169,11 +169,9 @@ class ThreadServer:
 
         config = uvicorn_config(app, host, max_body=max_body, timeout_graceful_shutdown=1)
         self._server, self._listener = uvicorn.Server(config), listener
-        self._thread = threading.Thread(target=self._serve, name="agentrl-server", daemon=True)
+        run = partial(self._server.run, sockets=[listener])
+        self._thread = threading.Thread(target=run, name="agentrl-server", daemon=True)
         self._thread.start()
-
-    def _serve(self) -> None:
-        self._server.run(sockets=[self._listener])
 
     def close(self) -> None:
         """Stop serving; idempotent."""

@@ -175,25 +175,21 @@ def _app(registry: Any) -> Any:
     """Answers GET and HEAD of /metrics, as prometheus_client writes what it is asked for. One scrape at a time: others wait, and
     the loop goes on."""
     from prometheus_client.exposition import choose_encoder
+    from starlette.datastructures import Headers
+    from starlette.responses import PlainTextResponse, Response
 
     one = asyncio.Lock()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        status, body, kind = 200, b"", "text/plain; charset=utf-8"
         if scope["path"] not in ("/", "/metrics"):
-            status, body = 404, b"the metrics are at /metrics\n"
+            answer: Response = PlainTextResponse("the metrics are at /metrics\n", 404)
         elif scope["method"] not in ("GET", "HEAD"):
-            status, body = 405, b"only GET and HEAD\n"
+            answer = PlainTextResponse("only GET and HEAD\n", 405, {"allow": "GET, HEAD"})
         else:
-            accept = b",".join(value for name, value in scope["headers"] if name == b"accept")
-            encode, kind = choose_encoder(accept.decode("latin-1"))
+            encode, kind = choose_encoder(",".join(Headers(scope=scope).getlist("accept")))
             async with one:
-                body = await asyncio.to_thread(encode, registry)
-        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
-        if status == 405:
-            headers.append((b"allow", b"GET, HEAD"))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+                answer = Response(await asyncio.to_thread(encode, registry), headers={"content-type": kind})
+        await answer(scope, receive, send)
 
     return app
 
@@ -223,8 +219,7 @@ def metric_of_key(key: str) -> tuple[str, dict[str, str], float, str]:
     match = re.fullmatch("".join("(.+)" if part.startswith("<") else re.escape(part) for part in parts), plain)
     values = match.groups() if match is not None else ()
     labels = {"env": env} | {part[1:-1]: text for part, text in zip(parts[1::2], values, strict=True)}
-    stem = re.sub(r"\W+|_{2,}", "_", "".join(parts[::2])).strip("_")
-    stem = re.sub(r"_{2,}", "_", stem)
+    stem = re.sub(r"[\W_]+", "_", "".join(parts[::2])).strip("_")
     if info is None:
         return f"agentrl_row_{stem}", labels, 1.0, key
     ending, base, scale = UNITS.get(info.unit, ("", "", 1.0))

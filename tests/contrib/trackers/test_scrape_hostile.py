@@ -26,10 +26,6 @@ def endpoint() -> Iterator[MetricsEndpoint]:
         httpx.get(endpoint.url, trust_env=False)
 
 
-def port_of(endpoint: MetricsEndpoint) -> int:
-    return int(endpoint.url.rpartition(":")[2].partition("/")[0])
-
-
 HOST = b"Host: 127.0.0.1\r\n"
 END = b"Connection: close\r\n\r\n"
 TWO_HOSTS = (403, b"one Host") if find_spec("httptools") else (400, b"Invalid HTTP request")
@@ -53,7 +49,7 @@ TWO_HOSTS = (403, b"one Host") if find_spec("httptools") else (400, b"Invalid HT
     ids=range(10),
 )  # fmt: skip
 def test_a_request_is_answered_or_refused_by_name(endpoint: MetricsEndpoint, request_: bytes, status: int, said: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", port_of(endpoint)), timeout=10.0) as link:
+    with socket.create_connection(("127.0.0.1", httpx.URL(endpoint.url).port), timeout=10.0) as link:
         link.sendall(request_)
         found = b""
         while part := link.recv(65_536):
