@@ -42,39 +42,18 @@ NOT_REPLAYED = (
 """Arguments of vLLM with which a step's tokens are spread over processes, computed in vain, or come from elsewhere."""
 
 
-class _Choosing(TorchFunctionMode):
-    """Stands in for a router's topk while its forward runs."""
-
-    def __init__(self, router: _Router) -> None:
-        super().__init__()
-        self._router = router
-        self._masked: tuple[Tensor, Tensor] | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.topk, torch.Tensor.topk) and self._over_experts(args[0]):
-            scores = args[0]
-            if self._masked is not None and scores is self._masked[0]:
-                scores = self._masked[1]  # a mask says what may be chosen; the score of a dictated expert is the one before it
-            return self._router.chose(scores, out)
-        if func in (torch.Tensor.masked_fill, torch.masked_fill) and self._over_experts(args[0]):
-            self._masked = (out, args[0])
-        return out
-
-    def _over_experts(self, tensor: Any) -> bool:
-        return isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[-1] == self._router.experts
-
-
-class _Router:
-    """One layer's router. `asked` returns what all routers are to choose, [tokens, routers, k], or None; `told` is called with
-    what it chose; `strict`: it is an error if that cannot be seen."""
+class _Router(TorchFunctionMode):
+    """One layer's router, which stands in for its topk while its forward runs. `asked` returns what all routers are to choose,
+    [tokens, routers, k], or None; `told` is called with what it chose; `strict`: it is an error if that cannot be seen."""
 
     def __init__(self, name: str, module: nn.Module, layer: int, experts: int, asked: Asked) -> None:
+        super().__init__()
         self.name, self.module, self.layer, self.experts, self.asked = name, module, layer, experts, asked
         self.dictated: Tensor | None = None
         self.told: Callable[[Tensor], None] | None = None
         self.strict = False
         self._choices = 0
+        self._masked: tuple[Tensor, Tensor] | None = None
 
     def wrap(self) -> None:
         """Let the module's forward pass run under this object from now on."""
@@ -86,8 +65,9 @@ class _Router:
             if self.dictated is None and self.told is None:
                 return plain(*args, **kwargs)
             self._choices = 0
-            with _Choosing(self):
+            with self:
                 out = plain(*args, **kwargs)
+            self._masked = None  # else it would hold the pass's graph
             if self._choices != 1 and (self.dictated is not None or self.strict):
                 raise ModelError(
                     f"{self.name}: a {type(self.module).__name__} does not choose experts by one topk: its choices cannot be "
@@ -96,6 +76,20 @@ class _Router:
             return out
 
         self.module.forward = forward  # type: ignore[method-assign]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.topk, torch.Tensor.topk) and self._over_experts(args[0]):
+            scores = args[0]
+            if self._masked is not None and scores is self._masked[0]:
+                scores = self._masked[1]  # a mask says what may be chosen; the score of a dictated expert is the one before it
+            return self.chose(scores, out)
+        if func in (torch.Tensor.masked_fill, torch.masked_fill) and self._over_experts(args[0]):
+            self._masked = (out, args[0])
+        return out
+
+    def _over_experts(self, tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[-1] == self.experts
 
     def chose(self, scores: Tensor, own: Any) -> Any:
         """Result of the router's topk: `own`, or the dictated experts with their `scores`."""
