@@ -18,7 +18,6 @@ from agentrl.contrib.sglang.servers import (
     BOTH,
     PARTS,
     WHOLE,
-    Http,
     Json,
     Server,
     ServerDeadError,
@@ -45,9 +44,10 @@ LEAST = 1e-3
 """Difference of logprobs below which a distribution is too flat to tell."""
 
 
-async def prove_temperature(http: Http, prompt: list[int]) -> None:
+async def prove_temperature(server: Server, prompt: list[int]) -> None:
     """Raise EngineError if the server's logprobs leave out the temperature. `prompt`: any token ids of the model."""
     found: list[dict[int, float]] = []  # the likeliest tokens after the prompt, with their logprobs
+    where = server.address
     for temperature in (1.0, 2.0):
         body: dict[str, Any] = {
             "input_ids": prompt,
@@ -55,21 +55,21 @@ async def prove_temperature(http: Http, prompt: list[int]) -> None:
             "return_logprob": True,
             "top_logprobs_num": TOKENS,
         }
-        answer: Json = await http.call("/generate", body)
+        answer: Json = await server.call("/generate", body)
         try:
             [entries] = answer["meta_info"]["output_top_logprobs"]
         except (KeyError, ValueError) as problem:
-            raise EngineError(f"{http.address}/generate: no output_top_logprobs in {str(answer)[:200]}") from problem
+            raise EngineError(f"{where}/generate: no output_top_logprobs in {str(answer)[:200]}") from problem
         found.append({int(token): float(value) for value, token, *_ in entries if value is not None})
     cold, hot = found
     both = sorted(cold.keys() & hot.keys(), key=lambda token: cold[token])
     if len(both) < 2 or (spread := cold[both[-1]] - cold[both[0]]) < LEAST:
-        log.warning("%s: the model's distribution is too flat to tell whether its logprobs follow the temperature", http.address)
+        log.warning("%s: the model's distribution is too flat to tell whether its logprobs follow the temperature", where)
         return
     ratio = (hot[both[-1]] - hot[both[0]]) / spread
     if ratio > 0.75:
         raise EngineError(
-            f"{http.address} reports logprobs of another temperature than the request's (at T = 2 they differ {ratio:.2f} times "
+            f"{where} reports logprobs of another temperature than the request's (at T = 2 they differ {ratio:.2f} times "
             "as much as at T = 1, and not 0.5): start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
         )
 
@@ -220,7 +220,7 @@ class SglangEngine(Engine, WeightTarget):
         await self._update.first(self._model, self._versions.name(self._version))
         await self._servers.post(self._servers.all, *GO_ON)
         for server in self._servers.all:
-            await prove_temperature(server.http, [0, min(1, expected.vocab - 1)])
+            await prove_temperature(server, [0, min(1, expected.vocab - 1)])
         self._expected = expected
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
@@ -274,7 +274,7 @@ class SglangEngine(Engine, WeightTarget):
         facts = server.facts
         assert facts is not None
         body = turn.request(PARTS if facts.incremental else WHOLE, facts.seeds)
-        async with contextlib.aclosing(server.http.events("/generate", body)) as parts:
+        async with contextlib.aclosing(server.events("/generate", body)) as parts:
             async for part in parts:
                 before = len(turn.token_ids)
                 turn.add(part, self._versions)
@@ -291,11 +291,11 @@ class SglangEngine(Engine, WeightTarget):
             if not turn.in_scheduler:
                 task.cancel()  # the server may hold it back before its scheduler, which would take no notice of the abort
             with contextlib.suppress(ServerDeadError):  # then the request itself reports it
-                await server.http.call("/abort_request", {"rid": turn.rid})
+                await server.call("/abort_request", {"rid": turn.rid})
 
     async def _give_up(self, turn: TurnRequests, server: Server) -> None:
         with contextlib.suppress(EngineError):  # nobody waits for it
-            await server.http.call("/abort_request", {"rid": turn.rid})
+            await server.call("/abort_request", {"rid": turn.rid})
 
     async def pause(self) -> None:
         async with self._lock:
@@ -338,7 +338,7 @@ class SglangEngine(Engine, WeightTarget):
                         if server.cause is not None:
                             with contextlib.suppress(EngineError):  # it stays dead, for the cause that it has
                                 await self._servers.look(server, self._model_type)
-                                await server.http.call(*PAUSE)
+                                await server.call(*PAUSE)
                                 server.cause = None
                     arrivals = Arrivals(expected)
                     await self._update.start(self._servers.alive(), self._versions.name(version))

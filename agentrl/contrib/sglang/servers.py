@@ -34,12 +34,15 @@ class ServerDeadError(EngineError):
     """The server does not answer, or not any more: what it was asked may be asked of another one."""
 
 
-class Http:
-    """One server. Used from one event loop only."""
+class Server:
+    """One server. Used from one event loop only. `cause`: why it is dead, None while it takes requests."""
 
     def __init__(self, address: str, seconds: float, key: str | None = None) -> None:
         """`address`: for example "http://10.0.0.5:30000". `seconds`: how long a call may take. `key`: its API key."""
         self.address, self._seconds = address, seconds
+        self.facts: Facts | None = None
+        self.cause: str | None = None
+        self.in_flight = 0
         # No proxies from the environment: the servers are in the same network, and a proxy's timeouts end long requests.
         self._client = httpx.AsyncClient(
             base_url=address,
@@ -410,26 +413,12 @@ log = logging.getLogger(__name__)
 _KEYS_REMEMBERED = 65536
 
 
-@dataclass(eq=False, slots=True)
-class Server:
-    """One server. `cause`: why it is dead, None while it takes requests."""
-
-    http: Http
-    facts: Facts | None = None
-    in_flight: int = 0
-    cause: str | None = None
-
-    @property
-    def address(self) -> str:
-        return self.http.address
-
-
 class Servers:
     """All servers of the config, from `start` to `close`."""
 
     def __init__(self, cfg: SglangConfig, key: str | None) -> None:
         self._cfg = cfg
-        self.all = [Server(Http(address.rstrip("/"), cfg.timeout, key)) for address in cfg.servers]
+        self.all = [Server(address.rstrip("/"), cfg.timeout, key) for address in cfg.servers]
         self.home: OrderedDict[str, Server] = OrderedDict()
 
     def alive(self) -> list[Server]:
@@ -437,7 +426,7 @@ class Servers:
 
     async def look(self, server: Server, model_type: str | None) -> None:
         """Ask a server what it is. Raises EngineError if it cannot be used."""
-        facts = Facts.of(server.address, await server.http.call(MODEL), await server.http.call(SERVER))
+        facts = Facts.of(server.address, await server.call(MODEL), await server.call(SERVER))
         check(facts, self._cfg, model_type)
         server.facts = facts
 
@@ -459,7 +448,7 @@ class Servers:
         """A request's connection broke: the server is dead, unless it answers another one."""
         try:
             if server.cause is None:
-                await server.http.call(MODEL)
+                await server.call(MODEL)
                 log.warning("%s; the server answers, and the turn is sampled again", cause)
         except EngineError:
             self.died(server, cause)
@@ -479,7 +468,7 @@ class Servers:
         self, servers: Sequence[Server], route: str, body: Mapping[str, Any], seconds: float | None = None
     ) -> list[Json]:
         """Call each of them. One that turns out to be dead is left out. Raises EngineError if one refuses, or if none is left."""
-        calls = [server.http.call(route, body, seconds) for server in servers]
+        calls = [server.call(route, body, seconds) for server in servers]
         # All answers before any error: raising at the first would leave the others' calls under way.
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for server, answer in zip(servers, answers, strict=True):
@@ -494,5 +483,5 @@ class Servers:
 
     async def close(self) -> None:
         for server in self.all:
-            await server.http.close()
+            await server.close()
         self.home.clear()
