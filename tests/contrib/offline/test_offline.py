@@ -190,16 +190,6 @@ def test_successes_alone_and_messages_rendered_anew_are_the_same_rows(played: Pa
 
 
 @pytest.mark.parametrize("loss", ["dpo", "reward"])
-def test_pairs_of_a_run_are_learned(loss: str, played: Path, tmp_path: Path) -> None:
-    """Of each task the best and the worst, equal in tokens here: a DPO loss of log 2 throughout, as nothing tells them apart."""
-    words = ["--data", str(played), "--loss", loss, "data.heldout=0.0", "data.margin=0.4"]
-    assert sft(*words, *(["data.beta=0.5"] if loss == "dpo" else []), out=tmp_path) == 0
-    store = RowStore(tmp_path / "run" / "data")
-    assert (store.about.each, store.about.examples) == (2, 4)  # of task 0 the worst scored one has 0.5
-    assert rows(tmp_path / "run", "data")[0]["loss"] == pytest.approx(np.log(2))
-
-
-@pytest.mark.parametrize("loss", ["dpo", "reward"])
 def test_preferences_in_a_file_are_learned(loss: str, tmp_path: Path) -> None:
     rejected = [{"role": "assistant", "content": "who knows"}]
     pair = {"prompt": ASKED[:1], "chosen": [*ASKED[1:3], ASKED[5]], "rejected": rejected, "tools": TOOLS}
