@@ -89,8 +89,6 @@ class FileUpdate:
         """`seconds`: how long a server may take to load weights."""
         self._servers, self._seconds = servers, seconds
         self._parent = Path(parent or tempfile.gettempdir()).absolute()
-        self._targets: Sequence[Server] = ()
-        self._name = ""
         self._folder: Path | None = None
         self._current: Path | None = None
         self._parts = 0
@@ -98,20 +96,23 @@ class FileUpdate:
     async def first(self, model: str, name: str) -> None:
         """Load the weights of a folder or hub name, as the version of that name. Raises EngineError, ModelError."""
         files = await in_thread("files", weight_files, model)
-        self._targets, self._name = self._servers.alive(), name
         if not Path(model).is_dir():
-            await self._load(model, f"the servers must be able to load {model} themselves")
+            await self._load(model, name, f"the servers must be able to load {model} themselves")
             return
-        folder = self._make()
+        folder = self.start()
         # Links in the folder that will have all later weights: so a folder that the servers do not see is found out now.
         for file in files:
             (folder / file.name).symlink_to(file.resolve())
-        await self.finish()
+        await self.finish(name)
 
-    async def start(self, targets: Sequence[Server], name: str) -> None:
-        """New weights of the version of that name begin to come."""
-        self._targets, self._name, self._parts = targets, name, 0
-        self._make()
+    def start(self) -> Path:
+        """New weights begin to come: the folder for their files. Raises ConfigError if it cannot be made."""
+        try:
+            self._folder, self._parts = Path(tempfile.mkdtemp(prefix="agentrl-sglang-", dir=self._parent)), 0
+            self._folder.chmod(0o755)  # the servers may run as another user
+        except OSError as problem:
+            raise ConfigError(f"sglang: cannot write to weights.folder {self._parent}: {problem}") from problem
+        return self._folder
 
     async def add(self, tensors: list[Named]) -> None:
         """The next of them; they may be overwritten when this returns."""
@@ -119,20 +120,21 @@ class FileUpdate:
         self._parts += 1
         await in_thread("files", save_file, dict(tensors), self._folder / f"model-{self._parts:05d}.safetensors")
 
-    async def finish(self) -> None:
-        """All have come: the servers have them when this returns, and no cache of earlier ones. Raises EngineError."""
+    async def finish(self, name: str) -> None:
+        """All have come: the servers have them when this returns, as the version of that name, and no cache of earlier ones.
+        Raises EngineError."""
         assert self._folder is not None
         where = f"the servers must see {self._folder} and the model's folder under these paths"
-        await self._load(str(self._folder), f"{where}; set weights.folder to one that all machines share")
+        await self._load(str(self._folder), name, f"{where}; set weights.folder to one that all machines share")
         # The one before is kept until now: servers read it again if they cannot load the new one.
         _remove(self._current)
         self._current, self._folder = self._folder, None
 
-    async def _load(self, path: str, condition: str) -> None:
+    async def _load(self, path: str, name: str, condition: str) -> None:
         # "auto", as the server itself may have been started with `--load-format dummy`, and then loads nothing at all.
-        body = {"model_path": path, "load_format": "auto", "weight_version": self._name, "flush_cache": True}
+        body = {"model_path": path, "load_format": "auto", "weight_version": name, "flush_cache": True}
         try:
-            await self._servers.post(self._targets, FROM_DISK, body, self._seconds)
+            await self._servers.post(self._servers.alive(), FROM_DISK, body, self._seconds)
         except EngineError as problem:
             raise EngineError(f"{problem} ({condition})") from problem
 
@@ -146,14 +148,6 @@ class FileUpdate:
         self.drop()
         _remove(self._current)
         self._current = None
-
-    def _make(self) -> Path:
-        try:
-            self._folder = Path(tempfile.mkdtemp(prefix="agentrl-sglang-", dir=self._parent))
-            self._folder.chmod(0o755)  # the servers may run as another user
-        except OSError as problem:
-            raise ConfigError(f"sglang: cannot write to weights.folder {self._parent}: {problem}") from problem
-        return self._folder
 
 
 def _remove(folder: Path | None) -> None:
@@ -341,13 +335,13 @@ class SglangEngine(Engine, WeightTarget):
                                 await server.call(*PAUSE)
                                 server.cause = None
                     arrivals = Arrivals(expected)
-                    await self._update.start(self._servers.alive(), self._versions.name(version))
+                    self._update.start()
                     async for bucket in buckets:
                         for entry in bucket.entries:
                             arrivals.check(entry.name, entry.shape)
                         await self._update.add(await in_thread("weights", receiver.receive, bucket))
                     arrivals.complete()
-                    await self._update.finish()
+                    await self._update.finish(self._versions.name(version))
                 except EngineError:
                     self._update.drop()
                     raise
