@@ -148,7 +148,7 @@ def find_source(
     for place, said in (
         (given, called),
         (_of_driver().get(suite), "the source on the driver's machine"),
-        (record and record.source, "the source that `agentrl env install` recorded"),
+        (None if record is None else record.source, "the source that `agentrl env install` recorded"),
     ):
         if place is None:
             continue
