@@ -1,10 +1,15 @@
 """Actors and learners in this process, over the tiny model: what a test of a whole training step begins with."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from agentrl.cluster.launch import launch
 from agentrl.config import to_toml
@@ -53,6 +58,18 @@ def saved_run(folder: Path, model: ModelConfig, steps: int = 2, **optim: Any) ->
             actors.run(Actor.save, str(aside / "actor"))
         actors.run(Actor.export_hf, str(folder / f"direct{step}"))
     return actors
+
+
+@contextmanager
+def as_rank(rank: int, world: int, backend: str = "fake") -> Iterator[None]:
+    """This process as one rank of a group; the others are made up, and nothing is sent, unless the backend is a real one."""
+    store: Any = FakeStore() if backend == "fake" else dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    _clear_sharding_prop_cache()  # it would hand out the mesh of another rank, which compares equal
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def agree(one: dict[str, float], other: dict[str, float], *but: str) -> None:

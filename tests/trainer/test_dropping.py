@@ -12,7 +12,6 @@ from tensordict import TensorDict
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of, select
 from agentrl.data.schedule import assign_ranks
-from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.trainer import minibatch
 from agentrl.trainer.actor import Actor
@@ -21,22 +20,9 @@ from agentrl.trainer.minibatch import with_counts, without_idle_rows
 from tests.conftest import proof
 from tests.publishing import flat
 from tests.trainer.learners import start
-from tests.trainer.train_batches import make_batch, sharing, train_batch
+from tests.trainer.train_batches import make_batch, random_ledger, sharing, train_batch
 
 MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
-
-
-def ledgers(rng: np.random.Generator, prompt: list[int], count: int) -> list[TokenLedger]:
-    made = []
-    for number in range(count):
-        ledger = TokenLedger()
-        ledger.append_context(prompt[: len(prompt) - number], 0)
-        for turn in range(int(rng.integers(1, 3))):
-            n = int(rng.integers(1, 9))
-            ledger.append_sampled(rng.integers(7, 400, n).tolist(), (-6 + 0.3 * rng.standard_normal(n)).tolist(), [0] * n, turn)
-            ledger.append_context(rng.integers(7, 400, int(rng.integers(1, 4))).tolist(), turn)
-        made.append(ledger)
-    return made
 
 
 def several(groups: int = 4, size: int = 4, teaching: int = 1, seed: int = 0, prompt_tokens: int = 12) -> TensorDict:
@@ -47,7 +33,7 @@ def several(groups: int = 4, size: int = 4, teaching: int = 1, seed: int = 0, pr
         prompt = rng.integers(7, 400, prompt_tokens).tolist()
         for member in range(size):
             task = Task(id=f"t{group}", seed=group)
-            made = ledgers(rng, prompt, 1 + (member + group) % 3)
+            made = [random_ledger(rng, prompt[: len(prompt) - n], 0.3) for n in range(1 + (member + group) % 3)]
             found.append(Trajectory("made-up", task, member=member, ledgers=made, reward=0.0))
     batch = collate(found)
     sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])

@@ -1,8 +1,7 @@
 """Loading and exporting: each rank holds its own shards, bit for bit what transformers loads, and never the whole model."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from agentrl.config.schema import LoraSection, ModelConfig
 from agentrl.trainer.attention import PACKED
@@ -28,7 +25,7 @@ from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.trainer.weight_files import SINGLE
 from agentrl.utils.errors import ModelError
 from tests.trainer.bytes_held import BytesHeld
-from tests.trainer.learners import saved_run
+from tests.trainer.learners import as_rank, saved_run
 
 COMMON: dict[str, Any] = {
     "vocab_size": 401,  # prime, so that no number of ranks divides it
@@ -54,17 +51,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "olmo3": lambda: transformers.Olmo3Config(**COMMON),
 }
 RANKS = 4
-
-
-@contextmanager
-def as_rank(rank: int, world: int) -> Iterator[None]:
-    """This process as one rank of a group whose other ranks do not exist: enough if ranks do not communicate."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    _clear_sharding_prop_cache()  # it would hand out the mesh of another rank, which compares equal
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def saved(folder: Path, config: Any, kind: Any = transformers.AutoModelForCausalLM, **options: Any) -> str:

@@ -1,7 +1,5 @@
 """Ways to spread or thin the training of one model: each gives the results of the plain one."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.machine import join_group
@@ -27,7 +24,7 @@ from agentrl.trainer.train_engine import mesh_of
 from agentrl.trainer.update import Pack
 from agentrl.utils.errors import ConfigError, ModelError
 from tests.publishing import weights_of as weights
-from tests.trainer.learners import agree
+from tests.trainer.learners import agree, as_rank
 from tests.trainer.learners import start as any_start
 from tests.trainer.train_batches import make_batch, train_batch
 
@@ -104,17 +101,6 @@ def test_what_cannot_be(tiny: str) -> None:
 # -- meshes and precision --------------------------------------------------------------------------
 
 
-@contextmanager
-def ranks(backend: str, world: int) -> Iterator[None]:
-    """This process as rank 0 of so many; of more than one, the others are made up, and nothing is sent."""
-    store = FakeStore() if backend == "fake" else dist.HashStore()
-    dist.init_process_group(backend, rank=0, world_size=world, store=store)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("replicas", "mesh", "share"),
     [(1, {"shard": 8}, 8), (2, {"replicate": 2, "shard": 4}, 4), (8, {"replicate": 8, "shard": 1}, 1)],
@@ -128,7 +114,7 @@ def test_the_meshes_of_replicas_and_sequence_parallel(
     model = ModelConfig(replicas=replicas, sequence_parallel=parallel)
     config = TrainConfig(env=EnvConfig(id="none"), model=model, cluster=ClusterConfig(actors=8))
     assert mesh_of(config.model, config.cluster) == {"dp": 8 // parallel, "sp": parallel}
-    with ranks("fake", 8):
+    with as_rank(0, 8):
         engine = FsdpEngine(tiny, model, 1.0)
         assert engine.layout.fsdp is not None
         assert dict(zip(engine.layout.fsdp.mesh_dim_names or (), engine.layout.fsdp.shape, strict=True)) == mesh
@@ -153,7 +139,7 @@ def test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in(
         monkeypatch.setattr(module, cls, lambda *args, **options: SimpleNamespace(**options))
         assert engines.EngineChoice(config, name).make(tiny).dtype == dtype  # type: ignore[attr-defined]
     given: list[torch.dtype] = []
-    with ranks("gloo", 1):
+    with as_rank(0, 1, "gloo"):
         engine = FsdpEngine(tiny, config.model, 1.0)
         layer = next(module for name, module in engine.module.named_modules() if name.endswith("mlp.up_proj"))
         layer.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0].dtype))

@@ -12,7 +12,6 @@ from tensordict import TensorDict
 from agentrl.config.schema import AlgorithmConfig, KlConfig
 from agentrl.data.rows import collate, nested_tensor, offsets_of
 from agentrl.data.schedule import plan_ranks, shuffle_parts
-from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.learner import Learner
@@ -20,19 +19,9 @@ from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.roles import Critic, Reference
 from tests.publishing import flat
 from tests.trainer.learners import agree, config_of, opened, role_of, start
-from tests.trainer.train_batches import sharing, toy_critic, toy_optim, train_batch
+from tests.trainer.train_batches import random_ledger, sharing, toy_critic, toy_optim, train_batch
 
 ALGORITHM = AlgorithmConfig(minibatch=64, groups="kept", epochs=2, entropy_bonus=0.01, kl=KlConfig(coef=0.1))
-
-
-def ledger(rng: np.random.Generator, prompt: list[int]) -> TokenLedger:
-    made = TokenLedger()
-    made.append_context(prompt, 0)
-    for turn in range(int(rng.integers(1, 3))):
-        count = int(rng.integers(1, 9))
-        made.append_sampled(rng.integers(7, 400, count).tolist(), [-6.0] * count, [0] * count, turn)
-        made.append_context(rng.integers(7, 400, int(rng.integers(1, 4))).tolist(), turn)
-    return made
 
 
 def groups_of(sizes: tuple[int, ...], prompt: int = 40, seed: int = 0) -> TensorDict:
@@ -43,9 +32,9 @@ def groups_of(sizes: tuple[int, ...], prompt: int = 40, seed: int = 0) -> Tensor
     for number, size in enumerate(sizes):
         text = rng.integers(7, 400, prompt).tolist()
         for member in range(size):
-            ledgers = [ledger(rng, text)]
+            ledgers = [random_ledger(rng, text)]
             if member == size - 1:  # its history was rewritten after the first half of the prompt
-                ledgers.append(ledger(rng, text[: prompt // 2] + rng.integers(7, 400, 5).tolist()))
+                ledgers.append(random_ledger(rng, text[: prompt // 2] + rng.integers(7, 400, 5).tolist()))
             task = Task(id=f"t{number}", seed=number)
             found.append(Trajectory("made-up", task, member=member, ledgers=ledgers, reward=float(rng.integers(0, 2))))
     batch = collate(found)

@@ -35,6 +35,18 @@ def trajectories(count: int, seed: int = 0, longest: int = 40) -> list[Trajector
     return found
 
 
+def random_ledger(rng: np.random.Generator, prompt: list[int], spread: float = 0.0) -> TokenLedger:
+    """A prompt, and one or two turns of sampled tokens, whose logprobs lie around -6, and of what follows them."""
+    made = TokenLedger()
+    made.append_context(prompt, 0)
+    for turn in range(int(rng.integers(1, 3))):
+        n = int(rng.integers(1, 9))
+        ids, noise = rng.integers(7, 400, n).tolist(), rng.standard_normal(n) if spread else np.zeros(n)
+        made.append_sampled(ids, (-6 + spread * noise).tolist(), [0] * n, turn)
+        made.append_context(rng.integers(7, 400, int(rng.integers(1, 4))).tolist(), turn)
+    return made
+
+
 def make_batch(count: int, seed: int = 0, longest: int = 40) -> TensorDict:
     """A batch with random token-level advantages on the sampled tokens."""
     batch = collate(trajectories(count, seed, longest))
