@@ -167,8 +167,8 @@ class Actor(TrainedRole):
         visits, self._visits = self._visits or [], None
         out: LogRatios = {}
         for rows, offsets, values in visits:
-            numbers, cuts = values.float().cpu().numpy().astype(np.float16), offsets.cpu().tolist()
-            out |= {row: numbers[cuts[at] : cuts[at + 1]] for at, row in enumerate(rows.cpu().tolist())}
+            by_row = np.split(values.float().cpu().numpy().astype(np.float16), offsets.cpu().numpy()[1:-1])
+            out |= dict(zip(rows.cpu().tolist(), by_row, strict=True))
         return out
 
     # -- a training step, piece by piece ---------------------------------------------------------------

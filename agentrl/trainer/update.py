@@ -44,34 +44,33 @@ OWN = {"step", "phase", "reward", "success", "loss", "entropy", "grad_norm", "lr
 """Metrics of a run's rows that a loss's own would replace, or be added to."""
 
 
+How = Literal["sum", "max"]
+
+
 class Meter:
     """Sums and maxima of per-token numbers over micro-batches and ranks. They stay on the numbers' device until `totals`, because
     a number that is read from a GPU is waited for, and the GPU then waits for the next kernels."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._tops: dict[str, Tensor] = {}
+        self._held: dict[How, dict[str, Tensor]] = {"sum": {}, "max": {}}
 
-    def add(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Add the sum of `values`; if `mask` is given, where it is true."""
+    def add(self, name: str, values: Tensor, mask: Tensor | None = None, how: How = "sum") -> None:
+        """Add the sum of `values`, or keep the largest of them (0 if empty); if `mask` is given, with 0 where it is false."""
         # float64, because a float32 sum over millions of tokens loses the digits that a small mean (a KL) consists of.
-        numbers = values.detach().double()
-        total = (numbers if mask is None else torch.where(mask, numbers, 0.0)).sum()
-        self._sums[name] = self._sums[name] + total if name in self._sums else total
-
-    def top(self, name: str, values: Tensor) -> None:
-        """Keep the largest of `values` (0 if empty)."""
-        numbers = values.detach().double()
-        largest = numbers.max() if values.numel() else numbers.sum()
-        self._tops[name] = torch.maximum(self._tops.get(name, largest), largest)
+        numbers, held = values.detach().double(), self._held[how]
+        numbers = numbers if mask is None else torch.where(mask, numbers, 0.0)
+        if how == "sum":
+            held[name] = held.get(name, 0.0) + numbers.sum()
+        else:
+            largest = numbers.max() if values.numel() else numbers.sum()
+            held[name] = torch.maximum(held.get(name, largest), largest)
 
     def totals(self, engine: BaseEngine) -> tuple[dict[str, float], dict[str, float]]:
         """Sums and maxima over all ranks, by name. Every rank must have added the same names."""
         found: list[dict[str, float]] = []
-        hows: tuple[Literal["sum", "max"], ...] = ("sum", "max")
-        for values, how in zip((self._sums, self._tops), hows, strict=True):
-            names = sorted(values)  # one tensor for all names, so the ranks must have them in the same order
-            joined = engine.reduce(torch.stack([values[name].cpu() for name in names]), how).tolist() if names else []
+        for how, held in self._held.items():
+            names = sorted(held)  # one tensor for all names, so the ranks must have them in the same order
+            joined = engine.reduce(torch.stack([held[name].cpu() for name in names]), how).tolist() if names else []
             found.append(dict(zip(names, joined, strict=True)))
         return found[0], found[1]
 
@@ -183,7 +182,7 @@ class MicroLoss:
         if self.first:  # no step was taken yet: a difference is between trainer and engine, or due to staleness
             meter.add(FIRST, fresh)
             meter.add("mismatch_kl", k3(now, behaviour), fresh)
-            meter.top("mismatch_max", torch.where(fresh, (now - behaviour).abs(), 0.0))
+            meter.add("mismatch_max", (now - behaviour).abs(), fresh, "max")
         if self.visits is not None and rows:
             self.visits.append((piece.row(SOURCE), piece.compact, now - behaviour))
         return total
@@ -206,7 +205,7 @@ class MicroLoss:
                 whole = self.counts if self.counts.tokens else counts
                 share = aggregate(tokens, counted, given.offsets, self.algorithm.aggregate, whole, lengths)
                 apart = torch.where(mine, now - given.behaviour_logprobs, torch.zeros_like(now))
-                self.meter.top(f"{term.name}/log_ratio_max", apart.abs())
+                self.meter.add(f"{term.name}/log_ratio_max", apart.abs(), how="max")
                 for name, values in {"kl_behaviour": -apart, **out.metrics}.items():
                     self.meter.add(f"{term.name}/{name}", values, counted)
             total = total + term.coef * share

@@ -134,7 +134,7 @@ def test_a_rank_without_tokens_sends_its_maxima_in_the_precision_of_the_others()
             return values
 
     meter = Meter()
-    meter.top("ratio", torch.zeros(0))
+    meter.add("ratio", torch.zeros(0), how="max")
     assert meter.totals(cast(BaseEngine, Engine())) == ({}, {"ratio": 0.0})
     assert [values.dtype for values in sent] == [torch.float64]
 
