@@ -352,7 +352,7 @@ def card_of(device: torch.device) -> Card | None:
 
 
 class CardUsage:
-    """Usage of the ranks' cards by one role's steps, from its making to `metrics`. There is none without a card."""
+    """Usage of the ranks' cards by one role's steps, from its making to `metrics`; for ranks with a card alone."""
 
     def __init__(self, engine: BaseEngine, view: Ragged) -> None:
         self._engine, self._view, self._model = engine, view, engine.flops()
