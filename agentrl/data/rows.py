@@ -93,7 +93,7 @@ class Ragged:
         return self.with_rows(**{name: nested_tensor(values, self.offsets) for name, values in columns.items()})
 
     def with_rows(self, **columns: Any) -> Ragged:
-        """The view with these row columns [N, ...] added or replaced; what is no tensor is one value of the whole batch."""
+        """The view with these row columns [N, ...] added or replaced; a value that is no tensor is of the whole batch."""
         # A shallow copy: the columns are shared, so it costs nothing, and whoever holds the old view sees no change.
         out: TensorDict = self.batch.copy()
         for name, column in columns.items():

@@ -216,7 +216,7 @@ class Collector:
             quiet = Quiet(self.watch, "moves", self.config.stall_timeout)
             changed = asyncio.ensure_future(self._changed.wait())
             try:
-                if not await in_time(changed, quiet.left):
+                if not await in_time(changed, quiet.remaining):
                     running = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
                     raise StalledError(
                         f"no token, tool call or episode came back for {quiet.seconds:.1f} s (rollout.stall_timeout); update "

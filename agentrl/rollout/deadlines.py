@@ -84,7 +84,7 @@ class Quiet:
     seconds: float = 0.0
     last: int = -1
 
-    def left(self, passed: float) -> float:
+    def remaining(self, passed: float) -> float:
         """Count `passed` seconds, from 0 again if the count moved during them; returns the seconds left."""
         before, self.last = self.last, getattr(self.watch, self.count)
         self.seconds = self.seconds + passed if self.last == before else 0.0
@@ -173,7 +173,7 @@ class Waits:
                 tokens = now
                 if now > before:
                     self.watch.hear()
-            return silent.left(passed)
+            return silent.remaining(passed)
 
         def doing() -> str:
             if tokens is None:
