@@ -180,7 +180,7 @@ class Engine(ABC):
 
 
 class StreamingEngine(Engine):
-    """Base of engines that tell of tokens as they are sampled: `told` is None if nobody listens."""
+    """Base of engines that report tokens as they are sampled; a turn without a listener is a stream to nobody."""
 
     @abstractmethod
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation: ...

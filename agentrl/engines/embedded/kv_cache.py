@@ -51,7 +51,7 @@ class KvShape:
 @dataclass(eq=False, slots=True)
 class CachedSequence:
     """Tokens and their cache: keys and values of `tokens[:computed]` are in the slot, the rest is still to be computed.
-    `blocks`: their hashes (see `PrefixIndex`), of which `first` are those of its first prompt. `experts`: if they are noted,
+    `blocks`: their hashes (see `PrefixIndex`); those of its first prompt are the first `first`. `experts`: if they are noted,
     those of each computed token, [routers, k]."""
 
     key: str
