@@ -427,11 +427,6 @@ class Reserved:
     def slots(self) -> int:
         return sum(self.counts)
 
-    def by_node(self) -> list[range]:
-        """The slots of each node."""
-        ends = list(accumulate(self.counts))
-        return [range(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
-
     def options(self) -> list[dict[str, Any]]:
         """Ray's actor options of each slot; the slots of a node have consecutive ranks."""
         return [{"num_cpus": self.cpus, "num_gpus": self.gpus, **self.at(slot)} for slot in range(self.slots)]
@@ -524,7 +519,8 @@ def locations_of(held: Reserved, timeout: float) -> list[Location]:
     remote = ray.remote(max_calls=0)(_location)
     options = held.options()
     found: dict[int, Location] = {}
-    for slots in zip_longest(*held.by_node()):
+    of_nodes = [range(end - count, end) for count, end in zip(held.counts, accumulate(held.counts), strict=True)]
+    for slots in zip_longest(*of_nodes):
         asked = [slot for slot in slots if slot is not None]
         try:
             answers = ray.get([remote.options(**options[slot]).remote() for slot in asked], timeout=timeout)

@@ -17,7 +17,7 @@ from agentrl.cluster.worker import Broadcast, Strategy, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig, WeightsConfig
 from agentrl.data.rows import Ragged
 from agentrl.data.schedule import plan_micro_batches
-from agentrl.engines.weights.base import Adapter, Bucket, Offer, Sender, Silent, make_sender
+from agentrl.engines.weights.base import Adapter, Bucket, Offer, Sender, make_sender
 from agentrl.engines.weights.parameters import Saving
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators
@@ -276,16 +276,18 @@ class Actor(TrainedRole):
         largest = engine.largest() if self._recipe is None else self._recipe.largest()
         # The address is asked for each time, and not taken from the group's rendezvous: the engine's processes may be on other
         # nodes than the group, and on nodes that joined the cluster later.
-        sender = make_sender(route, cfg, largest, receivers, reachable_address())
-        # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
-        self._sender = sender if self.rank == 0 or sender.every_rank else Silent(sender)
-        self._sender.lend(engine.resident())
-        return self._sender.open()
+        self._sender = sender = make_sender(route, cfg, largest, receivers, reachable_address())
+        if self.rank != 0 and not sender.every_rank:
+            # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
+            return Offer(route, sender.slot_bytes, receivers, ())
+        sender.lend(engine.resident())
+        return sender.open()
 
     def route_attached(self) -> None:
         """Called when all receivers have attached to what `open_route` offered."""
         assert self._sender is not None, "call open_route first"
-        self._sender.attached()
+        if self._sender.slots:  # else it was not opened on this rank
+            self._sender.attached()
 
     def next_bucket(self, first: bool) -> Bucket | None:
         """Send the next bucket of weights; None after the last. `first` starts a new stream, whatever the state of the previous

@@ -140,7 +140,7 @@ def test_a_node_that_does_not_say_where_it_is_is_not_waited_for(monkeypatch: pyt
 
     task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: "ref"))
     monkeypatch.setattr(reserve, "ray", SimpleNamespace(remote=lambda **_: lambda function: task, get=late))
-    held = SimpleNamespace(options=lambda: [{}, {}], by_node=lambda: [range(2)], slots=2)
+    held = SimpleNamespace(options=lambda: [{}, {}], counts=(2,), slots=2)
     with pytest.raises(ResourceError, match=r"^cluster.startup_timeout = 7: no process started on a node in this time. Raise it"):
         reserve.locations_of(held, 7.0)
     assert limits == [(["ref"], 7.0)]  # the first slot of the node, and no further one after it

@@ -27,7 +27,6 @@ from agentrl.engines.weights.base import (
     MembersChangedError,
     Named,
     Offer,
-    Silent,
 )
 from agentrl.engines.weights.parameters import Saving, expected_parameters
 from agentrl.rollout.engine import Engine, Sampling
@@ -277,7 +276,9 @@ def test_buckets_hold_every_tensor_once_and_in_bounds(sizes: list[int], room: in
     sender, found = memory.MemorySender(room, 1), list[Named]()
     sender.align = align
     sender.open()
-    quiet = Silent(sender).buckets(iter(made))
+    silent = memory.MemorySender(room, 1)  # not opened
+    silent.align = align
+    quiet = silent.buckets(iter(made))
     for bucket in sender.buckets(iter(made)):
         assert bucket is not None and next(quiet, 0) is None, "ranks without a buffer stay in step"
         ends = [entry.offset + entry.nbytes for entry in bucket.entries]

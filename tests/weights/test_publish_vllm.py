@@ -2,9 +2,11 @@
 
 Adapters alone are in tests/e2e/test_sampling_paths.py."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -49,12 +51,13 @@ def plain_gap(folder: Path, ledger: TokenLedger) -> float:
     return float((found - want)[torch.tensor(ledger.sampled)[1:]].abs().max())
 
 
-async def publish(actors: WorkerGroup[Actor], engine: VllmEngine, cfg: WeightsConfig, version: int) -> str | None:
+async def publish(actors: WorkerGroup[Any], engine: VllmEngine, cfg: WeightsConfig, version: int) -> str | None:
     publisher = Publisher(actors, engine, cfg)
-    await publisher.send(version)
-    route = publisher.route
-    await publisher.close()
-    return route
+    try:
+        await publisher.send(version)
+        return publisher.route
+    finally:
+        await publisher.close()
 
 
 async def test_fsdp_ranks_into_tensor_parallel_workers(ray_up: None, tiny: str, tmp_path: Path) -> None:
@@ -113,45 +116,38 @@ class Shaken(Actor):
             state[name].copy_(tensor)
 
 
-@pytest.mark.parametrize("family", RIGHT)
-async def test_the_engine_samples_with_the_weights_of_the_last_publish(ray_up: None, family: str, tmp_path: Path) -> None:
-    """For one family over every route, and with adapters merged into the attention."""
-    path = moe.build(family, tmp_path / "model")
+@asynccontextmanager
+async def both(path: str, lora: LoraSection | None = None) -> AsyncIterator[tuple[WorkerGroup[Shaken], VllmEngine]]:
+    """Actors and an engine with the model of a folder, until the end of the body."""
     actors = launch(Shaken, backend="inline")
-    thorough = family == "qwen3_moe"
-    actors.run(Actor.init_model, path, ModelConfig(lora=LoraSection(rank=2) if thorough else None), toy_optim())
+    actors.run(Actor.init_model, path, ModelConfig(lora=lora), toy_optim())
     engine = VllmEngine(path, VllmConfig(kv_cache_mib=64, max_model_len=256, max_respawns=0))
     await engine.start()
     try:
+        yield actors, engine
+    finally:
+        await engine.close()
+        actors.close()
+
+
+@pytest.mark.parametrize("family", RIGHT)
+async def test_the_engine_samples_with_the_weights_of_the_last_publish(ray_up: None, family: str, tmp_path: Path) -> None:
+    """For one family over every route, and with adapters merged into the attention."""
+    thorough = family == "qwen3_moe"
+    async with both(moe.build(family, tmp_path / "model"), LoraSection(rank=2) if thorough else None) as (actors, engine):
         assert gap(actors, await ledger_of(engine, 0)) < 1e-3
         for version, route in enumerate(("shared", "disk") if thorough else ("auto",), start=1):
             with torch.no_grad():
                 actors.run(Shaken.shake, version)
             assert gap(actors, await ledger_of(engine, version - 1)) > 0.1  # control: the weights before
-            cfg = WeightsConfig(route=route, bucket_mib=0.05, folder=str(tmp_path))
-            publisher = Publisher(actors, engine, cfg)
-            await publisher.send(version)
-            await publisher.close()
+            await publish(actors, engine, WeightsConfig(route=route, bucket_mib=0.05, folder=str(tmp_path)), version)
             assert gap(actors, await ledger_of(engine, version)) < 1e-3, route
-    finally:
-        await engine.close()
-        actors.close()
 
 
 async def test_a_model_whose_loader_leaves_out_layers_is_refused(ray_up: None, tmp_path: Path) -> None:
     """vLLM 0.32's own loader of gpt-oss writes experts and sinks to memory that a reload drops, and says nothing."""
-    path = moe.build("gpt_oss", tmp_path)
-    actors = launch(Shaken, backend="inline")
-    actors.run(Actor.init_model, path, ModelConfig(), toy_optim())
-    engine = VllmEngine(path, VllmConfig(kv_cache_mib=64, max_model_len=256, max_respawns=0))
-    await engine.start()
-    publisher = Publisher(actors, engine, WeightsConfig())
-    try:
+    async with both(moe.build("gpt_oss", tmp_path)) as (actors, engine):
         with pytest.raises(EngineError, match=r"took no new weights for model\.layers\.0\.attn.*use engine = embedded"):
-            await publisher.send(1)
+            await publish(actors, engine, WeightsConfig(), 1)
         with pytest.raises(EngineError, match="no generation until a publish succeeds"):
             await ledger_of(engine, 1)
-    finally:
-        await publisher.close()
-        await engine.close()
-        actors.close()

@@ -14,6 +14,7 @@ would renormalize the log probabilities, and need a tokenizer in its front end.)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,18 +29,20 @@ GREEDY = 1e-5
 """vLLM takes requests with a lower temperature for greedy ones."""
 
 
+@dataclass(eq=False, slots=True)
 class _Bound:
-    """A request's grammar, and its tokens, a list that vLLM appends to."""
+    """A request's grammar, and its tokens, a list that vLLM appends to; `taken` of them have been taken by the grammar."""
 
-    def __init__(self, constraint: Constraint, sampled: list[int]) -> None:
-        self._constraint, self._sampled, self._taken = constraint, sampled, 0
+    constraint: Constraint
+    sampled: list[int]
+    taken: int = 0
 
     def mask(self) -> torch.Tensor:
         """Mask [V] of what may be drawn next."""
-        for number in self._sampled[self._taken :]:
-            self._constraint.take(number)
-        self._taken = len(self._sampled)
-        return torch.from_numpy(self._constraint.mask())
+        for number in self.sampled[self.taken :]:
+            self.constraint.take(number)
+        self.taken = len(self.sampled)
+        return torch.from_numpy(self.constraint.mask())
 
 
 class _Normalizer(LogitsProcessor):

@@ -52,8 +52,7 @@ EVERY_S = 2.0
 class StartStage:
     """Follows one start, in the replica. `imported`: the replica's own process has vLLM."""
 
-    def __init__(self) -> None:
-        self.imported = self._loading = False
+    imported = _loading = False
 
     def now(self) -> str:
         """The stage, in a few words."""

@@ -13,7 +13,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RayError
 
 from agentrl.engines.token_text import check_request
-from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling, Told
+from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling, StreamingEngine, Told
 from agentrl.utils.errors import EngineError
 from agentrl.utils.event_loop import OwnedTasks
 
@@ -176,20 +176,20 @@ class ReplicaDeadError(EngineError):
     """The engine inside the replica is dead; another replica may serve the request."""
 
 
+@dataclass(frozen=True, slots=True)
 class InReplica(EngineConnection):
     """From inside a replica's process to that replica."""
 
-    def __init__(self, vocab: int) -> None:
-        self._vocab = vocab
+    vocab: int
 
     def connect(self) -> Engine:
         """Raises EngineError in a process that is no started replica."""
         if not HERE:
             raise EngineError("this process is no vLLM replica")
-        return LocalEngine(HERE[0], self._vocab)
+        return LocalEngine(HERE[0], self.vocab)
 
 
-class LocalEngine(Engine):
+class LocalEngine(StreamingEngine):
     """See the file's docstring. An episode whose engine has died here does not go on: its worker ends with the replica, and the
     episode is played again elsewhere."""
 
@@ -203,9 +203,6 @@ class LocalEngine(Engine):
 
     async def start(self) -> None:
         """It has started."""
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        return await self.stream(token_ids, sampling, request_key, None)
 
     def refusal(self, sampling: Sampling) -> str:
         return str(self._actor.words.refusal(sampling))

@@ -28,11 +28,10 @@ from agentrl.engines.weights.base import (
     WakeStage,
     WeightTarget,
     open_receiver,
-    tensor_in,
 )
 from agentrl.engines.weights.parameters import Arrivals, Expected, expected_parameters
 from agentrl.render.modality import Modality
-from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling, Told
+from agentrl.rollout.engine import EngineConnection, EngineStats, Generation, Sampling, StreamingEngine, Told
 from agentrl.rollout.workers.worker_pool import Seats, WorkerRecipe
 from agentrl.utils.errors import ConfigError, DependencyError, EngineError
 from agentrl.utils.processor import size_of_folder, threads_for
@@ -40,11 +39,13 @@ from agentrl.utils.threads import in_thread
 
 Kept = tuple[Bucket, ray.ObjectRef]
 """A bucket as it was published, and its bytes, uint8 [nbytes], in Ray's object store."""
+COUNTS = ("running", "waiting", "prompt_tokens", "cached_tokens", "sampled_tokens")
+"""Counters of the replicas that add up to the engine's."""
 TAGS: dict[WakeStage, str] = {"weights": "weights", "cache": "kv_cache"}
 """vLLM's names for what it allocates at each stage of waking up."""
 
 
-class VllmEngine(Engine, WeightTarget):
+class VllmEngine(StreamingEngine, WeightTarget):
     """Routes each episode to one replica, so that its turns find their prefix cache there.
 
     If a replica dies, its episodes continue on another one (which computes their prefix again) and a new replica is
@@ -128,14 +129,10 @@ class VllmEngine(Engine, WeightTarget):
         stages = Counter(one.stage for one in self._replicas.every if one.stage and one.cause is None)
         return ", ".join(stage if count == 1 else f"{count} x {stage}" for stage, count in stages.items())
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """Sample a turn; if the replica dies meanwhile, sample it again on another one, from the same ids. While weights
-        arrive, the request waits for them: an episode whose tool answers at that moment has done nothing wrong."""
-        return await self.stream(token_ids, sampling, request_key, None)
-
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
-        """As `generate`, but if the replica dies after tokens were told, the turn fails: reported tokens cannot be taken back.
-        Raises EngineError then."""
+        """Sample a turn; if the replica dies meanwhile, sample it again on another one, from the same ids. While weights
+        arrive, the request waits for them: an episode whose tool answers at that moment has done nothing wrong. Raises
+        EngineError if the replica dies after tokens were told: they cannot be taken back."""
         begun = False
 
         def tell(fresh: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -307,8 +304,8 @@ class VllmEngine(Engine, WeightTarget):
         if self._own is None:
             return []
         data = torch.empty(bucket.nbytes, dtype=torch.uint8)
-        for entry, (_, tensor) in zip(bucket.entries, self._own.receive(bucket), strict=True):
-            tensor_in(data, entry).copy_(tensor)
+        for (_, kept), (_, tensor) in zip(bucket.cut(data), self._own.receive(bucket), strict=True):
+            kept.copy_(tensor)
         return [(bucket, ray.put(data.numpy()))]
 
     async def _catch_up(self, replica: Replica) -> None:
@@ -348,16 +345,10 @@ class VllmEngine(Engine, WeightTarget):
             one.seen if one.cause is None else replace(one.seen, running=0, waiting=0, kv_used=None)
             for one in (*self._replicas.past, *self._replicas.every)
         ]
-        return EngineStats(
-            running=sum(part.running for part in parts),
-            waiting=sum(part.waiting for part in parts),
-            prompt_tokens=sum(part.prompt_tokens for part in parts),
-            cached_tokens=sum(part.cached_tokens for part in parts),
-            sampled_tokens=sum(part.sampled_tokens for part in parts),
-            version=self._version,
-            kv_used=sum(used) / len(used) if (used := [part.kv_used for part in parts if part.kv_used is not None]) else None,
-            extra={"replicas": len(self._replicas.alive()), "respawns": self._replicas.respawns},
-        )
+        used = [part.kv_used for part in parts if part.kv_used is not None]
+        summed: dict[str, int] = {name: sum(getattr(part, name) for part in parts) for name in COUNTS}
+        extra: dict[str, float] = {"replicas": len(self._replicas.alive()), "respawns": self._replicas.respawns}
+        return EngineStats(version=self._version, kv_used=sum(used) / len(used) if used else None, extra=extra, **summed)
 
     async def close(self) -> None:
         await self._replicas.close()

@@ -77,23 +77,6 @@ class CacheShape:
         return 2 * self.layers * math.ceil(self.heads / vllm.tensor_parallel) * self.size * size
 
 
-def check_room(model: ModelConfig, vllm: VllmConfig, dtype: str) -> None:
-    """Raise ConfigError if `vllm.kv_cache_mib` holds no sequence of `vllm.max_model_len` tokens, which vLLM needs to start."""
-    shape = CacheShape.of(model) if vllm.kv_cache_mib is not None else None
-    # Without such layers a token takes nothing, and any size will do.
-    if vllm.kv_cache_mib is None or shape is None or shape.layers == 0:
-        return
-    length = min(vllm.max_model_len, shape.positions)
-    each = shape.token_bytes(vllm, dtype)
-    held = (vllm.kv_cache_mib << 20) // each
-    if held < length:
-        raise ConfigError(
-            f"vllm.kv_cache_mib = {vllm.kv_cache_mib} holds {held:,} tokens of this model ({each:,} bytes each on every device), "
-            f"and a sequence may have {length:,} (vllm.max_model_len, or the model's own limit): set it to at least "
-            f"{math.ceil(each * length / 2**20):,}, unset it, or lower vllm.max_model_len"
-        )
-
-
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that the CPU build of vLLM has kernels for; with any other it crashes at the first request."""
 FRACTION = 0.92
@@ -141,8 +124,16 @@ class VllmMaker(EngineMaker):
             router_code().check_vllm(vllm)
         if (modality := config_modality(model, family)) is not None:
             modality.check_vllm(vllm)
-        check_room(model, vllm, dtype)
         shape = CacheShape.of(model)
+        # Without such layers a token takes nothing, and any size will do.
+        if vllm.kv_cache_mib is not None and shape is not None and shape.layers:
+            length, each = min(vllm.max_model_len, shape.positions), shape.token_bytes(vllm, dtype)
+            if (held := (vllm.kv_cache_mib << 20) // each) < length:  # vLLM needs room for one sequence to start
+                raise ConfigError(
+                    f"vllm.kv_cache_mib = {vllm.kv_cache_mib} holds {held:,} tokens of this model ({each:,} bytes each on every "
+                    f"device), and a sequence may have {length:,} (vllm.max_model_len, or the model's own limit): set it to at "
+                    f"least {math.ceil(each * length / 2**20):,}, unset it, or lower vllm.max_model_len"
+                )
         if shape is not None and model.init is None and shape.queries % vllm.tensor_parallel:
             raise ConfigError(
                 f"vllm.tensor_parallel = {vllm.tensor_parallel} does not divide the model's {shape.queries} attention heads"

@@ -61,7 +61,14 @@ class Bucket:
     def cut(self, flat: Tensor, regions: Sequence[Tensor] = ()) -> list[Named]:
         """The tensors inside the bucket's bytes `flat`, uint8 [nbytes or more], without a copy; those that were lent inside of
         `regions` (each uint8), if they are given."""
-        return [(entry.name, tensor_in(flat, entry, regions)) for entry in self.entries]
+        found = []
+        for entry in self.entries:
+            whole, start = flat, entry.offset
+            if entry.lent is not None and regions:
+                whole, start = regions[entry.lent[0]], entry.lent[1]
+            tensor = whole[start : start + entry.nbytes].view(getattr(torch, entry.dtype)).view(entry.shape)
+            found.append((entry.name, tensor))
+        return found
 
 
 class Lent:
@@ -82,17 +89,6 @@ class Lent:
             return None
         offset = start - self._starts[at]
         return (at, offset) if offset + tensor.nbytes <= self.regions[at].numel() else None
-
-
-NOTHING_LENT = Lent()
-
-
-def tensor_in(buffer: Tensor, entry: TensorEntry, regions: Sequence[Tensor] = ()) -> Tensor:
-    """The tensor of an entry inside a bucket, or inside of `regions` if it was lent and they are given; without a copy."""
-    start = entry.offset
-    if entry.lent is not None and regions:
-        buffer, start = regions[entry.lent[0]], entry.lent[1]
-    return buffer[start : start + entry.nbytes].view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
 # Routes
@@ -120,22 +116,25 @@ class Offer:
 
 
 class Sender(ABC):
-    """The trainer's end, on rank 0. `slot_bytes`: the size of a bucket; no tensor may be larger."""
+    """The trainer's end, on rank 0. `slot_bytes`: the size of a bucket; no tensor may be larger. Other ranks have it too, but do
+    not open it: they take the same tensors, because each is a collective, and drop them."""
 
     align = ALIGN
     """Tensors begin at its multiples in a bucket."""
+    in_place: ClassVar[tuple[str, ...]] = ()
+    """Types of devices whose memory a receiver of the route reads in place."""
     every_rank: ClassVar[bool] = False
     """Whether every rank of the trainer fills buckets, and not only rank 0; `open` is then a collective."""
 
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         self.slot_bytes, self.receivers = max(slot_bytes, TOKEN_BYTES), receivers
         self.slots: list[Tensor] = []
-        """The bytes of each, uint8 [slot_bytes], made by `open`; none where tensors are only counted."""
-        self.lent: Lent = NOTHING_LENT
+        """The bytes of each, uint8 [slot_bytes], made by `open`; none before, and then tensors are only counted."""
+        self.lent = Lent()
 
     def lend(self, tensors: Sequence[Tensor]) -> None:
-        """Called before `open` with tensors that may be read in place (see Lent). Routes that cannot do so copy them."""
-        return None
+        """Called before `open` with tensors that may be read in place (see Lent); those that cannot be are copied."""
+        self.lent = Lent(tensor for tensor in tensors if tensor.device.type in self.in_place)
 
     @abstractmethod
     def open(self) -> Offer:
@@ -146,7 +145,7 @@ class Sender(ABC):
         return None
 
     def buckets(self, tensors: Iterator[Named]) -> Iterator[Bucket | None]:
-        """Pack the tensors into one slot after the other, and ship each once the next tensor does not fit.
+        """Pack the tensors into one slot after the other, and ship each once the next tensor does not fit; None without slots.
 
         A tensor that could not be read at the next multiple of `align`, since a view of another type must start at a multiple of
         its size, begins the next bucket. One that is `lent` takes its room in the bucket, so that buckets stay the unit of
@@ -156,20 +155,20 @@ class Sender(ABC):
             if used + tensor.nbytes > self.slot_bytes or used % tensor.itemsize:
                 if not entries:
                     raise ValueError(f"weight {name!r} has {tensor.nbytes} bytes, a bucket {self.slot_bytes}")
-                yield self.ship(Bucket(slot, used, tuple(entries)))
+                yield self.ship(Bucket(slot, used, tuple(entries))) if self.slots else None
                 # No receiver reads the next slot any more: the driver asks only when all have loaded the bucket before the last.
                 slot, used, entries = (slot + 1) % SLOTS, 0, []
             dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
             entries.append(TensorEntry(name, dtype, shape, used, tensor.nbytes, name, self.lent.find(tensor)))
             if self.slots and entries[-1].lent is None:
-                tensor_in(self.slots[slot], entries[-1]).copy_(tensor.detach())
+                self.slots[slot][used : used + tensor.nbytes].view(tensor.dtype).view(shape).copy_(tensor.detach())
             # The last tensor's alignment may reach past the slot.
             used = min(used + -(-tensor.nbytes // self.align) * self.align, self.slot_bytes)
             del tensor  # before the next one is gathered: two whole layers must not be in memory at once
         if entries:
-            yield self.ship(Bucket(slot, used, tuple(entries)))
+            yield self.ship(Bucket(slot, used, tuple(entries))) if self.slots else None
 
-    def ship(self, bucket: Bucket) -> Bucket | None:
+    def ship(self, bucket: Bucket) -> Bucket:
         """Make a filled slot available to the receivers; returns the bucket to tell them."""
         return bucket
 
@@ -177,21 +176,6 @@ class Sender(ABC):
         """Free everything; idempotent."""
         self.slots.clear()
         self.lent.regions.clear()  # a receiver of this process has the same list
-
-
-class Silent(Sender):
-    """The end on ranks other than 0: takes the same tensors from the stream, because each is a collective, and drops them."""
-
-    def __init__(self, other: Sender) -> None:
-        """`other`: as rank 0 has it."""
-        super().__init__(other.slot_bytes, other.receivers)
-        self.align = other.align
-
-    def open(self) -> Offer:
-        return Offer("none", self.slot_bytes, self.receivers, ())
-
-    def ship(self, bucket: Bucket) -> None:
-        return None
 
 
 class Receiver(ABC):

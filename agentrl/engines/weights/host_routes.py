@@ -10,7 +10,6 @@ import socket
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +21,6 @@ from agentrl.engines.weights.base import (
     SLOTS,
     TOKEN_BYTES,
     Bucket,
-    Lent,
     Named,
     Offer,
     Receiver,
@@ -40,13 +38,12 @@ _open: weakref.WeakValueDictionary[str, MemorySender] = weakref.WeakValueDiction
 
 
 class MemorySender(Sender):
+    in_place = ("cpu", "cuda")
+
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         super().__init__(slot_bytes, receivers)
         # With the host: process ids repeat across machines, and a wrong match would load another trainer's weights.
         self._key = f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
-
-    def lend(self, tensors: Sequence[Tensor]) -> None:
-        self.lent = Lent(tensors)
 
     def open(self) -> Offer:
         # Both ends of this process use its GPU if it has one: through host memory each byte would cross the bus twice.
@@ -184,14 +181,13 @@ STALE_S = 60.0
 class DiskSender(Sender):
     """`parent`: the shared folder, in which the sender creates a folder of its own."""
 
+    in_place = ("cpu",)
+
     def __init__(self, slot_bytes: int, receivers: int, parent: Path) -> None:
         super().__init__(slot_bytes, receivers)
         self._parent = parent
         self._folder: Path | None = None
         self._number = 0
-
-    def lend(self, tensors: Sequence[Tensor]) -> None:
-        self.lent = Lent(tensor for tensor in tensors if tensor.device.type == "cpu")
 
     def open(self) -> Offer:
         try:

@@ -232,32 +232,32 @@ def expected_parameters(path: str, saved: bool = False, trust: bool = False) -> 
     )
 
 
+@dataclass(slots=True)
 class Arrivals:
     """Checks a publish as its tensors arrive."""
 
-    def __init__(self, expected: Expected) -> None:
-        self._expected = expected
-        self._seen: set[str] = set()
+    expected: Expected
+    seen: set[str] = field(default_factory=set)
 
     def check(self, name: str, shape: tuple[int, ...]) -> str:
         """The parameter's name in `Expected.shapes`. Raises EngineError if it is unknown, was sent twice or
         has another shape."""
-        canonical = self._expected.tied.get(name, name)
-        wanted = self._expected.shapes.get(canonical)
+        canonical = self.expected.tied.get(name, name)
+        wanted = self.expected.shapes.get(canonical)
         if wanted is None:
             raise EngineError(f"published weight {name!r} is not a parameter of this model")
         if shape != wanted:
             raise EngineError(f"published weight {name!r} has shape {shape}, expected {wanted}")
-        if canonical in self._seen:
+        if canonical in self.seen:
             raise EngineError(f"published weight {name!r} was sent twice")
-        self._seen.add(canonical)
+        self.seen.add(canonical)
         return canonical
 
     def complete(self) -> None:
         """Raises EngineError if parameters are missing."""
-        missing = sorted(self._expected.shapes.keys() - self._seen)
+        missing = sorted(self.expected.shapes.keys() - self.seen)
         if missing:
-            count = f"{len(missing)} of {len(self._expected.shapes)}"
+            count = f"{len(missing)} of {len(self.expected.shapes)}"
             raise EngineError(f"{count} weights were not published: {', '.join(missing[:4])}")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl.data.trajectory import Trajectory
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, StreamingEngine, Told
 from agentrl.rollout.player import Job, Player
 from agentrl.rollout.workers.channel import Channel, Door, Fields, dial, fault_fields
 from agentrl.utils.errors import EngineError
@@ -250,7 +250,7 @@ def serve_engine(channel: Channel, engine: Engine, owner: str) -> None:
     }
 
 
-class DriverEngine(Engine):
+class DriverEngine(StreamingEngine):
     """The worker's side: the driver's engine, with requests of this worker alone."""
 
     def __init__(self, channel: Channel) -> None:
@@ -267,9 +267,6 @@ class DriverEngine(Engine):
     async def start(self) -> None:
         """The driver has started it; here it is asked what it cannot do."""
         self._refused = await self._channel.call("engine.refusals")
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        return await self.stream(token_ids, sampling, request_key, None)
 
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
         number = self._under_way[request_key] = next(self._numbers)
