@@ -68,7 +68,8 @@ class EngineContract:
     async def test_logprobs_are_of_the_whole_vocabulary_and_tokens_of_the_kept_set(
         self, engine, model, tolerance, unused, temperature
     ):
-        """Truncation, and ids without a token, say which may be drawn, and nothing else; requests of all kinds share a batch."""
+        """Truncation, and ids without a token, say which may be drawn, and nothing else; at temperature 0 it is the likeliest of
+        them. Requests of all kinds share a batch."""
         prompt = prompt_of(13, seed=5)
         options = [(temperature, *truncation) for truncation in TRUNCATIONS] + [(0.0, 0, 1.0), (0.0, 3, 0.6)]
         options = [(t, k, p) for t, k, p in options if self.both or not (k and p < 1)]
@@ -84,7 +85,7 @@ class EngineContract:
             whole = table[np.arange(len(ids)), ids]
             assert np.abs(whole - generation.logprobs).max() < tolerance, (t, k, p)
             sets = [among(row, unused, k, p + 1e-4) for row in np.exp(table)]
-            assert all(token in chosen for token, chosen in zip(ids, sets, strict=True)), (t, k, p)
+            assert all(token in (chosen if t else chosen[:1]) for token, chosen in zip(ids, sets, strict=True)), (t, k, p)
             if t and (k, p) != (0, 1.0):  # control: the kept set's own normalizer would show
                 masses = [np.exp(row[list(chosen)]).sum() for row, chosen in zip(table, sets, strict=True)]
                 assert np.abs(np.log(masses)).max() > 0.2, (t, k, p)
@@ -114,17 +115,6 @@ class EngineContract:
         for other in (0.5, 2.0):
             wrong = probability[chosen] ** other
             assert pearson(wrong / wrong.sum()) > limit
-
-    async def test_greedy_takes_the_likeliest_token(self, engine, model, unused):
-        prompt = prompt_of(17, seed=8)
-        generation = await engine.generate(prompt, Sampling(max_tokens=16, temperature=0.0), "a")
-        ids = list(prompt)
-        with torch.inference_mode():
-            for token in generation.token_ids:
-                logits = model(torch.tensor([ids])).logits[0, -1]
-                logits[unused] = -torch.inf
-                assert token == int(logits.argmax())
-                ids.append(token)
 
     async def test_a_stop_token_is_the_last_id(self, engine):
         prompt = prompt_of(9)
