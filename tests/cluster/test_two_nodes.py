@@ -1,5 +1,5 @@
-"""Two Ray nodes on one machine, behind a token: who may join, pools per node, the shelf on the workers, a run over both,
-replicas in a pool."""
+"""Two Ray nodes on one machine, behind a token: who may join, pools per node, the shelf on the workers, a run over both.
+Replicas in a pool of their own: tests/run/test_gpu_placement.py."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.conftest import proof
 
 PROGRAM = """
-import asyncio, json, os, pickle, sys, time
+import json, os, pickle, time
 from pathlib import Path
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "sesame-of-the-head"}
 from ray.cluster_utils import Cluster
@@ -19,13 +19,12 @@ cluster.add_node(num_cpus=2, object_store_memory=128 << 20)
 
 from cluster_batches import ragged_batch
 from cluster_workers import Plain, Summing
-from agentrl.engines.vllm import replicas as vllm_replicas
 from agentrl.env.catalog import EnvRef
 from agentrl.cluster.ray_cluster import check_join
 from agentrl.cluster.placement import Pools
 from agentrl.cluster.placement import cluster_nodes
 from agentrl.cluster.ray_cluster import start_ray, stop_ray
-from agentrl.config.schema import ClusterConfig, PoolConfig, VllmConfig
+from agentrl.config.schema import ClusterConfig, PoolConfig
 from agentrl.utils.errors import ResourceError
 
 def config(**pool):
@@ -62,38 +61,9 @@ out["built"] = reference.run_all(Plain.built, ref)
 Path("envs").rename("elsewhere")
 out["gone"] = reference.run_all(Plain.built, EnvRef("hello", source=ref.source))
 out["where"] = reference.run(Plain.where, 1)
-reference.close(); actor.close(); pools.close()  # what follows asks for all four slots: their place was given back
-
-class Replica:  # where a vLLM engine would start
-    def __init__(self, options): ...
-    async def start(self): return os.getpid()
-    async def node(self): return __import__("ray").get_runtime_context().get_node_id()
-
-def split(sampling):
-    pools = {"train": PoolConfig(), "value": PoolConfig(), "sample": PoolConfig(per_node=sampling)}
-    roles = {"actor": "train", "reference": "train", "critic": "value", "rollout": "sample"}
-    return ClusterConfig(address=cluster.address, startup_timeout=90.0, pools=pools, roles=roles)
-
-async def replicas(ray_options):
-    vllm_replicas.VllmActor = Replica
-    cfg = VllmConfig(replicas=2, call_timeout=30.0, startup_timeout=90.0, max_respawns=0)
-    started = vllm_replicas.Replicas({}, cfg, cuda=False, catch_up=None, ray_options=ray_options)
-    await started.start()
-    return [await started.ask(one, "node") for one in started.alive()]
-
-roles = ["actor", "reference", "critic", "rollout"]
-try:
-    Pools(split(3), roles)
-except ResourceError as error:
-    out["too many replicas"] = str(error)
-pools = Pools(split(2), roles)
-groups = {role: pools.launch(role, Plain) for role in ("actor", "reference", "critic")}
-out["processes"] = {role: group.run(Plain.pid) for role, group in groups.items()}
-out["sampling"] = asyncio.run(replicas(pools.ray_options("rollout")))
-out["training"] = [group.backend.hosts.nodes[0][2] for group in groups.values()]
-pools.close()
-pools = Pools(split(2), roles)  # every place was given back
-pools.close()
+out["shared"] = reference.backend.hosts is actor.backend.hosts
+reference.close(); actor.close(); pools.close()
+Pools(config(nodes=2, per_node=2), ["actor"]).close()  # every place was given back
 stop_ray()
 cluster.shutdown()
 print("RESULT " + json.dumps(out))
@@ -134,13 +104,9 @@ def test_two_ray_nodes_on_one_machine(tmp_path: Path):
     for key, told in {"wrong": "RAY_AUTH_MODE is token, RAY_AUTH_TOKEN is set", "none": "RAY_AUTH_MODE is disabled"}.items():
         text, seconds = out[key]
         assert "the cluster asks for a token" in text and told in text and "~/.ray/auth_token" in text and seconds < 15
-    assert out["nodes"] == 2 and out["spread"] == 2 and out["pids"] == 2
+    assert out["nodes"] == 2 and out["spread"] == 2 and out["pids"] == 2 and out["shared"]
     assert "do not fit the cluster" in out["refused"] and "pool train" in out["refused"]
     assert out["sum"] == [3.0, 3.0] and out["order"] == [0, 1, 2] and out["where"] == [0, 2, 1]
     assert out["shelf"] == "a spec"
     for (word, file), expected in zip(out["built"] + out["gone"], ["hi", "hi", "hello", "hello"], strict=True):
         assert word == expected and file.endswith("envs/hello/env.py") and not file.startswith(str(tmp_path))
-    assert "pool sample" in out["too many replicas"] and "CPU slots" in out["too many replicas"]
-    pids, nodes = out["processes"], set(out["training"])
-    assert pids["actor"] == pids["reference"] != pids["critic"]
-    assert len(nodes) == 1 and len(set(out["sampling"])) == 1 and not nodes & set(out["sampling"])
