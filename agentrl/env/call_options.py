@@ -101,18 +101,23 @@ def _compiled_check(text: str) -> Check:
     return check
 
 
-def as_called(function: Callable[..., Any], hidden: Sequence[str] = (), *, method: bool = False) -> Check:
-    """A function from arguments to what Python says if `function` does not take them by name, or None. `hidden`: parameters that
-    the caller fills in, so that the arguments must not; `method`: the first parameter is filled in as well."""
+def as_called(function: Callable[..., Any], hidden: Sequence[str], *, method: bool, by_python: bool) -> Check:
+    """A function from arguments to a problem if they are no object or name a parameter that is `hidden`, which the caller fills
+    in; with `by_python`, also to what Python says if `function` does not take them. `method`: the caller fills in the first."""
     # Not what it wraps: the wrapper is what would be called.
-    signature = inspect.signature(function, follow_wrapped=False)
+    signature = inspect.signature(function, follow_wrapped=False) if by_python else None
     first = (None,) if method else ()
     filled = dict.fromkeys(hidden)
-    check_object = as_object(function, hidden)
+    called = getattr(function, "__qualname__", type(function).__name__)
 
     def check(arguments: Json) -> Problem | None:
-        if problem := check_object(arguments):
-            return problem
+        if not isinstance(arguments, dict):
+            return Problem("wrong_type", f"expected object, got {_short(arguments)}")
+        for name in hidden:
+            if name in arguments:
+                return Problem("unexpected_argument", f"{called}() got an unexpected keyword argument {name!r}")
+        if signature is None:
+            return None
         try:
             signature.bind(*first, **arguments, **filled)
         except TypeError as found:
@@ -122,21 +127,6 @@ def as_called(function: Callable[..., Any], hidden: Sequence[str] = (), *, metho
             except TypeError as problem:
                 return Problem("unexpected_argument" if unknown else "missing_argument", str(problem))
             raise AssertionError(f"{function!r} takes arguments that its signature refuses") from found
-        return None
-
-    return check
-
-
-def as_object(function: Callable[..., Any], hidden: Sequence[str] = ()) -> Check:
-    """A function from arguments to a problem if they are no object, or name a parameter that is `hidden`."""
-    called = getattr(function, "__qualname__", type(function).__name__)
-
-    def check(arguments: Json) -> Problem | None:
-        if not isinstance(arguments, dict):
-            return Problem("wrong_type", f"expected object, got {_short(arguments)}")
-        for name in hidden:
-            if name in arguments:
-                return Problem("unexpected_argument", f"{called}() got an unexpected keyword argument {name!r}")
         return None
 
     return check

@@ -309,7 +309,7 @@ class Toolbox:
             if len(together) == 1:
                 results.append(await self.call(together[0]))
                 continue
-            tasks = [asyncio.ensure_future(self.call(call)) for call in together]
+            tasks = list(map(asyncio.ensure_future, map(self.call, together)))
             try:
                 results += await asyncio.gather(*tasks)
             finally:

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from agentrl.data.trajectory import Json
-from agentrl.env.call_options import DEFAULT, Options, Problem, as_called, as_object, compile_validator, safe_schema
+from agentrl.env.call_options import DEFAULT, Options, Problem, as_called, compile_validator, safe_schema
 from agentrl.utils.child_process import Child, child_for, function_ref
 from agentrl.utils.errors import ToolSchemaError
 from agentrl.utils.parsing import parts_of
@@ -262,6 +262,8 @@ class Tool:
     options: Options = DEFAULT
     method: bool = False
     explicit: Signature | None = field(default=None, repr=False)
+    in_set: str = ""
+    """The tool set that it is a method of, which its calls find through the environment: that of a fork is the fork's own."""
 
     def __get__(self, instance: object | None, owner: type | None = None) -> Any:
         if instance is None:
@@ -345,9 +347,7 @@ class Tool:
         """The compiled argument check, as `Options.check` says."""
         if self.options.check == "strict":
             return compile_validator(self.name, self.signature.parameters)
-        if self.options.check == "lenient":
-            return as_called(self.function, self.signature.hidden, method=self.method)
-        return as_object(self.function, self.signature.hidden)
+        return as_called(self.function, self.signature.hidden, method=self.method, by_python=self.options.check == "lenient")
 
     @cached_property
     def is_async(self) -> bool:
@@ -409,11 +409,13 @@ class Tool:
         # Only those that were given: for the others the function has its own defaults.
         return {name.removeprefix(_PREFIX): getattr(read, name) for name in read.model_fields_set}
 
-    async def invoke(self, owner: object | None, values: Mapping[str, Any], child: Child | None = None) -> Any:
+    async def invoke(self, owner: Any, values: Mapping[str, Any], child: Child | None = None) -> Any:
         """Call the function with Python values: awaited, inline, in a thread or in a child. `child`: what `place` gave."""
         if child is not None:
             return await child.call(self.name, function_ref(self.function, self.name), values)
-        target = self.function.__get__(owner) if self.method else self.function
+        target: Callable[..., Any] = self.function
+        if self.method:
+            target = target.__get__(owner.tool_set(self.in_set) if self.in_set else owner)
         if self.is_async:
             return await target(**values)
         made = target(**values) if self.options.inline else await TOOLS.call(self.name, target, **values)
@@ -517,7 +519,7 @@ class ToolSet:
         """Its tools as methods of an environment, whose set of this name they are called on: read once a class. Raises TypeError
         for a signature that does not fit."""
         if "_tools" not in cls.__dict__:
-            cls._tools = tuple(_of_env(cls.name, item) for item in tool_methods(cls))
+            cls._tools = tuple(replace(item, explicit=item.signature, in_set=cls.name) for item in tool_methods(cls))
         return cls._tools
 
 
@@ -536,15 +538,3 @@ def tool_methods(owner: type) -> Iterator[Tool]:
                     raise ToolSchemaError(f"{base.__qualname__}.{name}: runs call it. Rename it, with @tool(name={value.name!r})")
                 found[name] = value
     return iter(found.values())
-
-
-def _of_env(name: str, item: Tool) -> Tool:
-    """Found through the environment at each call, so that a fork's calls reach the fork's own set."""
-
-    def call(self: Any, **values: Any) -> Any:
-        return item.function(self.tool_set(name), **values)
-
-    async def wait(self: Any, **values: Any) -> Any:
-        return await item.function(self.tool_set(name), **values)
-
-    return Tool(wait if item.is_async else call, item.name, item.options, method=True, explicit=item.signature)
