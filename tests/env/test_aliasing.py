@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agentrl.data.trajectory import Json, StopReason
 from agentrl.env import Message, Task, Tool, ToolCall, ToolEnv, tool
 from agentrl.reward import Context, compile_spec
+from tests.env.toyenvs import Notes, call
 
 LOOSE = {"type": "object", "properties": {"items": {}, "at": {}}, "additionalProperties": True}
 json_values = st.recursive(
@@ -103,41 +104,23 @@ REPLAYED = {
 }
 
 
-class Piles(ToolEnv):
+class Piles(Notes):
     """A pile that a tool keeps and later adds to."""
-
-    id = "test/Piles-v0"
-
-    def __init__(self, **base: Any):
-        super().__init__(**base)
-        self.piles: list[list[Any]] = []
-        for name, function in (("pile", self._pile), ("add", self._add)):
-            self.toolbox.add(Tool.from_schema(name, "", {"type": "object"}, function))
 
     def make_task(self, rng_seed: int, split: str) -> Task:
         calls = [{"name": "pile", "arguments": {"of": [1]}}, {"name": "add", "arguments": {"thing": 2}}]
-        return Task("p", rng_seed, split, {}, {"calls": calls})
+        return Task("p", rng_seed, split, {"words": []}, {"calls": calls})
 
-    def prompt(self, task: Task) -> list[Message]:
-        return [Message("user", "pile")]
+    @tool
+    async def pile(self, of: list) -> None:  # type: ignore[type-arg]  # without a type of its items, it gets the list itself
+        self.notes = of
 
-    async def setup(self, task: Task) -> None:
-        self.piles = []
-
-    async def _pile(self, of: list[Any]) -> str:
-        self.piles.append(of)
-        return "ok"
-
-    async def _add(self, thing: Any) -> str:
-        self.piles[-1].append(thing)
-        return "ok"
-
-    def state(self) -> Json:
-        return {"piles": self.piles}
+    @tool
+    async def add(self, thing: int) -> None:
+        self.notes.append(thing)
 
     def gold_turns(self, task: Task) -> list[Message]:
-        made = [ToolCall(one["name"], one["arguments"], id=one["name"]) for one in task.gold["calls"]]
-        return [*(Message("assistant", "", (one,)) for one in made), Message("assistant", "done")]
+        return [*(call(one["name"], **one["arguments"]) for one in task.gold["calls"]), Message("assistant", "done")]
 
 
 def test_gold_is_worth_one_every_time_it_is_replayed() -> None:
@@ -148,7 +131,7 @@ def test_gold_is_worth_one_every_time_it_is_replayed() -> None:
         env.reset(seed=0)
         for turn in env.gold_turns(env.task):
             env.step(turn)
-        assert env.trajectory.stop is StopReason.DONE and env.trajectory.state == {"piles": [[1, 2]]}
+        assert env.trajectory.stop is StopReason.DONE and env.trajectory.state == {"notes": [1, 2]}
         assert scorer.score(env.trajectory).value == 1.0
         assert env.trajectory.task.gold["calls"][0]["arguments"] == {"of": [1]}
 

@@ -10,13 +10,12 @@ import pytest
 from agentrl.config.schema import RewardConfig
 from agentrl.env import Message, Task, Tool, ToolEnv, draw, task_rng, tool
 from agentrl.env.base import StepResult
-from agentrl.env.catalog import EnvRef, make_scorer
+from agentrl.env.catalog import EnvRef, list_envs, make_scorer
 from agentrl.env.check import CHECKS, check_all, share_interval
 from agentrl.env.check_tools import Subject
 from agentrl.reward import compile_spec, load_spec
 from agentrl.utils.errors import EnvError, ToolError
 from tests.conftest import PROOFS, proof
-from tests.env.shelf import shelf
 from tests.env.toyenvs import call
 
 SPEC = {
@@ -380,9 +379,20 @@ def test_without_spec_or_gold_the_checks_say_so() -> None:
 
 
 def _shelf() -> list[Any]:
-    """All of the shelf; benchmarks (one of them starts processes in every episode) in `make proofs` only."""
-    found = [(param.values[0], param.marks) for param in shelf() if "tests/" not in param.values[0].id]
-    return [pytest.param(entry, marks=[*marks, *([proof] if entry.suite else [])], id=entry.name) for entry, marks in found]
+    """All of the shelf; benchmarks, one of which starts processes in every episode, in `make proofs` where their source is."""
+    lacking = "{}: no source of it here, see docs/benchmarks.md"
+    return [
+        pytest.param(
+            entry,
+            marks=[
+                pytest.mark.skipif(entry.lacks_source(), reason=lacking.format(entry.name)),
+                *([proof] if entry.suite else []),
+            ],
+            id=entry.name,
+        )
+        for entry in list_envs()
+        if "tests/" not in entry.id
+    ]
 
 
 @pytest.mark.parametrize("entry", _shelf())

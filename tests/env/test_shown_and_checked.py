@@ -70,15 +70,11 @@ def answers(env: ToolEnv, *turns: Message) -> list[str]:
     return said
 
 
-def test_a_benchmarks_words_and_its_limit() -> None:
-    long, missing, unknown = answers(Bank(), pay(amount=5), pay(), Message("assistant", tool_calls=(ToolCall("pai", {}),)))
+def test_a_benchmarks_words_and_its_limit_which_wrappers_forks_and_snapshots_keep() -> None:
+    alone = long, missing = answers(Bank(), pay(amount=5), pay())
+    assert answers(Bank(), Message("assistant", tool_calls=(ToolCall("pai", {}),))) == ["Error: pai not found"]
     assert long.startswith("paid paid") and long.endswith("of 2000 characters]") and 360 < len(long) <= 400
     assert missing == "Error: _pay() missing 1 required positional argument: 'amount'"
-    assert unknown == "Error: pai not found"
-
-
-def test_wrappers_forks_and_snapshots_keep_check_words_and_limit() -> None:
-    alone = answers(Bank(), pay(amount=5), pay())
     assert answers(ToolFaults(Bank(), rate=0.0), pay(amount=5), pay()) == alone
     faulty = answers(ToolFaults(Bank(), rate=1.0, message="down"), pay(amount=5))
     assert faulty == ["Error: down"]

@@ -278,6 +278,8 @@ def test_a_tool_without_a_limit_has_that_of_its_toolbox_and_an_errors_message_to
     assert size(tool(max_output=200)(long), max_output=100) in range(760, 801)  # its own goes first
     cut = call(tool(long), {}, max_output=100).content
     assert cut.endswith("of 10000 characters]") and "[cut: " in cut
+    words = lambda text: len(text.split())  # noqa: E731
+    assert 45 <= words(call(tool(long), {}, max_output=50, count_tokens=words).content) <= 50
     error = json.loads(call(tool(fails), {}, max_output=100).content)
     assert error["error"] == "tool_error" and len(error["message"]) <= 400 and "[cut: " in error["message"]
 

@@ -194,19 +194,6 @@ def test_a_refusal_that_no_schema_can_say_is_an_answer_too() -> None:
     assert result.error == "invalid_argument" and "must be even" in result.content
 
 
-@pytest.mark.parametrize("text", ["2024", "20240101", "-5"])
-def test_a_bare_number_is_no_date(text: str) -> None:
-    """pydantic takes it for seconds since 1970: the tool got a day of that year."""
-
-    def f(at: datetime) -> str:
-        return at.isoformat()
-
-    f.__annotations__.update(at=datetime)
-    refused = run(f, {"at": text})
-    assert refused.error == "invalid_argument" and f"at: '{text}' is no date or time" in refused.content
-    assert run(f, {"at": "2024-01-01"}).content == "2024-01-01T00:00:00"
-
-
 Day = TypeAliasType("Day", date)
 
 
@@ -218,11 +205,17 @@ class Visit(BaseModel):
 
 
 def test_a_bare_number_is_no_date_at_any_depth() -> None:
-    def f(days: list[date | None] | None = None, visit: Visit | None = None, spot: tuple[datetime, str] | int = 0) -> str:
-        return repr((days, visit and (visit.at, visit.type, [one.at for one in visit.after]), spot))
+    """pydantic takes it for seconds since 1970: the tool got a day of that year."""
 
-    f.__annotations__.update(days=list[date | None] | None, visit=Visit | None, spot=tuple[datetime, str] | int)
+    def f(
+        days: list[date | None] | None = None, visit: Visit | None = None, spot: tuple[datetime, str] | int = 0,
+        at: datetime = datetime(2024, 1, 1),
+    ) -> str:  # fmt: skip
+        return repr((days, visit and (visit.at, visit.type, [one.at for one in visit.after]), spot, at))
+
+    f.__annotations__.update(days=list[date | None] | None, visit=Visit | None, spot=tuple[datetime, str] | int, at=datetime)
     for given, place in (
+        *(({"at": text}, f"at: '{text}'") for text in ("2024", "20240101", "-5")),
         ({"days": ["2024-01-01", None, "0"]}, "days.2: '0'"),
         ({"visit": {"at": "2024-01-01T00:00:00", "type": {"0": 1}}}, "visit.type.0.[key]: '0'"),
         ({"spot": ["2024", "x"]}, "spot.tuple[datetime, str].0: '2024'"),
@@ -230,9 +223,9 @@ def test_a_bare_number_is_no_date_at_any_depth() -> None:
         refused = run(f, given)
         assert refused.error == "invalid_argument" and f"{place} is no date or time. Write it in ISO" in refused.content
     visit = {"at": "2024", "after": [{"at": "2024-01-01T00:00:00"}], "type": {"2024-01-01": 1}}
-    taken = run(f, {"days": ["2024-01-01"], "visit": visit, "spot": ["2024-01-01", "2024"]}).content
+    taken = run(f, {"days": ["2024-01-01"], "visit": visit, "spot": ["2024-01-01", "2024"], "at": "2024-01-01"}).content
     day, moment = "datetime.date(2024, 1, 1)", "datetime.datetime(2024, 1, 1, 0, 0)"
-    assert taken == f"([{day}], ('2024', {{{day}: 1}}, [{moment}]), ({moment}, '2024'))"
+    assert taken == f"([{day}], ('2024', {{{day}: 1}}, [{moment}]), ({moment}, '2024'), {moment})"
 
 
 @pytest.mark.parametrize("name", ["copy", "json", "schema", "model_config", "self_", "_x"])

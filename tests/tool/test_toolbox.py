@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from agentrl.data.trajectory import ToolCall, ToolResult
 from agentrl.env import Tool, tool
 from agentrl.env.spaces import run_sync
-from agentrl.env.toolbox import Toolbox, estimate_tokens
+from agentrl.env.toolbox import Toolbox
 from agentrl.render.tagged_syntaxes import parse_glm, parse_qwen_xml
 from agentrl.utils.errors import EnvError, ToolError, ToolSchemaError, ToolTimeoutError, did_you_mean
 from tests.strict_json import strict
@@ -405,16 +405,6 @@ def test_a_plain_function_around_an_async_one_is_awaited_within_its_time() -> No
     assert asyncio.run(box.call(ToolCall("f", {"s": 0}))).content == "slept"
     assert asyncio.run(box.call(ToolCall("f", {"s": 9}))).error == "timeout"
     assert asyncio.run(Toolbox([tool(name="f", inline=True)(around)]).call(ToolCall("f", {"s": 0}))).content == "slept"
-
-
-def test_long_output_is_cut_to_the_budget_and_marked() -> None:
-    def words(text: str) -> int:
-        return len(text.split())
-
-    long = tool(name="long", inline=True, max_output=50)(lambda: "word " * 1000)
-    for box, count in ((Toolbox([long]), estimate_tokens), (Toolbox([long], count_tokens=words), words)):
-        content = asyncio.run(box.call(ToolCall("long", {}))).content
-        assert "[cut: " in content and "of 5000 characters]" in content and 45 <= count(content) <= 50
 
 
 def test_adding_and_removing_changes_one_box_only() -> None:
