@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import gymnasium
@@ -20,20 +19,8 @@ from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import EnvError, HookError, TaskDataError, ToolTimeoutError
 from agentrl.utils.threads import background
-from tests.env.toyenvs import Notes, call
+from tests.env.toyenvs import Constant, Notes, call
 from tests.players import Script
-
-
-class Constant:
-    """A scorer that gives one value and remembers what it was shown."""
-
-    def __init__(self, value: float | None) -> None:
-        self.value = value
-        self.seen: list[Trajectory] = []
-
-    async def ascore(self, trajectory: Trajectory) -> Any:
-        self.seen.append(trajectory)
-        return SimpleNamespace(value=self.value, success=None)
 
 
 def test_an_episode_and_its_record() -> None:

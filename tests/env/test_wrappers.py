@@ -4,7 +4,6 @@ import asyncio
 import os
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +19,8 @@ from agentrl.env.wrappers import WRAPPERS, SystemPrompt, ToolFaults, ToolSubset,
 from agentrl.reward import compile_spec, load_spec
 from agentrl.run.assembly import RunStart
 from agentrl.utils.errors import ConfigError
-from tests.env.toyenvs import Notes, call
+from tests.env.toyenvs import Constant, Notes, call
 from tests.tool.process_tools import square
-
-
-class Half:
-    async def ascore(self, trajectory: Any) -> Any:
-        return SimpleNamespace(value=0.5, success=None)
 
 
 class TextLimit(ToolWrapper):
@@ -44,7 +38,7 @@ class TextLimit(ToolWrapper):
 
 
 def test_an_own_wrapper_truncates_in_ten_lines() -> None:
-    env = TextLimit(Notes(scorer=Half()), 9)
+    env = TextLimit(Notes(scorer=Constant(0.5)), 9)
     env.reset(seed=0)
     assert env.step(call("write", text="a"))[3] is False and env.used == 1
     assert env.step("x" * 40)[2:4] == (True, False), "an end by the task comes first"
@@ -54,7 +48,7 @@ def test_an_own_wrapper_truncates_in_ten_lines() -> None:
 
 
 def test_turn_limit_truncates_and_scores() -> None:
-    env = TurnLimit(Notes(scorer=Half()), 2)
+    env = TurnLimit(Notes(scorer=Constant(0.5)), 2)
     env.reset(seed=0)
     assert env.step(call("write", text="a"))[1:4] == (0.0, False, False)
     observation, reward, terminated, truncated, info = env.step(call("write", text="b"))

@@ -2,8 +2,10 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 from typing import Any
 
+from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng, tool
 from agentrl.utils.errors import ToolError
 
@@ -64,3 +66,15 @@ class Notes(ToolEnv):
 
 def call(name: str, /, **arguments: Any) -> Message:
     return Message("assistant", tool_calls=(ToolCall(name, arguments),))
+
+
+class Constant:
+    """A scorer that gives one value and remembers what it was shown."""
+
+    def __init__(self, value: float | None) -> None:
+        self.value = value
+        self.seen: list[Trajectory] = []
+
+    async def ascore(self, trajectory: Trajectory) -> Any:
+        self.seen.append(trajectory)
+        return SimpleNamespace(value=self.value, success=None)

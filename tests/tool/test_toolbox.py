@@ -322,11 +322,13 @@ def test_calls_of_one_turn_overlap_unless_the_tool_forbids_it() -> None:
 
     box = Toolbox([make("free"), make("alone", parallel=False)])
 
-    async def turn(name: str) -> list[Any]:
-        return [result.value for result in await box.call_all([ToolCall(name, {"n": n}, str(n)) for n in range(5)])]
+    async def turn(*names: str) -> list[Any]:
+        calls = [ToolCall(name, {"n": n}, str(n)) for n, name in enumerate(names)]
+        return [result.value for result in await box.call_all(calls)]
 
-    assert asyncio.run(turn("free")) == [0, 1, 2, 3, 4] and most["free"] == 5
-    assert asyncio.run(turn("alone")) == [0, 1, 2, 3, 4] and most["alone"] == 1
+    assert asyncio.run(turn(*["free"] * 5)) == [0, 1, 2, 3, 4] and most["free"] == 5
+    for names in (["alone"] * 5, ["free", "free", "alone", "free", "free"]):
+        assert asyncio.run(turn(*names)) == [0, 1, 2, 3, 4] and most["alone"] == 1
 
 
 def test_the_concurrency_limit_holds_over_all_boxes() -> None:
