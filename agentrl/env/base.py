@@ -412,7 +412,7 @@ class ToolEnv(Forkable):
             await self._or_fail(self._hook("conclude"))
         record.stop, record.error = stop, error
         record.terminated = stop is StopReason.DONE
-        record.truncated = stop in _TRUNCATIONS
+        record.truncated = stop is StopReason.EPISODE_TIMEOUT or not (record.terminated or stop.infrastructure)
         await self.aclose()
         if self.scorer is None or stop.infrastructure:
             return 0.0 if self.scorer is None else float("nan")
@@ -459,7 +459,8 @@ class ToolEnv(Forkable):
     async def _start_episode(self, task: Task, options: Mapping[str, Any]) -> Observation:
         """Set the episode up; returns its opening messages."""
         self.toolbox.hidden = self.user_toolbox.hidden = self.hidden(task)
-        await self._open_sessions()
+        if self._sources or self._set_makers:
+            await self._open_sessions()
         await self._hook("setup", task)
         if self.user is not None and "user" in options:
             user = options["user"]
@@ -554,12 +555,6 @@ class ToolEnv(Forkable):
 
             info["unscored"] = next(reasons(record.evidence), "")
         return info
-
-
-_TRUNCATIONS = frozenset({
-    StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.EPISODE_TIMEOUT, StopReason.MAX_TOOL_TIME,
-    StopReason.MAX_EPISODE_TIME, StopReason.AGENT_FAILED,
-})  # fmt: skip
 
 
 def plain_prompt(env: ToolEnv, task: Task) -> list[Message]:

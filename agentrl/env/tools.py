@@ -467,11 +467,9 @@ class ToolSession(Protocol):
 
     async def open(self) -> list[Tool]:
         """Connect and list the tools. Raises EnvError if the other side does not answer."""
-        ...
 
     async def close(self) -> None:
         """Disconnect; idempotent, also after a failed `open`."""
-        ...
 
 
 class ToolSource(Protocol):
@@ -479,7 +477,6 @@ class ToolSource(Protocol):
 
     def session(self) -> ToolSession:
         """A new, unopened session."""
-        ...
 
 
 TOOL_SOURCES: Registry[Callable[..., ToolSource]] = Registry("tools", "TOOL_SOURCES", "agentrl.env", given=2)

@@ -58,7 +58,6 @@ class User(Protocol):
         A message of role "user" with `tool_calls` makes calls to the user's own tools instead: the environment makes them, and
         asks again with the calls and their results (messages of role "tool") at the end of the conversation.
         """
-        ...
 
 
 class ScriptedUser:
