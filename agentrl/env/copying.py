@@ -26,6 +26,9 @@ class Snapshot:
 class _Owner:
     """Placeholder for the environment inside a snapshot, so that a snapshot contains no environment."""
 
+    def __reduce__(self) -> str:
+        return "ENVIRONMENT"  # itself in copies of a snapshot, also pickled ones
+
 
 ENVIRONMENT = _Owner()
 

@@ -1,5 +1,6 @@
 """Snapshot, restore and fork of the toy; those of the shelf are forked by `env check` (test_env_check.py)."""
 
+import copy
 import pickle
 from typing import Any
 
@@ -58,8 +59,9 @@ def test_a_snapshot_travels_to_another_environment_and_through_pickle() -> None:
     env.reset(seed=0)
     env.step(call("write", text="a"))
     env.toolbox.remove("quit")
-    replay_env_of = env.snapshot()
-    other.restore(replay_env_of)
+    env.itself = env  # type: ignore[attr-defined]
+    other.restore(copy.deepcopy(env.snapshot()))
+    assert vars(other)["itself"] is other
     other.step(call("write", text="b"))
     assert env.notes == ["a"] and other.notes == ["a", "b"] and "quit" not in other.toolbox
     assert pickle.loads(pickle.dumps(env.trajectory)) == env.trajectory
