@@ -31,9 +31,9 @@ from agentrl.render.base import Renderer
 from agentrl.render.litellm_calls import (
     ONCE,
     answer_row,
+    causes,
     choice_of,
     load_litellm,
-    no_listener,
     passes,
     read_answer,
     refusal,
@@ -286,7 +286,7 @@ class LiteLlmEngine(MessageEngine):
                     raise ConfigError(f"API model {refused}") from problem
                 wait = self._wait(problem, attempt)
                 text = said_of(problem, request.get("api_base"))
-                if no_listener(problem):
+                if any(isinstance(link, ConnectionRefusedError) for link in causes(problem)):  # nothing listens at the address
                     text = f"{self._cfg.base or 'its provider'} refuses the connection: no server listens there ({text})"
                     if not self._unheard:
                         log.warning("%s: %s; its calls are tried again up to %d times each", self._model, text, self._cfg.retries)

@@ -145,11 +145,6 @@ def said_of(problem: BaseException, base: str | None) -> str:
     return " ".join(str(problem).split())[:300] + through_proxy(base)
 
 
-def no_listener(problem: BaseException) -> bool:
-    """Return True if nothing listens at the address; litellm says so only in what its error was raised from."""
-    return any(isinstance(link, ConnectionRefusedError) for link in causes(problem))
-
-
 def causes(problem: BaseException | None) -> Iterator[BaseException]:
     """An error, and what it was raised from."""
     while problem is not None:

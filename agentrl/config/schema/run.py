@@ -268,8 +268,8 @@ class TrainConfig(Frozen):
 
         All that plays, scores and checks one environment reads such a config, whose `envs` is this one.
         """
-        own = {"tools": env.tools, "agent": env.agent, "limits": env.limits, "sampler": env.sampler, "advantage": env.advantage}
-        rest = {**dict.fromkeys((*own, "eval", "sft"), None), "weight": None if env.trains else 0.0}
+        own = dict.fromkeys(("tools", "agent", "limits", "sampler", "advantage", "eval", "sft"))
+        rest = {**own, "weight": None if env.trains else 0.0}
         if env.trains:
             drawn: dict[str, Any] = {"sampler": env.sampler or self.rollout.sampler}
         else:  # it is only evaluated: neither the run's curriculum nor its forks are of its tasks
