@@ -94,10 +94,12 @@ def test_what_a_base_said_of_another_environment_is_not_the_origin(here: Path) -
 
 
 def test_the_environments_of_a_list_have_origins_of_their_own() -> None:
-    origins = read_origins(ROOT / "configs" / "two_envs.toml", ["env.functions.weight=2"])
+    file, renamed = ROOT / "configs" / "two_envs.toml", "env.functions.name=f"
+    origins = read_origins(file, ["env.functions.weight=2", renamed])
     assert origins.of(("env", 1, "params")).endswith("two_envs.toml")
     assert origins.of(("env", 1, "weight")) == "override env.functions.weight=2"
-    assert origins.of(("env", 0, "weight")) == "default"
+    assert origins.of(("env", 1, "name")) == f"override {renamed}" and origins.of(("env", 0, "weight")) == "default"
+    assert read_origins(file, ["~env.0"]).of(("env", 0, "id")).endswith("two_envs.toml"), "the first one now"
 
 
 def test_a_comment_cannot_become_a_key() -> None:
