@@ -54,13 +54,20 @@ def file(tmp_path: Path) -> Path:
     (GOOD, ["base=quickstart"], ["base can only be set in a config file"]),
     (GOOD, ["api.usd_per_million=[0.4]"], ["api.usd_per_million"]),
     (GOOD, ["reward.judge.usd_per_million=[0.4]"], ["reward.judge.usd_per_million"]),
+    # On another file, which says that group_sise = 3.
+    ('base = "run"\n', [], ["circle: run.toml -> run.toml"]),
+    ("base = 3\n", [], ["run.toml: base: expected the name of a config", "3"]),
+    ('base = "lo"\n', [], ["no such config file", "did you mean", "low.toml"]),
+    ('base = "low"\n[rollout]\n', [], ["low.toml: rollout.group_sise", "did you mean 'rollout.group_size'"]),
+    ('base = "low"\n[rollout]\ngroups = 0\n', [], ["run.toml: rollout.groups", "got 0"]),
     # The name of the form was taken for a key below it, which ended in a stack trace.
     *((GOOD, [f"model.threads={value}"], ["model.threads: input should be a valid integer"]) for value in SEVERAL),
 ])  # fmt: skip
 def test_a_wrong_config_says_where_and_what(file: Path, text: str, overrides: list[str], expected: list[str]) -> None:
+    file.with_name("low.toml").write_text(GOOD + "[rollout]\ngroup_sise = 3\n")
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        load_config(file, overrides)
+        load_config(file, overrides, find=lambda name: file.with_name(f"{name}.toml"))
     for part in expected:
         assert part in str(caught.value)
 
@@ -120,22 +127,6 @@ def test_a_base_is_looked_for_beside_the_file_and_then_on_the_shelf(tmp_path: Pa
     assert (found.name, found.rollout.groups) == ("mine", 3)
     (tmp_path / "low.toml").write_text(GOOD + "[rollout]\ngroups = 5\n")
     assert load_config(tmp_path / "mine.toml", find=lambda name: shelf / f"{name}.toml").rollout.groups == 5
-
-
-@pytest.mark.parametrize(("base", "expected"), [
-    ('base = "run"\n', ["circle: run.toml -> run.toml"]),
-    ("base = 3\n", ["run.toml: base: expected the name of a config", "3"]),
-    ('base = "lo"\n', ["no such config file", "did you mean", "low.toml"]),
-    ('base = "low"\n[rollout]\n', ["low.toml: rollout.group_sise", "did you mean 'rollout.group_size'"]),
-    ('base = "low"\n[rollout]\ngroups = 0\n', ["run.toml: rollout.groups", "got 0"]),
-])  # fmt: skip
-def test_a_wrong_base_says_which_file_is_wrong(tmp_path: Path, base: str, expected: list[str]) -> None:
-    (tmp_path / "low.toml").write_text(GOOD + "[rollout]\ngroup_sise = 3\n")
-    (tmp_path / "run.toml").write_text(base)
-    with pytest.raises(ConfigError) as caught:
-        load_config(tmp_path / "run.toml", find=lambda name: tmp_path / f"{name}.toml")
-    for part in expected:
-        assert part in str(caught.value)
 
 
 def test_a_config_in_an_empty_folder_builds_on_one_of_the_shelf(here: Path) -> None:

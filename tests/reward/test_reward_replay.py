@@ -36,8 +36,8 @@ def member(total: int, **task: object):
     return trajectory
 
 
-def scorer_of(envs, root=None):
-    return compile_spec(spec(root or leaf("state.match", REPLAY)), context=Context(replay_env=envs))
+def scorer_of(envs, root=None, **more):
+    return compile_spec(spec(root or leaf("state.match", REPLAY)), context=Context(replay_env=envs, **more))
 
 
 def test_a_group_replays_its_gold_once():
@@ -108,14 +108,12 @@ def test_a_replay_environment_that_cannot_be_built_is_null():
 
 def test_kept_replays_are_bounded_and_those_asked_for_last_stay():
     envs = ReplayEnvs()
-    scorer = compile_spec(
-        spec(leaf("state.match", REPLAY)), context=Context(replay_env=lambda task: envs(task), replays=Replays(most=2))
-    )
+    scorer = scorer_of(envs, replays=Replays(most=2))
     for name in "abacab":
         assert scorer.score(member(5, id=name)).value == 1
     assert len(envs.built) == 4  # a, b, c, and b again: a was asked for before c came, so b had to go
     small = Replays(most_bytes=40)
-    scorer = compile_spec(spec(leaf("state.match", REPLAY)), context=Context(replay_env=envs, replays=small))
+    scorer = scorer_of(envs, replays=small)
     for name in "abc":
         scorer.score(member(5, id=name))
     assert len(small) == 2  # each holds a state of 17 bytes and the answers "2" and "5"
@@ -140,8 +138,7 @@ def test_threads_that_ask_for_one_replay_wait_for_it_and_a_fault_is_forgotten():
 
 def test_a_copy_of_what_is_kept_begins_empty():
     kept = Replays(most=3)
-    scorer = compile_spec(spec(leaf("state.match", REPLAY)), context=Context(replay_env=ReplayEnvs(), replays=kept))
-    scorer.score(member(5))
+    scorer_of(ReplayEnvs(), replays=kept).score(member(5))
     assert len(kept) == 1
     for other in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
         assert len(other) == 0
