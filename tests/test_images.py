@@ -36,9 +36,9 @@ def picture(color: tuple[int, int, int] = (220, 30, 30), size: tuple[int, int] =
     return Pictures.new("RGB", size, color)
 
 
-def file_of(picture: Pictures.Image, kind: str = "PNG") -> bytes:
+def file_of(picture: Pictures.Image, kind: str = "PNG", **more: Any) -> bytes:
     out = io.BytesIO()
-    picture.save(out, kind)
+    picture.save(out, kind, **more)
     return out.getvalue()
 
 
@@ -74,15 +74,13 @@ def test_a_model_sees_what_a_page_shows() -> None:
     palette = Pictures.fromarray((line == 0).astype(np.uint8), "L").convert("P")
     faint = np.asarray(Image.of(Pictures.new("LA", (2, 2), (0, 51))).picture())
     assert (np.asarray(Image.of(plot).picture()) == line[..., None]).all() and (faint == 204).all()
-    out = io.BytesIO()
     palette.putpalette([0, 0, 0] * 2)
-    palette.save(out, "PNG", transparency=0)
-    assert (np.asarray(Image.read(out.getvalue()).picture()) == line[..., None]).all()
+    assert (np.asarray(Image.read(file_of(palette, transparency=0)).picture()) == line[..., None]).all()
     cyan = Image.read(file_of(Pictures.new("CMYK", (8, 8), (255, 0, 0, 0)), "JPEG"))
     assert np.abs(np.asarray(cyan.picture(), int) - (0, 255, 255)).max() < 8
     frames = [picture((n, 0, 0)) for n in (200, 10)]
-    frames[0].save(animated := io.BytesIO(), "GIF", save_all=True, append_images=frames[1:])
-    assert np.asarray(Image.read(animated.getvalue()).picture()).max() == 200, "of an animation the first"
+    animated = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert np.asarray(Image.read(animated).picture()).max() == 200, "of an animation the first"
 
 
 @pytest.mark.parametrize(("orientation", "turned"), [(3, 2), (6, 3), (8, 1)])
@@ -92,16 +90,14 @@ def test_a_photo_is_turned_as_its_camera_was_held(orientation: int, turned: int)
     stored.paste((255, 255, 255), (0, 0, 16, 8))
     exif = Pictures.Exif()
     exif[0x0112] = orientation
-    stored.save(out := io.BytesIO(), "JPEG", exif=exif, quality=100)
-    image = Image.read(out.getvalue())
+    image = Image.read(data := file_of(stored, "JPEG", exif=exif, quality=100))
     expected = np.rot90(np.asarray(stored, int), turned)
-    assert (image.height, image.width) == expected.shape[:2] and image.bytes() == out.getvalue()
+    assert (image.height, image.width) == expected.shape[:2] and image.bytes() == data
     assert np.abs(np.asarray(image.picture(), int) - expected).max() < 8
 
 
 def test_a_photo_whose_orientation_cannot_be_read_stays_as_it_is() -> None:
-    picture().save(out := io.BytesIO(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
-    image = Image.read(out.getvalue())
+    image = Image.read(file_of(picture(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff"))
     assert (image.width, image.height) == (5, 4) == image.picture().size
 
 
@@ -172,10 +168,7 @@ async def test_a_secret_in_a_file_and_a_picture_that_is_too_large() -> None:
     remember("a-secret-of-this-test")
     info = PngInfo()
     info.add_text("comment", "key a-secret-of-this-test")
-    out = io.BytesIO()
-    picture().save(out, "PNG", pnginfo=info)
-
-    result = await answered(Image.read(out.getvalue()))
+    result = await answered(Image.read(file_of(picture(), pnginfo=info)))
     assert not result.images and " of this run stands in its file" in result.content
     with pytest.raises(EnvError, match=r"tool f returned an image that is not taken: 5000 x 5000 pixels"):
         await answered(Pictures.new("1", (5000, 5000)))
