@@ -45,11 +45,8 @@ def episode(*turns: Any, task_gold: dict[str, Any] | None = None, **rest: Any) -
         calls, results = [], []
         if not isinstance(item, str):
             for entry in item:
-                made, answer = (
-                    entry
-                    if isinstance(entry[0] if isinstance(entry, tuple) else entry, (tuple, ToolCall)) and isinstance(entry, tuple)
-                    else (entry, "ok")
-                )
+                answered = isinstance(entry, tuple) and isinstance(entry[0], (tuple, ToolCall))
+                made, answer = entry if answered else (entry, "ok")
                 if not isinstance(made, ToolCall):
                     made = ToolCall(made[0], made[1], id=f"c{number}")
                 number += 1
