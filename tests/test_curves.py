@@ -23,16 +23,8 @@ def tossed(seed: int, member: int = 0, number: int = 0, said: str = "7") -> floa
 
 def run(variant: str, seed: int, last: float, z: float = 0.0) -> dict[str, Any]:
     curve = [[3 * n, 1000 * n, success] for n, success in enumerate([0.25, 0.46, last])]
-    return {
-        "variant": variant,
-        "seed": seed,
-        "curve": curve,
-        "z": z,
-        "updates": 3,
-        "ledgers": 0.0,
-        "failed_groups": 0,
-        "cpu_s": 1.0,
-    }
+    rest = {"updates": 3, "ledgers": 0.0, "failed_groups": 0, "cpu_s": 1.0}
+    return {"variant": variant, "seed": seed, "curve": curve, "z": z, **rest}
 
 
 def twelve(up: int, z: float = 0.0) -> list[dict[str, Any]]:
