@@ -315,8 +315,8 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
     # A request for each environment; of a config with several, each in a folder of its own, also if one is chosen.
     requests, given = {}, args.config is not None or folder is not None
     evals = {one.the_env.called: one.eval for one in config.each()}
-    for env, one in zip(config.envs, config.each(), strict=True):
-        own, ref = one.eval, EnvRef.of(env, config.tools)
+    for env in config.envs:
+        own, ref = evals[env.called], EnvRef.of(env, config.tools)
         split = args.split or (own.split if given or several else args.defaults["split"])
         # A benchmark's tasks once each: all, if nothing else is said. A run's model plays what the run evaluates on, the first.
         wanted = args.tasks or (own.tasks if given or env.eval is not None else None)
@@ -325,8 +325,7 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
         requests[env.called] = RolloutRequest("eval", path, count, args.samples or 1, split, place, chosen)
     plan = Plan(label, start, requests, out, about)
     if folder is None:
-        note = model_note(start)
-        plan.notes = [] if note is None else [note]
+        plan.notes = [] if (note := model_note(start)) is None else [note]
         return plan
     run, many = Provenance(folder, config), len(config.envs) > 1
     differs = [*run.differences(), *run.changed_files()]
