@@ -209,6 +209,7 @@ def test_a_rollout_names_what_blocks_its_loop(limit: float, lines: int, tmp_path
     """Of an environment whose setup keeps the loop from turning for 0.3 s."""
     from agentrl.config.load import config_from
     from agentrl.run import evaluate as rollout
+    from agentrl.run.assembly import RunStart
 
     async def blocking(*args: Any, **kwargs: Any) -> list[Any]:
         time.sleep(0.3)
@@ -226,5 +227,5 @@ def test_a_rollout_names_what_blocks_its_loop(limit: float, lines: int, tmp_path
     monkeypatch.setattr(rollout, "run_tasks", blocking)
     monkeypatch.setattr(rollout, "SLOW_LOOP", limit)
     config = config_from({"env": {"id": "key_value"}, "model": {"init": {}}}, [])
-    asyncio.run(rollout.RolloutJob(rollout.RunStart(config), request, display).play(session, []))
+    asyncio.run(rollout.RolloutJob(RunStart(config), request, display).play(session, []))
     assert len(said) == lines
