@@ -169,6 +169,8 @@ def test_hostile_text_is_written_out(home: Path, capsys: pytest.CaptureFixture[s
     (["show", "runs"], "there are runs in it: runs/a, runs/b"),
     (["show", "runs/a", "--step", "9"], "there are episodes of 1"),
     (["show", "runs/a", "--episode", "9"], "expected FILE.ROW"),
+    (["show", "runs/a", "--episode", "step_000001.7"], "expected FILE.ROW"),
+    (["show", "runs/a", "--episode", "step_000002.1"], "trajectories/step_000002.jsonl is not there"),
     (["runs", "list", "nowhere"], "nowhere: there is no such folder"),
     (["runs", "compare", "runs/a", "runs/x"], "there is no such folder"),
     (["view", "runs/x"], "there is no such folder"),

@@ -80,25 +80,21 @@ def test_a_row_is_as_long_as_a_micro_batch_and_as_the_model_takes() -> None:
         assert longest_row(config.optim, config.model) == longest
 
 
-@pytest.mark.parametrize(("least", "most", "refused"), [(401, 400, True), (400, 400, False), (1, 400, False)])
-def test_the_least_steps_are_not_above_the_most(least: int, most: int, refused: bool) -> None:
-    refusal = pytest.raises(ConfigError, match=f"sft.min_steps = {least} is above sft.max_steps = {most}")
-    with refusal if refused else nullcontext():
-        check_warm_start(RunStart(config_of(f"sft.min_steps={least}", f"sft.max_steps={most}")))
+@pytest.mark.parametrize(("overrides", "said"), [
+    ("sft.min_steps=401 sft.max_steps=400", "sft.min_steps = 401 is above sft.max_steps = 400"),
+    ("sft.min_steps=400 sft.max_steps=400", None),
+    ("sft.min_steps=1 sft.max_steps=400", None),
+    ("sft.teacher={wrog=0.2}", r"sft.teacher.*wrog"),
+    # Its optimizer is of whole weights, and the folder that it leaves would have the adapters merged, then trained again.
+    ("model.lora.rank=4", r"model\.lora.*\[sft\].*agentrl sft.*model\.lora=false"),
+])  # fmt: skip
+def test_steps_a_teacher_and_a_model_that_cannot_be_are_refused(overrides: str, said: str | None) -> None:
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        check_warm_start(RunStart(config_of(*overrides.split())))
 
 
-def test_a_teacher_that_is_none_is_told_before_the_run() -> None:
-    config = config_of("sft.teacher={wrog=0.2}")
-    with pytest.raises(ConfigError, match=r"sft.teacher.*wrog"):
-        check_warm_start(RunStart(config))
+def test_without_the_section_nothing_is_asked_for() -> None:
     check_warm_start(RunStart(config_of("env.id=no_such").model_copy(update={"sft": None})))
-
-
-def test_a_warm_start_of_adapters_is_refused() -> None:
-    """Its optimizer is of whole weights, and the folder that it leaves would have the adapters merged, then trained again."""
-    config = config_of("model.lora.rank=4")
-    with pytest.raises(ConfigError, match=r"model\.lora.*\[sft\].*agentrl sft.*model\.lora=false"):
-        check_warm_start(RunStart(config))
 
 
 def learned(folder: Path, micro_tokens: int, calls: list[Any], steps: int) -> tuple[list[dict[str, float]], Path]:

@@ -260,13 +260,6 @@ def test_the_log_begins_anew_at_its_size_and_so_many_older_ones_stay(tmp_path: P
     assert told == list(range(100 - len(told), 100)) and len(told) > 15
 
 
-def test_an_episode_whose_file_is_gone_is_said_with_the_file(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", {"step_000001": [episode(1)]})
-    for ident, said in (("step_000002.1", "trajectories/step_000002.jsonl is not there"), ("step_000001.7", "expected FILE.ROW")):
-        outcome = damage.command(["show", str(folder.path), "--episode", ident])
-        assert outcome.code == 2 and said in outcome.said.replace("\n", " "), outcome.said
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user is tried")
 @pytest.mark.parametrize("name", ["show", "view"])
 def test_an_index_that_can_lie_in_neither_folder_lies_in_a_temporary_one_and_both_are_named(

@@ -22,6 +22,7 @@ from agentrl.run.loop import make_batch
 from agentrl.run.session import open_session
 from agentrl.trainer.estimator_inputs import with_advantages, with_estimator_inputs
 from agentrl.utils.errors import ConfigError
+from tests.run.own_spec import RIGHT, with_spec
 
 
 # What an untrained model says holds some letters and not others, so rewards differ within a group.
@@ -31,26 +32,20 @@ def letters(id: str, these: str, **more: Any) -> dict[str, Any]:
 
 
 EARLY, LATE = letters("early", "abcdefghij"), letters("late", "klmnopqrst", weight=0.5)
-RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
-SPEC = {"agentrl_reward": 1, "name": "two", "success": RIGHT, "root": {"op": "sum", "of": [EARLY, LATE]}}
-COMPARING = {"agentrl_reward": 1, "name": "ranks", "root": {"use": "group.rank", "args": {"of": EARLY}}}
+BOTH = {"op": "sum", "of": [EARLY, LATE]}
+COMPARING = {"use": "group.rank", "args": {"of": EARLY}}
 
 
-def config(out: Path, advantage: dict[str, Any], spec: dict[str, Any] = SPEC, **more: Any) -> TrainConfig:
-    (out / "spec.json").write_text(json.dumps(spec))
-    return TrainConfig.model_validate(
-        {
-            "name": "x",
-            "out": str(out),
-            "engine": "embedded",
-            "env": {"id": "key_value", "reward": str(out / "spec.json")},
-            "model": {"init": {"layers": 1, "hidden": 32, "mlp": 32, "heads": 2, "kv_heads": 1, "head_dim": 16}},
-            "rollout": {"groups": 2, "group_size": 3, "max_turns": 2, "max_turn_tokens": 12},
-            "algorithm": {"advantage": advantage, "minibatch": 8},
-            "cluster": {"backend": "inline"},
-            "health": {"lint": False},  # these rewards have nothing to do with the task
-            **more,
-        }
+def config(out: Path, advantage: dict[str, Any], root: dict[str, Any] = BOTH) -> TrainConfig:
+    return with_spec(
+        out,
+        root,
+        None if root is COMPARING else RIGHT,
+        out=str(out),
+        model={"init": {"layers": 1, "hidden": 32, "mlp": 32, "heads": 2, "kv_heads": 1, "head_dim": 16}},
+        rollout={"groups": 2, "group_size": 3, "max_turns": 2, "max_turn_tokens": 12},
+        algorithm={"advantage": advantage, "minibatch": 8},
+        health={"lint": False},  # these rewards have nothing to do with the task
     )
 
 
@@ -136,13 +131,13 @@ KL = {"algorithm": {"advantage": {"name": "multi_reward", "args": {"terms": ["ea
     ({"name": "multi_reward", "args": {"terms": []}}, {}, r"terms = \[\]: .*at least 1 item"),
     ({"name": "multi_reward", "args": {"terms": ["early", "late"], "weights": [1.0]}}, {}, "1 weights? for 2 terms"),
     ({"name": "remax"}, {"reward_model": {"path": "x"}}, "reward_model"),
-    ({"name": "remax"}, {"spec": COMPARING}, "compares the members"),
+    ({"name": "remax"}, {"root": COMPARING}, "compares the members"),
     ({}, KL, 'use where = "loss"'),
 ])  # fmt: skip
 def test_what_cannot_be_is_said_before_the_start(
     tmp_path: Path, advantage: dict[str, Any], more: dict[str, Any], message: str
 ) -> None:
-    cfg = config(tmp_path, advantage or {"name": "grpo"}, more.pop("spec", SPEC))
+    cfg = config(tmp_path, advantage or {"name": "grpo"}, more.pop("root", BOTH))
     cfg = TrainConfig.model_validate({**cfg.model_dump(), **more})
     with pytest.raises(ConfigError, match=message):
         check_config(cfg)
