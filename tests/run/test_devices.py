@@ -85,12 +85,14 @@ def test_vllms_heads_are_those_of_the_build_on_the_nodes(
     ([(2, 0), (1, 0)], "cluster.actors=3 engine=embedded", None),
     ([(2, 0), (1, 0)], "cluster.actors=4 engine=embedded", r"cluster.actors = 4: .* a CPU slot .* 3 "),
     ([(2.5, 0), (1.5, 0)], "cluster.actors=4 engine=embedded", r"cluster.actors = 4"),  # a slot is on one node
+    ([(64, 0)], "cluster.actors=64 engine=embedded", None),  # 45 GB are needed: on the nodes, not here
 ])  # fmt: skip
 def test_more_actors_than_slots_is_said_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[float, float]], overrides: str, message: str | None
 ) -> None:
-    """Ray would wait `startup_timeout` seconds for a place that there is not."""
+    """Ray would wait `startup_timeout` seconds for a place that there is not. Of this machine's memory nothing is asked."""
     joined(monkeypatch, *nodes)
+    monkeypatch.setattr(capacity, "usable_memory", lambda: HostMemory(8 << 30, 4 << 30))
     with nullcontext() if message is None else pytest.raises(ResourceError, match=message):
         capacity.check_capacity(RunStart(run_of(*overrides.split())))
 
@@ -152,13 +154,6 @@ def test_a_local_ray_has_the_gpus_that_torch_can_use(monkeypatch: pytest.MonkeyP
     """Ray counts those of the driver's library: with a torch without CUDA, ranks would be given cards that they cannot use."""
     joined(monkeypatch, card=card)
     assert runtime._local(None)["num_gpus"] == count == devices.this_machine().gpus
-
-
-def test_memory_of_processes_on_other_machines_is_not_asked_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 actors need 45 GB: on the nodes, not here."""
-    joined(monkeypatch, (64, 0))
-    monkeypatch.setattr(capacity, "usable_memory", lambda: HostMemory(8 << 30, 4 << 30))
-    capacity.check_capacity(RunStart(run_of("cluster.actors=64", "engine=embedded")))
 
 
 def test_without_ray_nothing_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
