@@ -169,33 +169,25 @@ def test_a_model_without_its_weights_is_not_pushed(hub: Hub, tmp_path: Path, run
 def test_secrets_links_and_pickles_are_refused_by_name(hub: Hub, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("agentrl.utils.redaction._read", [])
     monkeypatch.setenv("SHOP_API_KEY", "planted-value-1234")
-    env = environment(tmp_path / "a", "one\nkey is planted-value-1234\n")
-    with pytest.raises(RepositoryError, match=r"notes.md:2: holds text that is, or looks like, a key or password"):
-        push(str(env), "me/x")
-    (env / "notes.md").write_text("hf_" + "a1B2" * 8)
-    with pytest.raises(RepositoryError, match=r"notes.md:1: holds"):
-        push(str(env), "me/x")
-    (env / "notes.md").unlink()
-    for name in ("explore.ipynb", "page.html", "Makefile"):
-        (env / name).write_text('{"source":\n "token = hf_' + "a1B2" * 8 + '"}')
-        with pytest.raises(RepositoryError, match=rf"{name}:2: holds text that is, or looks like"):
+    env, token = environment(tmp_path / "a"), "hf_" + "a1B2" * 8
+    noted = dict.fromkeys(("explore.ipynb", "page.html", "Makefile"), f'{{"source":\n "token = {token}"}}')
+    for name, text in {"key.md": "one\nkey is planted-value-1234\n", "token.md": f"one\n{token}", **noted}.items():
+        (env / name).write_text(text)
+        with pytest.raises(RepositoryError, match=rf"{name}:2: holds text that is, or looks like, a key or password"):
             push(str(env), "me/x")
         (env / name).unlink()
-    os.mkfifo(env / "pipe")
-    with pytest.raises(RepositoryError, match=r"pipe: a link, pipe or device"):
-        push(str(env), "me/x")
-    (env / "pipe").unlink()
+    for name, make in (("pipe", os.mkfifo), ("link", lambda path: path.symlink_to("/etc/hostname"))):
+        make(env / name)
+        with pytest.raises(RepositoryError, match=rf"{name}: a link, pipe or device"):
+            push(str(env), "me/x")
+        (env / name).unlink()
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"a": 1}\n')
     push(str(rows), "me/rows")
     assert hub.repos.pop("datasets/me/rows")[-1][1]["rows.jsonl"] == b'{"a": 1}\n'
-    rows.write_text('{"a": 1}\n{"a": "hf_' + "a1B2" * 8 + '"}\n')
+    rows.write_text(f'{{"a": 1}}\n{{"a": "{token}"}}\n')
     with pytest.raises(RepositoryError, match=r"rows\.jsonl:2: holds"):
         push(str(rows), "me/x")
-    (env / "link").symlink_to("/etc/hostname")
-    with pytest.raises(RepositoryError, match="link: a link, pipe or device"):
-        push(str(env), "me/x")
-    (env / "link").unlink()
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")

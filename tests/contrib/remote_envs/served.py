@@ -2,9 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer, http_server
@@ -62,12 +61,13 @@ class Running:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(20)
 
+    def __enter__(self) -> Self:
+        return self
 
-@contextmanager
-def served(env_id: str, limits: SessionLimits | None = None, port: int = 0, **params: object) -> Iterator[Running]:
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+
+def served(env_id: str, limits: SessionLimits | None = None, port: int = 0, **params: object) -> Running:
     """`agentrl env serve ENV --http`."""
-    running = Running(EnvOffer(EnvRef(env_id, params), env_digest), limits or SessionLimits(), port)
-    try:
-        yield running
-    finally:
-        running.close()
+    return Running(EnvOffer(EnvRef(env_id, params), env_digest), limits or SessionLimits(), port)

@@ -56,9 +56,8 @@ def offer() -> Offer:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    running = Running(offer(), SessionLimits())
-    yield running
-    running.close()
+    with Running(offer(), SessionLimits()) as running:
+        yield running
 
 
 def maker(server: Running, kind: str) -> Callable[..., RemoteEnv]:

@@ -61,9 +61,8 @@ class ToyServer(Running):
 
 @pytest.fixture(scope="module")
 def toys() -> Iterator[ToyServer]:
-    server = ToyServer()
-    yield server
-    server.close()
+    with ToyServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +162,7 @@ async def test_an_episode_does_not_outlive_its_server(monkeypatch: pytest.Monkey
 
 
 async def test_a_silent_session_is_closed_and_says_so() -> None:
-    server = ToyServer(idle=50.0)
-    try:
+    with ToyServer(idle=50.0) as server:
         env, busy = server.env(), server.env()
         await env.areset(seed=0)
         await busy.areset(seed=0)
@@ -180,8 +178,6 @@ async def test_a_silent_session_is_closed_and_says_so() -> None:
         server.toys.made[1].awake = True
         assert (await working)[0][0].content == "rested"
         assert [made.log[-1] for made in server.toys.made] == ["teardown", "setup"]
-    finally:
-        server.close()
     assert [made.log for made in server.toys.made] == [["setup", "teardown"]] * 2  # the server's end tears down too
 
 
@@ -194,8 +190,7 @@ def test_an_answer_does_not_wait_for_the_clients_acknowledgement() -> None:
 
 
 async def test_no_more_episodes_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ToyServer(episodes=1)
-    try:
+    with ToyServer(episodes=1) as server:
         one, two = server.env(), server.env()
         await one.areset(seed=0)
         monkeypatch.setattr(link, "PATIENCE", 0.2)
@@ -210,8 +205,6 @@ async def test_no_more_episodes_than_allowed(monkeypatch: pytest.MonkeyPatch) ->
         await one.aclose()
         await waits  # as soon as the first is over
         await two.aclose()
-    finally:
-        server.close()
 
 
 # -- who may ask ---------------------------------------------------------------------------------------
@@ -236,8 +229,7 @@ async def test_only_the_token_opens_the_server(toys: ToyServer, monkeypatch: pyt
 
 
 async def test_a_client_of_another_protocol_and_a_body_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ToyServer(body=2000)
-    try:
+    with ToyServer(body=2000) as server:
         env = server.env()
         await env.areset(seed=0)
         with pytest.raises(RemoteEnvError, match=r"a request of more than 2000 bytes \(--max-body\)"):
@@ -247,8 +239,6 @@ async def test_a_client_of_another_protocol_and_a_body_too_large_are_refused(mon
             monkeypatch.setattr(link.wire, "dumps", lambda value, theirs=theirs: real({**value, "protocol": theirs}))
             with pytest.raises(RemoteEnvError, match=rf"speaks protocol 3, the client {theirs}; upgrade the {older}'s agentrl$"):
                 Link(server.url, TOKEN).ask_now("/v1/describe", {"env": {"id": "x"}}, 1.0)
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize(
@@ -427,32 +417,25 @@ def test_it_fulfills_the_contract(key_value: Running) -> None:
     )
 
 
-def record_of(server: Running | None, seed: int) -> Trajectory:
+def record_of(server: Running | None, seed: int, **teacher: float) -> Trajectory:
     from agentrl.render import make_renderer
     from agentrl.rollout.warm_start import transcript
     from agentrl.trainer.pretrained import packaged_tokenizer
 
     ref = EnvRef("key_value", {"calls": 2}, at=None if server is None else server.address())
-    return asyncio.run(transcript(ref.build(), make_renderer(packaged_tokenizer(4096)), seed, teacher={"malformed": 0.3}))
+    return asyncio.run(transcript(ref.build(), make_renderer(packaged_tokenizer(4096)), seed, teacher=teacher))
 
 
 def test_a_teacher_there_gives_the_transcripts_of_one_here(key_value: Running) -> None:
     turns = []
     for seed in range(4):
-        here, there = record_of(None, seed), record_of(key_value, seed)
+        here, there = (record_of(server, seed, malformed=0.3) for server in (None, key_value))
         assert row_of(here) == row_of(there)
         assert here.ledgers == there.ledgers and here.sampled_tokens > 0
         turns.append(len(here.turns))
     assert len(set(turns)) > 1  # with malformed = 0.3 some calls are written twice: the same ones
-
-
-def test_wrong_parameters_of_a_teacher_are_a_mistake_of_the_user(key_value: Running) -> None:
-    from agentrl.render import make_renderer
-    from agentrl.rollout.warm_start import transcript
-    from agentrl.trainer.pretrained import packaged_tokenizer
-
     with pytest.raises(ConfigError, match="stap"):
-        asyncio.run(transcript(remote(key_value).build(), make_renderer(packaged_tokenizer(4096)), 0, teacher={"stap": 0.4}))
+        record_of(key_value, 0, stap=0.4)
 
 
 def test_an_address_that_is_not_this_machines_is_no_fault_of_the_port() -> None:

@@ -22,9 +22,8 @@ from tests.env.phone import Phone
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    running = Running(Offer("tests/Phone-v0", partial(Phone, scorer=None)), SessionLimits())
-    yield running
-    running.close()
+    with Running(Offer("tests/Phone-v0", partial(Phone, scorer=None)), SessionLimits()) as running:
+        yield running
 
 
 def there(server: Running, **params: Any) -> RemoteEnv:
