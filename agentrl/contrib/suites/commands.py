@@ -7,7 +7,7 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.arguments import COMMANDS
+from agentrl.cli.arguments import COMMANDS, whole_number
 from agentrl.cli.env import reference, subject_of, with_env
 from agentrl.utils.errors import CatalogError, UserError, did_you_mean
 from agentrl.utils.terminal import cell, console, folding, say
@@ -31,7 +31,7 @@ def add_floor_arguments(parser: argparse.ArgumentParser) -> None:
     """rewards of agents that solve nothing in it."""
     parser.epilog = FLOOR_EPILOG
     parser.add_argument("words", nargs="+", metavar="ENV|a=b", help="environments; with one, also its parameters")
-    parser.add_argument("-n", "--tasks", type=int, help="tasks (default: all of a suite, 200 of another environment)")
+    parser.add_argument("-n", "--tasks", type=whole_number(1), help="tasks (default: all of a suite, 200 of another environment)")
     parser.add_argument("--split", help="split of the tasks (default: all tasks of a suite, heldout of another environment)")
     parser.add_argument("--reward", help="score with this reward spec instead of the environment's own")
     parser.add_argument("--json", action="store_true", help="one JSON array instead of tables")
@@ -44,8 +44,6 @@ def run_floor(args: argparse.Namespace) -> int:
     params = [word for word in args.words if "=" in word]
     if not names or (params and len(names) > 1):
         raise UserError("agentrl env floor: give environments, or one with parameters a=b")
-    if args.tasks is not None and args.tasks < 1:
-        raise UserError(f"--tasks {args.tasks}: expected 1 or more")
     from agentrl.contrib.suites.measures import headline
 
     floors = [floor_of(name, params, args.reward, args.split, args.tasks) for name in names]
@@ -95,8 +93,10 @@ def add_leaks_arguments(parser: argparse.ArgumentParser) -> None:
     """contents that its held-out tasks share with its training tasks."""
     parser.epilog = LEAKS_EPILOG
     with_env(parser)
-    parser.add_argument("--tasks", type=int, help="tasks of each split (default: all of a suite, 200 of another environment)")
-    parser.add_argument("--ngram", type=int, default=8, metavar="N", help="words per n-gram (default 8)")
+    parser.add_argument(
+        "--tasks", type=whole_number(1), help="tasks of each split (default: all of a suite, 200 of another environment)"
+    )
+    parser.add_argument("--ngram", type=whole_number(1), default=8, metavar="N", help="words per n-gram (default 8)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.set_defaults(run=run_leaks)
 
@@ -107,9 +107,6 @@ def run_leaks(args: argparse.Namespace) -> int:
 
     from agentrl.contrib.suites.measures import counted_tasks, find_leaks
 
-    for option, value in (("--tasks", args.tasks), ("--ngram", args.ngram)):
-        if value is not None and value < 1:
-            raise UserError(f"{option} {value}: expected 1 or more")
     env = reference(args.env, args.params).with_gold_user().build(scorer=None)
     train, heldout = (counted_tasks(env, split, args.tasks)[1] for split in ("train", "heldout"))
     if not (train and heldout):

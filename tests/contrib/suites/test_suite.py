@@ -20,7 +20,7 @@ from agentrl.env.address import DRIVER_SOURCES
 from agentrl.env.authoring import content_split
 from agentrl.env.catalog import EnvRef, find_env
 from agentrl.run.digests import suite_env
-from agentrl.utils.errors import CatalogError, ConfigError, TaskDataError, UserError
+from agentrl.utils.errors import CatalogError, ConfigError, TaskDataError
 from tests.contrib.suites.toysuite import ENV, write_source, write_suite
 from tests.env.toyenvs import Notes
 
@@ -232,8 +232,9 @@ def test_what_an_agent_that_solves_nothing_earns_is_counted_by_hand(source: Path
     assert found["any"]["paid"] == 2
     assert run("floor", "sums", f"source={source}", "--tasks", "1") == 0
     assert "the first 1 tasks of all (1)" in capsys.readouterr().out
-    with pytest.raises(UserError, match="expected 1 or more"):
+    with pytest.raises(SystemExit):
         run("floor", "sums", "--tasks", "0")
+    assert "--tasks: expected a whole number of at least 1, got '0'" in capsys.readouterr().err
 
 
 def test_a_suite_of_another_package_is_found_by_its_entry_point(
@@ -309,5 +310,6 @@ def test_the_command_prints_what_is_shared(here: Path, capsys: pytest.CaptureFix
     assert [(one["kind"], one["shared"], one["tasks"]) for one in found["leaks"]] == [
         ("functions", 1, 2), ("n-grams", 0, 0), ("gold arguments", 2, 2),
     ]  # fmt: skip
-    assert main(["env", "leaks", "sums", f"source={source}", "--ngram", "0"]) == 2
-    assert "--ngram 0: expected 1 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["env", "leaks", "sums", f"source={source}", "--ngram", "0"])
+    assert "--ngram: expected a whole number of at least 1, got '0'" in capsys.readouterr().err
