@@ -46,8 +46,6 @@ class Scheduler:
         """Sessions, and when they began."""
         self.interrupted = False
         self.results: list[FileResult] = []
-        self._next, self._beside = "", set[str]()
-        """The largest file that did not fit, and the smaller ones that were started since."""
         self._blocked_since: float | None = None
 
     def stop(self) -> None:
@@ -89,27 +87,15 @@ class Scheduler:
         """Start what can be started now, and report what cannot be started at all."""
         if any(job.gpus for job in self.waiting.values()):
             self.pool.refresh()
-        left: int | None = None  # cards that the next file leaves to smaller ones
         for job in list(self.waiting.values()):
-            free = self.pool.free() if job.gpus else []
             if job.gpus > len(self.pool.cards):
                 there = f"{_needs(job)}, and {len(self.pool.cards) or 'none'} can be used"
                 self._not_run(job, f"{there}: {self.pool.missing}" if self.pool.missing else there)
             elif not job.gpus:
                 if sum(not session.cards for session, _ in self.running.values()) < self._slots:
                     self._begin(job, (), now)
-            elif job.gpus <= len(free) and (left is None or job.gpus <= left):
-                if self.pool.take(cards := tuple(free[: job.gpus]), job.file):
-                    self._begin(job, cards, now)
-                    if left is not None:
-                        left -= job.gpus
-                        self._beside.add(job.file)
-            elif left is None:
-                if job.file != self._next:  # the largest file that does not fit leaves to smaller ones what it needs not
-                    self._next, self._beside = job.file, set()
-                owed = sum(len(one.cards) for one, _ in self.running.values() if one.job.file not in self._beside)
-                spare = len(free) + owed - job.gpus
-                left = spare if spare >= 0 else None
+            elif len(free := self.pool.free()) >= job.gpus and self.pool.take(cards := tuple(free[: job.gpus]), job.file):
+                self._begin(job, cards, now)
         # Files that wait too long for cards, but only while nothing of ours runs on cards: its end changes what is free.
         blocked = [job for job in self.waiting.values() if job.gpus]
         if not blocked or any(session.cards for session, _ in self.running.values()):

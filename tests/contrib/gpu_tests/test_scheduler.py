@@ -128,25 +128,6 @@ def test_large_files_first_small_ones_beside_them_and_slots_besides(tmp_path: Pa
     assert "running: c on cards 0,1,2 for 0:30 (test_x); waiting: 1" in world.lines
 
 
-def test_smaller_files_take_only_what_a_larger_one_leaves_over(tmp_path: Path) -> None:
-    """Six cards: the file with four waits for the first one's three, so one of the two that are free is over."""
-    jobs = [job("five", 5), job("four", 4), *(job(f"small{number}", 1) for number in range(6))]
-    world = World(jobs, 6, tmp_path, {"small0": 100.0})
-    world.run()
-    starts = {name: began for began, name, _ in world.starts}
-    assert (starts["five"], starts["small0"], starts["four"]) == (0.0, 0.0, 10.0)
-    assert sorted(starts[f"small{number}"] for number in range(1, 6)) == [10.0, 20.0, 20.0, 20.0, 20.0]
-
-
-def test_nothing_starts_on_a_free_card_that_a_larger_one_needs(tmp_path: Path) -> None:
-    """Two of six cards are another's for 3 s: of these the file with five needs one when the first files have ended."""
-    jobs = [job("five", 5), job("three", 3), *(job(f"small{number}", 1) for number in range(3))]
-    world = World(jobs, 6, tmp_path, {"small0": 20.0}, used=lambda card, now: 9000 if card > 3 and now < 3 else 0)
-    world.run()
-    starts = {name: began for began, name, _ in world.starts}
-    assert starts["three"] == starts["small0"] == 0.0 < 3.0 <= starts["small1"] < starts["five"] < starts["small2"]
-
-
 def test_cards_that_are_not_free_are_waited_for_so_long(tmp_path: Path) -> None:
     # Card 1 is somebody else's until second 30; meanwhile the smaller file is not held up.
     world = World([job("two", 2), job("one", 1)], 2, tmp_path, used=lambda card, now: 900 if card == 1 and now < 30 else 200)
