@@ -14,7 +14,6 @@ from agentrl.cluster import ray_cluster as shipping
 from agentrl.config.schema import ClusterConfig
 from agentrl.contrib.sandboxes import containers as sandboxes
 from agentrl.contrib.sandboxes.local import require_kernel
-from agentrl.contrib.sandboxes.sandbox_pool import Reach
 from agentrl.utils.errors import ResourceError
 
 
@@ -53,7 +52,11 @@ def test_an_empty_ray_address_and_a_lost_package_are_found(monkeypatch):
     (0, "no Landlock", "not installed", "warn", "local is refused; no bubblewrap: not installed", "install bubblewrap"),
 ])  # fmt: skip
 def test_what_the_sandboxes_reach(monkeypatch, landlock, local, bubblewrap, level, said, advice):
-    monkeypatch.setattr(sandboxes, "reach", lambda: Reach("6.1", landlock, local, bubblewrap))
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args: SimpleNamespace(syscall=lambda *a: landlock or -1))
+    monkeypatch.setattr(sandboxes.platform, "release", lambda: "6.1")
+    monkeypatch.setattr(sandboxes.LocalProvider, "unavailable", lambda self: local)
+    monkeypatch.setattr(sandboxes.bubblewrap, "unavailable", lambda: bubblewrap)
+    monkeypatch.setattr(sandboxes, "preferred_provider", lambda: "local")
     [found] = sandboxes.check_sandbox()
     assert found.level == level and found.found.startswith("Linux 6.1, ") and said in found.found and advice in found.advice
 

@@ -6,12 +6,15 @@ dies, the container's first process reads the end of its input, and the containe
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import io
 import os
+import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +23,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from agentrl.cluster.doctor import MACHINE_CHECKS, MachineFinding
+from agentrl.contrib.sandboxes import bubblewrap
 from agentrl.contrib.sandboxes.contract import (
     SANDBOXES,
     ExecResult,
@@ -31,9 +35,9 @@ from agentrl.contrib.sandboxes.contract import (
     missing,
     too_large,
 )
-from agentrl.contrib.sandboxes.local import WHAT_HELPS
+from agentrl.contrib.sandboxes.local import WHAT_HELPS, LocalProvider
 from agentrl.contrib.sandboxes.process_group import Ended, Watched, kill_group, run_group
-from agentrl.contrib.sandboxes.sandbox_pool import preferred_provider, reach
+from agentrl.contrib.sandboxes.sandbox_pool import preferred_provider
 from agentrl.utils.errors import SandboxError
 from agentrl.utils.threads import in_thread
 
@@ -318,12 +322,31 @@ def _answer(client: tuple[str, ...]) -> str | None:
     return None if done.returncode == 0 and not trouble else f"{client[0]}: {(trouble or said or ['no answer'])[0][:200]}"
 
 
+LACKS = {
+    2: "files cannot be moved between folders",
+    3: "truncate by path is refused",
+    4: "TCP is forbidden by the system-call filter alone",
+    6: "a command's processes cannot signal each other",
+}
+"""What commands of the local sandbox do without, by the version of Landlock that brings it (docs/sandboxes.md)."""
+
+
 @MACHINE_CHECKS.register("sandbox")
 def check_sandbox() -> Iterator[MachineFinding]:
     """List the addresses that this machine's sandboxes reach. Environments refuse one that keeps less than docs/sandboxes.md
     says."""
-    found = reach()
-    if found.local is None or found.bubblewrap is None:
-        yield MachineFinding("sandbox", "ok", f"{found.said()}; {preferred_provider()} is chosen")
+    version = 0
+    if sys.platform.startswith("linux"):
+        version = max(int(ctypes.CDLL(None).syscall(444, None, 0, 1)), 0)  # landlock_create_ruleset, version query
+    no_local, no_bubblewrap = LocalProvider().unavailable(), bubblewrap.unavailable()
+    lacks = "; ".join(what for since, what in LACKS.items() if version < since)
+    local = "local is refused" if no_local else f"local works{f' ({lacks})' if lacks else ''}"
+    inside = f"no bubblewrap: {no_bubblewrap}" if no_bubblewrap else f"bubblewrap works (namespaces: {NAMESPACES})"
+    said = f"Linux {platform.release()}, {f'Landlock {version}' if version else 'no Landlock'}; {local}; {inside}"
+    if no_local and no_bubblewrap:
+        yield MachineFinding("sandbox", "warn", said, f"environments that run code are refused: {WHAT_HELPS}")
     else:
-        yield MachineFinding("sandbox", "warn", found.said(), f"environments that run code are refused: {WHAT_HELPS}")
+        yield MachineFinding("sandbox", "ok", f"{said}; {preferred_provider()} is chosen")
+
+
+NAMESPACES = "user, mount, pid, ipc, net, uts, cgroup"

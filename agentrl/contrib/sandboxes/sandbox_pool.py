@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
-import platform
-import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -23,7 +19,6 @@ from pydantic import ValidationError
 from agentrl.config.schema import SandboxConfig
 from agentrl.contrib.sandboxes import bubblewrap
 from agentrl.contrib.sandboxes.contract import SANDBOXES, Sandbox, SandboxProvider, SandboxSpec
-from agentrl.contrib.sandboxes.local import require_kernel
 from agentrl.utils.errors import ConfigError, EnvError, ResourceError, SandboxError, hint_text
 from agentrl.utils.redaction import resolve_references
 
@@ -359,51 +354,3 @@ class HeldSandbox:
 
     def __reduce__(self) -> Any:
         raise TypeError("a live sandbox cannot be pickled")
-
-
-# What this machine allows
-
-LACKS = {
-    2: "files cannot be moved between folders",
-    3: "truncate by path is refused",
-    4: "TCP is forbidden by the system-call filter alone",
-    6: "a command's processes cannot signal each other",
-}
-"""What commands of the local sandbox do without, by the version of Landlock that brings it (docs/sandboxes.md)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """`landlock`: its version, 0 without it. `local`, `bubblewrap`: None if that sandbox keeps here what docs/sandboxes.md says,
-    else why not."""
-
-    kernel: str
-    landlock: int
-    local: str | None
-    bubblewrap: str | None
-
-    def said(self) -> str:
-        """All of it as a sentence."""
-        lacks = "; ".join(what for version, what in LACKS.items() if self.landlock < version)
-        local = f"local works{f' ({lacks})' if lacks else ''}" if self.local is None else "local is refused"
-        inside = (
-            f"bubblewrap works (namespaces: {NAMESPACES})" if self.bubblewrap is None else f"no bubblewrap: {self.bubblewrap}"
-        )
-        return f"Linux {self.kernel}, {f'Landlock {self.landlock}' if self.landlock else 'no Landlock'}; {local}; {inside}"
-
-
-NAMESPACES = "user, mount, pid, ipc, net, uts, cgroup"
-
-
-@cache
-def reach() -> Reach:
-    """Of this machine; asked once."""
-    version = 0
-    if sys.platform.startswith("linux"):
-        version = max(int(ctypes.CDLL(None).syscall(444, None, 0, 1)), 0)  # landlock_create_ruleset, version query
-    local = None
-    try:
-        require_kernel(True)
-    except ResourceError as problem:
-        local = str(problem)
-    return Reach(platform.release(), version, local, bubblewrap.unavailable())

@@ -25,7 +25,7 @@ real = pytest.mark.skipif(REASON is not None, reason=f"no bubblewrap here: {REAS
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
     def forget() -> None:
-        for cached in (bubblewrap.unavailable, bubblewrap._no_more_namespaces, choice.preferred_provider, choice.reach):
+        for cached in (bubblewrap.unavailable, bubblewrap._no_more_namespaces, choice.preferred_provider):
             cached.cache_clear()
 
     forget()
