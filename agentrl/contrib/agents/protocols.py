@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.contrib.agents.session import AgentSession, Answer, Ask, Heard, Live, in_order, refusal_of
@@ -31,11 +31,13 @@ from agentrl.utils.schemas import BadSchemaError, check_schema
 
 COMMON: Types = {
     "model": "text", "stream": "true or false", "temperature": "a number", "top_p": "a number", "top_k": "a number",
-    "tools": "a list", "metadata": "an object", "service_tier": "text", "user": "text", "store": "true or false",
-    "prompt_cache_key": "text", "safety_identifier": "text", "stream_options": "an object",
-    "parallel_tool_calls": "true or false", "logprobs": "true or false",
+    "tools": "a list", "metadata": "an object", "service_tier": "text",
 }  # fmt: skip
-"""Of the bodies of all protocols that have them."""
+"""Of the bodies of all protocols."""
+OPENAI: Types = {
+    **COMMON, "user": "text", "store": "true or false", "prompt_cache_key": "text", "safety_identifier": "text",
+    "stream_options": "an object", "parallel_tool_calls": "true or false",
+}  # fmt: skip
 SCHEMA: Types = {"properties": "an object", "required": "a list"}
 CHOICES = 128
 """The most choices of one request; OpenAI's own limit."""
@@ -43,15 +45,17 @@ STOPS = 16
 """The most stop strings of one request."""
 
 
-def only(body: Mapping[str, Json], known: Iterable[str], harmless: Mapping[str, Sequence[Json]]) -> None:
-    """Raise RequestError for a field that is neither `known` nor `harmless`: one that has this value asks for nothing."""
+def check_fields(body: Mapping[str, Json], types: Types, others: str, harmless: Mapping[str, Sequence[Json]]) -> None:
+    """Raise RequestError for a field of another type than in `types`, and for one that is neither there, nor among the words of
+    `others`, nor `harmless`: one that has this value asks for nothing."""
     unknown = sorted(
         key
         for key, value in body.items()
-        if value is not None and key not in known and not (key in harmless and value in harmless[key])
+        if value is not None and key not in {*types, *others.split()} and not (key in harmless and value in harmless[key])
     )
     if unknown:
         raise RequestError(f"{', '.join(unknown)}: not supported")
+    check_types(body, types)
 
 
 def number(body: Mapping[str, Json], key: str, least: int = 1, most: int = 2**63 - 1) -> int | None:
@@ -183,11 +187,8 @@ def event(row: Mapping[str, Json], name: str | None = None) -> str:
 
 # Chat completions
 
-_KNOWN = {
-    "model", "messages", "tools", "tool_choice", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens",
-    "parallel_tool_calls", "response_format", "seed", "stream", "stream_options", "n", "user", "stop", "logprobs",
-    "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier",
-}  # fmt: skip
+_CHAT: Types = {**OPENAI, "logprobs": "true or false"}
+_OF_CHAT = "messages tool_choice max_tokens max_completion_tokens response_format seed n stop"
 _HARMLESS: dict[str, Sequence[Json]] = {
     "top_logprobs": (0,),
     "frequency_penalty": (0,),
@@ -201,8 +202,7 @@ def read_chat(exchange: Exchange) -> Ask:
     body = exchange.body
     if body.get("top_logprobs"):
         raise RequestError("top_logprobs: only 0 is supported; the engine reports only the log probability of the sampled token")
-    only(body, _KNOWN, _HARMLESS)
-    check_types(body, COMMON)
+    check_fields(body, _CHAT, _OF_CHAT, _HARMLESS)
     choice = body.get("tool_choice")
     kinds = ("function", None)
     tools = [] if choice == "none" else client_tools(body, kinds, "type 'function'", "function.parameters")
@@ -309,12 +309,10 @@ def _usage(answers: Sequence[Answer]) -> dict[str, Json]:
 
 # Responses
 
-_KNOWN_RESPONSES = {
-    "model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "parallel_tool_calls", "text", "stream",
-    "max_output_tokens", "temperature", "top_p", "top_k", "seed", "store", "metadata", "user", "include", "stream_options",
-    "service_tier", "prompt_cache_key", "safety_identifier", "reasoning", "truncation",
+_RESPONSES: Types = {
+    **OPENAI, "include": "a list", "reasoning": "an object", "truncation": "text", "previous_response_id": "text",
 }  # fmt: skip
-_TYPES = {**COMMON, "include": "a list", "reasoning": "an object", "truncation": "text", "previous_response_id": "text"}
+_OF_RESPONSES = "input instructions tool_choice text max_output_tokens seed"
 _HARMLESS_RESPONSES: dict[str, Sequence[Json]] = {"background": (False,), "top_logprobs": (0,), "max_tool_calls": ()}
 _TEXT = ("input_text", "output_text", "text", "refusal")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -323,8 +321,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 def read_responses(exchange: Exchange) -> Ask:
     """Raises RequestError."""
     body = exchange.body
-    only(body, _KNOWN_RESPONSES, _HARMLESS_RESPONSES)
-    check_types(body, _TYPES)
+    check_fields(body, _RESPONSES, _OF_RESPONSES, _HARMLESS_RESPONSES)
     if body.get("truncation") == "auto":
         raise RequestError("truncation: only 'disabled' is supported; the recorded history must be the one that was sent")
     tools = client_tools(body, ("function",), "type 'function'", "parameters")
@@ -517,11 +514,8 @@ def _head_responses(exchange: Exchange, number: str) -> dict[str, Json]:
 
 # Anthropic's messages
 
-_KNOWN_ANTHROPIC = {
-    "model", "messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences", "stream", "temperature", "top_p",
-    "top_k", "metadata", "service_tier", "cache_control", "output_config",
-}  # fmt: skip
-_TYPES_ANTHROPIC = {**COMMON, "tool_choice": "an object", "cache_control": "an object", "output_config": "an object"}
+_ANTHROPIC: Types = {**COMMON, "tool_choice": "an object", "cache_control": "an object", "output_config": "an object"}
+_OF_ANTHROPIC = "messages system max_tokens stop_sequences"
 _HARMLESS_ANTHROPIC: dict[str, Sequence[Json]] = {"thinking": ({"type": "disabled"},)}
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
@@ -529,8 +523,7 @@ _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_f
 def read_anthropic(exchange: Exchange) -> Ask:
     """Raises RequestError."""
     body = exchange.body
-    only(body, _KNOWN_ANTHROPIC, _HARMLESS_ANTHROPIC)
-    check_types(body, _TYPES_ANTHROPIC)
+    check_fields(body, _ANTHROPIC, _OF_ANTHROPIC, _HARMLESS_ANTHROPIC)
     tools = client_tools(body, (None, "custom"), "the client's own", "input_schema")
     choice = as_dict(body.get("tool_choice") or {"type": "auto"}, "tool_choice")
     kind = check_types(choice, {"disable_parallel_tool_use": "true or false"}, "tool_choice").get("type")
