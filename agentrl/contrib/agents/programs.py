@@ -268,12 +268,13 @@ class Remote(Program):
         self._client: httpx.AsyncClient | None = None
 
     async def run(self, brief: Brief, doors: AgentEpisode, record: dict[str, Json]) -> Outcome:
+        address = resolve_references(self._url, "agent.url")
         if self._client is None:
-            exempt_own(resolve_references(self._url, "agent.url"))
+            exempt_own(address)
             # Without limits of its own: the episode's are kept by who waits for this.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
-            async with self._client.stream("POST", resolve_references(self._url, "agent.url"), json=brief.to_json()) as answer:
+            async with self._client.stream("POST", address, json=brief.to_json()) as answer:
                 record["status"] = answer.status_code
                 data = bytearray()
                 async for chunk in answer.aiter_bytes():
@@ -281,13 +282,11 @@ class Remote(Program):
                     if len(data) > MAX_ANSWER:  # the rest stays unread
                         return Outcome(None, f"{self._url}: the answer has more than {MAX_ANSWER} bytes")
         except httpx.HTTPError as fault:
-            why = f"{fault_text(fault)}{through_proxy(resolve_references(self._url, 'agent.url'))}"
-            return Outcome(None, text_of(f"{self._url}: {why}", brief.key))
+            return Outcome(None, text_of(f"{self._url}: {fault_text(fault)}{through_proxy(address)}", brief.key))
         words = text_of(data.decode(errors="replace"), brief.key)
         record["body"] = words[:_SHOWN]
         if answer.is_error:
-            proxied = through_proxy(resolve_references(self._url, "agent.url"))
-            return Outcome(None, f"{self._url}: HTTP {answer.status_code}{proxied}{_tail(words)}")
+            return Outcome(None, f"{self._url}: HTTP {answer.status_code}{through_proxy(address)}{_tail(words)}")
         try:
             body = read_json(data)
         except (ValueError, RecursionError):

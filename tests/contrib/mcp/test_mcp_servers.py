@@ -312,11 +312,13 @@ async def test_output_that_is_no_message_is_named(hostile: Callable[..., McpServ
 
 
 async def test_an_answer_that_cannot_be_read_is_no_late_policy(hostile: Callable[..., McpServerConfig]) -> None:
-    env = env_with(hostile("unread", timeout=6.0, late="policy"))
+    env = env_with(hostile("unread", late="policy"))
+    await env.areset(seed=0)
+    env.toolbox.replace(env.toolbox["act1"].with_options(timeout=2.0))
     with pytest.raises(
         EnvError, match=r"act1 of MCP server 'shop' failed: its answer cannot be read; .*no message of MCP: '{.*ud83d"
     ):
-        await result_of(env, "act1")
+        await env.astep(call("act1"))
     assert env.trajectory.stop is StopReason.ENV_ERROR
 
 
