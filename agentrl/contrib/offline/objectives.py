@@ -54,10 +54,10 @@ class OfflineActor(Actor):
         return {**metrics, "lr": lr}
 
     def prefer(self, batch: TensorDict, pairs: int, beta: float) -> dict[str, float]:
-        """One optimizer step of `dpo` over the rows of `pairs` pairs: episodes 2 i (chosen) and 2 i + 1 by the column
+        """One optimizer step of DPO over the rows of `pairs` pairs: episodes 2 i (chosen) and 2 i + 1 by the column
         `trajectory`, with the row column `reference`."""
         engine, lr = self._ready(), self._set_rate()
-        metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, pairs, policy_totals, partial(dpo, beta=beta))
+        metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, pairs, policy_totals, beta)
         self._updates += 1
         return {**metrics, "lr": lr}
 
@@ -88,7 +88,7 @@ class RewardTrainer(TrainedRole):
         """One optimizer step over `pairs` pairs, whose episodes count by their last row (the column `whole`)."""
         engine, lr = self._ready(), self._set_rate()
         view, cap = Ragged.of(batch), self._optim.micro_tokens
-        metrics = pair_step(engine, view, cap, pairs, lambda engine, piece: engine.scores(piece.micro), bradley_terry)
+        metrics = pair_step(engine, view, cap, pairs, lambda engine, piece: engine.scores(piece.micro), 1.0)
         self._updates += 1
         return {**metrics, "lr": lr}
 
@@ -208,8 +208,7 @@ class Preferring(Objective):
 
     async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
         totals = await self._totals(await self.view(examples), len(examples))
-        losses, found = dpo(totals, self._reference[examples], beta=self.data.beta)
-        return float(len(examples)), mean_metrics(losses, found)
+        return float(len(examples)), preference(totals, self._reference[examples], self.data.beta)[1]
 
     async def _totals(self, view: Ragged, pairs: int) -> Tensor:
         """The sum of the log probabilities of each episode's sampled tokens, float64 [P, 2]."""
@@ -233,8 +232,8 @@ class Scoring(Objective):
     async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
         view = await self.view(examples)
         scores = (await self.group.arun(RewardTrainer.compute_scores, view.batch))["score"].double()
-        losses, found = bradley_terry(scores[_last_rows(view)].view(-1, 2), torch.zeros(len(examples), 2))
-        return float(len(examples)), mean_metrics(losses, found)
+        totals = scores[_last_rows(view)].view(-1, 2)
+        return float(len(examples)), preference(totals, torch.zeros_like(totals), 1.0)[1]
 
 
 OBJECTIVES: dict[str, type[Objective]] = {"sft": Supervised, "dpo": Preferring, "reward": Scoring}
@@ -259,35 +258,22 @@ def _last_rows(view: Ragged) -> Tensor:
 
 RowValues = Callable[[BaseEngine, Pack], Tensor]
 """One number a row, float32 [N] (of a dummy without rows: [1]), with gradient if grad mode is on."""
-PairLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(`totals` float64 [P, 2]: the numbers of the chosen and the rejected episode of each pair; `reference` [P, 2]: those of the
-column of that name) -> the losses [P], and metrics."""
 
 
-def dpo(totals: Tensor, reference: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """-log sigmoid(beta ((log pi - log ref)(chosen) - (log pi - log ref)(rejected))): Rafailov et al. 2023, arXiv:2305.18290,
-    eq. 7. Metrics: `accuracy` (share of pairs whose chosen side has the higher implicit reward), and the rewards,
-    beta (log pi - log ref)."""
-    chosen, rejected = (totals - reference).unbind(1)
-    return -logsigmoid(beta * (chosen - rejected)), _compare_pairs(beta * (totals.detach() - reference))
+def preference(totals: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Found]:
+    """The mean over pairs of the loss -log sigmoid(beta ((r - ref)(chosen) - (r - ref)(rejected))), and metrics. `totals`
+    float64 [P, 2]: the numbers r of the chosen and the rejected episode of each; `reference` [P, 2]: what they are compared with.
 
-
-def bradley_terry(totals: Tensor, reference: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """-log sigmoid(score(chosen) - score(rejected)): Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, eq. 1.
-    Metrics: `accuracy` (share of pairs whose chosen side has the higher score), and the scores."""
-    chosen, rejected = totals.unbind(1)
-    return -logsigmoid(chosen - rejected), _compare_pairs(totals.detach())
-
-
-def _compare_pairs(rewards: Tensor) -> dict[str, Tensor]:
-    chosen, rejected = rewards.unbind(1)
-    found = {"accuracy": (chosen > rejected).double(), "reward_chosen": chosen, "reward_rejected": rejected}
-    return {**found, "reward_margin": chosen - rejected}
-
-
-def mean_metrics(losses: Tensor, found: dict[str, Tensor]) -> dict[str, float]:
-    """The mean over pairs of the loss and of each metric."""
-    return {"loss": float(losses.detach().mean()), **{name: float(values.mean()) for name, values in found.items()}}
+    With sums of log probabilities, and those of the start model as `reference`, that is DPO (Rafailov et al. 2023,
+    arXiv:2305.18290, eq. 7); with scores, no reference and beta = 1 a reward model's (Bradley and Terry 1952; Ouyang et al. 2022,
+    arXiv:2203.02155, eq. 1). Metrics: means of the loss, of `accuracy` (share of pairs whose chosen side has the higher reward),
+    and of the rewards, beta (r - ref).
+    """
+    chosen, rejected = (beta * (totals - reference)).unbind(1)
+    margin = chosen - rejected
+    loss = -logsigmoid(margin).mean()
+    found = {"loss": loss, "accuracy": (margin > 0).double(), "reward_chosen": chosen, "reward_rejected": rejected}
+    return loss, {name: float(values.detach().mean()) for name, values in {**found, "reward_margin": margin}.items()}
 
 
 def policy_totals(engine: BaseEngine, piece: Pack) -> Tensor:
@@ -297,9 +283,9 @@ def policy_totals(engine: BaseEngine, piece: Pack) -> Tensor:
     return torch.zeros(len(piece.compact) - 1, device=logprobs.device).index_add(0, rows, logprobs)
 
 
-def pair_step(engine: BaseEngine, view: Ragged, cap: int, pairs: int, values: RowValues, loss: PairLoss) -> dict[str, float]:
-    """One optimizer step over the mean of `loss`; every rank calls it with its own rows. Row columns: `trajectory` (2 i: chosen,
-    2 i + 1: rejected), `reference`, and `whole` (bool: whether the row's number is part of its episode's).
+def pair_step(engine: BaseEngine, view: Ragged, cap: int, pairs: int, values: RowValues, beta: float) -> dict[str, float]:
+    """One optimizer step over the mean of `preference`; every rank calls it with its own rows. Row columns: `trajectory` (2 i:
+    chosen, 2 i + 1: rejected), `reference`, and `whole` (bool: whether the row's number is part of its episode's).
 
     Raises NonFiniteError if the weights are not finite afterwards.
     """
@@ -315,8 +301,8 @@ def pair_step(engine: BaseEngine, view: Ragged, cap: int, pairs: int, values: Ro
     every = np.concatenate([np.asarray(rows, dtype=np.int64) for rows in micros])
     reference.index_add_(0, place[every], (view.row("reference").double() * part)[every])
     reference = engine.reduce(reference, "sum").view(pairs, 2)
-    losses, found = loss(totals, reference)
-    [slopes] = torch.autograd.grad(losses.mean(), totals)
+    loss, found = preference(totals, reference, beta)
+    [slopes] = torch.autograd.grad(loss, totals)
     by_row = slopes.flatten()[place] * part
 
     def share(rows: list[int]) -> Tensor:
@@ -326,4 +312,4 @@ def pair_step(engine: BaseEngine, view: Ragged, cap: int, pairs: int, values: Ro
 
     steps = Steps(engine, view, "a step of pairs")
     steps.take(0, micros, share)
-    return {**steps.finish(), **mean_metrics(losses, found)}
+    return {**steps.finish(), **found}

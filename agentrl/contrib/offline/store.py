@@ -187,7 +187,7 @@ class RowWriter(ExitStack):
         rows: int,
         left_out: list[tuple[str, str]],
         passed: dict[str, int],
-        unread: Mapping[str, int] | None = None,
+        unread: dict[str, int],
     ) -> About:
         """Hold out a share of the tasks (rounded up, but one at least is left to train on), chosen by seed and name alone."""
         drawn = sorted(self._numbers, key=lambda name: sha256(f"{seed} {name}".encode()).digest())
@@ -198,7 +198,7 @@ class RowWriter(ExitStack):
         self._ids.flush()
         self._sampled.flush()
         counts = (self.each, self.examples, len(self._numbers), self.tokens, self.trained, rows)
-        about = About(*counts, left_out, passed, out, dict(unread or {}))
+        about = About(*counts, left_out, passed, out, unread)
         atomic_write(self.folder / ABOUT, json.dumps(asdict(about)))
         seal(self.folder, 0)
         return about

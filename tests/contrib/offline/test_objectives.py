@@ -50,7 +50,7 @@ def store_of(examples: list[list[list[TokenLedger]]], folder: Path) -> RowStore:
     with RowWriter(folder, len(examples[0])) as writer:
         for number, episodes in enumerate(examples):
             writer.add(str(number), episodes)
-        writer.finish(0.0, 0, len(examples), [], {})
+        writer.finish(0.0, 0, len(examples), [], {}, {})
     return RowStore(folder)
 
 
