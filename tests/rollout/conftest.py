@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 
+from agentrl.config import RolloutConfig
 from agentrl.data.trajectory import Group
+from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
+from agentrl.reward import compile_spec
 from agentrl.rollout import stats as tally
 from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import EngineStats, Generation, Sampling
+from agentrl.rollout.episode import Policy
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import EngineError
-from tests.players import Still
+from tests.players import Still, collector_of
 from tests.publishing import VersionOnly, exchange
 
 
@@ -73,6 +77,16 @@ class FaultyEngine(Still, VersionOnly):
 
     async def stats(self) -> EngineStats:
         return EngineStats(running=self.running, version=self.version)
+
+
+LENGTH = {"agentrl_reward": 1, "name": "n", "success": {"id": "n"}, "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}
+"""Episodes of four tokens and more succeed: some members of most groups."""
+
+
+def collecting(renderer: Renderer, engine: FaultyEngine, spec: dict[str, Any], **rollout: Any) -> Collector:
+    """A collector of key_value whose requests this engine answers."""
+    policy, config = Policy(engine, renderer), RolloutConfig(**{"stall_timeout": 20.0, **rollout})
+    return collector_of(EnvRef("key_value"), policy, compile_spec(spec), config, context=2048, seed=0)
 
 
 @pytest.fixture(scope="session")

@@ -11,28 +11,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentrl.config import RolloutConfig
 from agentrl.data.trajectory import Group, StopReason, Task, Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
-from agentrl.reward import compile_spec, load_spec
+from agentrl.reward import load_spec
 from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import Policy
 from agentrl.rollout.group_ledger import GroupState
 from agentrl.rollout.samplers import TaskChoice
 from agentrl.utils.errors import EngineError, NothingScoredError, StalledError
-from tests.players import collector_of, tasks_of
+from tests.players import tasks_of
 from tests.publishing import exchange
-from tests.rollout.conftest import FaultyEngine, only_update, resume, steps, until
-
-ENV = EnvRef("key_value")
+from tests.rollout.conftest import LENGTH, FaultyEngine, collecting, only_update, resume, steps, until
 
 
 def collector(renderer: Renderer, engine: FaultyEngine, **rollout: Any) -> Collector:
-    config = RolloutConfig(**{"groups": 2, "group_size": 3, "max_turns": 3, "stall_timeout": 20.0, **rollout})
-    scorer = compile_spec(load_spec(ENV.default_reward()))
-    return collector_of(ENV, Policy(engine, renderer), scorer, config, context=2048, seed=0)
+    spec = load_spec(EnvRef("key_value").default_reward())
+    return collecting(renderer, engine, spec, **{"groups": 2, "group_size": 3, "max_turns": 3, **rollout})
 
 
 async def batches_of(collect: Collector, updates: int) -> list[list[Group]]:
@@ -252,9 +247,6 @@ async def test_the_watchdog_names_what_it_waits_for(renderer: Renderer) -> None:
         await only_update(collector(renderer, engine, stall_timeout=0.3))
 
 
-LENGTH = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}
-
-
 class Solved(FaultyEngine):
     """Every episode of the groups in `varied` differs in length; those of all others are alike."""
 
@@ -274,9 +266,9 @@ def solved(
     renderer: Renderer, varied: frozenset[int] = frozenset(), kind: type[Solved] = Solved, *, delay: float = 0.0, seed: int = 0,
     **rollout: Any,
 ) -> Collector:  # fmt: skip
-    config = RolloutConfig(**{"groups": 2, "group_size": 2, "max_turns": 1, "filter_zero_variance": True, **rollout})
     engine = kind(renderer.stop_token_ids[0], varied, max_delay=delay, seed=seed)
-    return collector_of(ENV, Policy(engine, renderer), compile_spec(LENGTH), config, context=2048, seed=0)
+    config = {"groups": 2, "group_size": 2, "max_turns": 1, "filter_zero_variance": True, **rollout}
+    return collecting(renderer, engine, LENGTH, **config)
 
 
 async def rows(collect: Collector, updates: int, close: bool = True) -> list[tuple[list[int], float, float]]:

@@ -8,22 +8,19 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import Choice, RolloutConfig
+from agentrl.config import Choice
 from agentrl.contrib.toolkit.taskdata import load_tasks
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
-from agentrl.reward import compile_spec
 from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import derive
-from agentrl.rollout.episode import Policy
 from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.utils.errors import EnvError
-from tests.players import collector_of, tasks_of
-from tests.rollout.conftest import FaultyEngine, resume, steps
+from tests.players import tasks_of
+from tests.rollout.conftest import LENGTH, FaultyEngine, collecting, resume, steps
 
 KEY_VALUE = EnvRef("key_value", {"calls": 2, "set_share": 0.0, "max_value": 1, "keys": 4})  # a few dozen tasks in all
-LENGTH = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}
 
 
 def of_file(folder: Path, count: int, weight: float = 1.0) -> EnvRef:
@@ -74,15 +71,6 @@ def test_an_endless_environment_keeps_fresh_seeds() -> None:
     tasks = source(EnvRef("key_value"))
     assert [tasks.draw(index).seed for index in range(3)] == [derive(7, "task", index) for index in range(3)]
     assert tasks.metrics() == {}
-
-
-@pytest.mark.parametrize("name", ["uniform", "success_weighted"])
-def test_a_pool_holds_as_many_different_tasks_as_asked(tmp_path: Path, name: str) -> None:
-    tasks = source(of_file(tmp_path, 600), name=name, pool=500)
-    tasks.draw(0)
-    env = tasks.env.build()
-    found = {json.dumps(env.make_task(seed, "train").data) for seed in tasks.pool}
-    assert len(found) == len(tasks.pool) == 500
 
 
 def test_a_pool_skips_doubles_and_says_where_there_are_no_more(caplog: pytest.LogCaptureFixture) -> None:
@@ -143,9 +131,8 @@ def test_arms_of_success_weighted_are_the_different_tasks() -> None:
 
 def collector(renderer: Renderer, *, seed: int, pool: int, fail: float = 0.0, **rollout: Any) -> Collector:
     engine = FaultyEngine(renderer.stop_token_ids[0], max_delay=0.003, seed=seed, fail=fail)
-    config = RolloutConfig(**{"groups": 3, "group_size": 2, "max_turns": 1, "retries": 0, **rollout,
-                              "sampler": Choice(name="uniform", args={"pool": pool})})  # fmt: skip
-    return collector_of(EnvRef("key_value"), Policy(engine, renderer), compile_spec(LENGTH), config, context=2048, seed=0)
+    rollout = {"groups": 3, "group_size": 2, "max_turns": 1, "retries": 0, **rollout}
+    return collecting(renderer, engine, LENGTH, sampler=Choice(name="uniform", args={"pool": pool}), **rollout)
 
 
 @pytest.mark.parametrize("eta", [0, 2])

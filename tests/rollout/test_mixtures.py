@@ -20,8 +20,8 @@ from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.mixtures import EnvOutcome, MixedTasks, Part, make_mixture, pick
 from agentrl.rollout.player import LocalPlayer, RunEnv
 from agentrl.utils.errors import ConfigError, NothingScoredError, StalledError
-from tests.rollout.conftest import FaultyEngine, only_update, resume, steps
-from tests.rollout.test_samplers import BUCKETS, LENGTH, STAGES
+from tests.rollout.conftest import LENGTH, FaultyEngine, only_update, resume, steps
+from tests.rollout.test_samplers import BUCKETS, STAGES
 
 ENV = EnvRef("key_value")
 POOL = Choice(name="uniform", args={"pool": 12})

@@ -6,25 +6,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.config import Choice, RolloutConfig, TrainConfig
+from agentrl.config import Choice, TrainConfig
 from agentrl.engines.vllm.vllm_maker import VllmMaker
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
-from agentrl.reward import compile_spec
 from agentrl.rollout.collector import Collector
-from agentrl.rollout.episode import Policy
 from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import GroupOutcome, TaskChoice, TaskSampler, make_sampler
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.utils.errors import CallbackError, ConfigError
 from agentrl.utils.search_path import give
-from tests.players import collector_of, only, tasks_of
-from tests.rollout.conftest import FaultyEngine, resume, steps
+from tests.players import only, tasks_of
+from tests.rollout.conftest import LENGTH, FaultyEngine, collecting, resume, steps
 
 ENV = EnvRef("key_value")
-# Episodes of four tokens and more succeed: some members of most groups.
-LENGTH = {"agentrl_reward": 1, "name": "n", "success": {"id": "n"}, "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}
 BUCKETS = Choice(name="success_weighted", args={"buckets": [{"calls": 2}, {"calls": 4}, {"calls": [6, 8]}]})
 STAGES = Choice(name="staged", args={"stages": [{"calls": 2}, {"calls": [2, 4]}, {"calls": 6}], "threshold": 0.3,
                                      "window": 3, "review": 0.25})  # fmt: skip
@@ -96,8 +92,7 @@ def test_old_outcomes_fade() -> None:
 
 def collector(renderer: Renderer, sampler: Choice, *, delay: float = 0.0, seed: int = 0, **rollout: Any) -> Collector:
     engine = FaultyEngine(renderer.stop_token_ids[0], max_delay=delay, seed=seed)
-    config = RolloutConfig(**{"groups": 3, "group_size": 2, "max_turns": 2, "sampler": sampler, **rollout})
-    return collector_of(ENV, Policy(engine, renderer), compile_spec(LENGTH), config, context=2048, seed=0)
+    return collecting(renderer, engine, LENGTH, **{"groups": 3, "group_size": 2, "max_turns": 2, "sampler": sampler, **rollout})
 
 
 async def test_a_group_that_ran_at_the_checkpoint_gets_its_task_again(renderer: Renderer) -> None:

@@ -29,9 +29,8 @@ from agentrl.rollout.stats import RolloutStats
 from agentrl.run.metrics import info_of
 from agentrl.run.run_log import shown_of, thrown_away
 from tests.publishing import exchange
-from tests.rollout.conftest import FaultyEngine, resume, trained, until
+from tests.rollout.conftest import LENGTH, FaultyEngine, resume, trained, until
 from tests.rollout.in_process import pool_in_process
-from tests.rollout.test_samplers import LENGTH
 
 ENV = EnvRef("key_value")
 CALL = Message("assistant", tool_calls=(ToolCall("get", {"key": "a"}),))
