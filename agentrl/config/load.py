@@ -31,33 +31,28 @@ def check_unread(at: str, section: BaseModel, keys: tuple[str, ...], needs: str)
     for key in keys:
         value = getattr(section, key)
         if value != type(section).model_fields[key].get_default(call_default_factory=True):
-            key = f"{at}.{key}" if at else key
-            shown = value.name if isinstance(value, Choice) else value
-            raise ConfigError(f"{key} = {shown!r} is read with {needs} alone; set that too, or leave this out")
+            name, value = f"{at}.{key}".lstrip("."), value.name if isinstance(value, Choice) else value
+            raise ConfigError(f"{name} = {value!r} is read with {needs} alone; set that too, or leave this out")
 
 
-_MEMORY = ("memory", "ipc", "nccl", "shared")
-_READERS: tuple[tuple[str, Callable[[TrainConfig], object], str], ...] = (
-    ("stop_at_success", lambda config: config.eval.every, "eval.every, evaluations during training,"),
-    ("rollout.max_filtered", lambda config: config.rollout.filter_zero_variance, "rollout.filter_zero_variance"),
-    ("rollout.mixture", lambda config: len(config.envs) > 1, "several environments, [[env]],"),
-    ("checkpoint.best", lambda config: config.checkpoint.keep_best, "checkpoint.keep_best above 0"),
-    ("algorithm.kl.kind", lambda config: config.algorithm.kl.coef, "algorithm.kl.coef above 0"),
-    ("algorithm.kl.where", lambda config: config.algorithm.kl.coef, "algorithm.kl.coef above 0"),
-    ("algorithm.kl.horizon", lambda config: config.algorithm.kl.target, "algorithm.kl.target"),
-    ("algorithm.entropy_step", lambda config: config.algorithm.entropy_target, "algorithm.entropy_target"),
-    ("algorithm.entropy_max", lambda config: config.algorithm.entropy_target, "algorithm.entropy_target"),
-    ("weights.folder", lambda config: config.engine == "sglang" or config.weights.route not in _MEMORY, 'weights.route = "disk"'),
+_READERS: tuple[tuple[str, str, Callable[[TrainConfig], object], str], ...] = (
+    ("", "stop_at_success", lambda c: c.eval.every, "eval.every, evaluations during training,"),
+    ("rollout", "max_filtered", lambda c: c.rollout.filter_zero_variance, "rollout.filter_zero_variance"),
+    ("rollout", "mixture", lambda c: len(c.envs) > 1, "several environments, [[env]],"),
+    ("checkpoint", "best", lambda c: c.checkpoint.keep_best, "checkpoint.keep_best above 0"),
+    ("algorithm.kl", "kind where", lambda c: c.algorithm.kl.coef, "algorithm.kl.coef above 0"),
+    ("algorithm.kl", "horizon", lambda c: c.algorithm.kl.target, "algorithm.kl.target"),
+    ("algorithm", "entropy_step entropy_max", lambda c: c.algorithm.entropy_target, "algorithm.entropy_target"),
+    ("weights", "folder", lambda c: c.weights.route not in ("memory", "ipc", "nccl", "shared"), 'weights.route = "disk"'),
 )
-"""Keys that a part of a run reads if another key says so: the key, the other's value, and the other in words."""
+"""Keys that a part of a run reads if another key says so: the section, its keys, the other's value, and the other in words."""
 
 
 def check_idle_keys(config: TrainConfig) -> None:
     """Raise ConfigError for a key that is set and that nothing reads."""
-    for name, reader, needs in _READERS:
-        *path, key = name.split(".")
+    for at, keys, reader, needs in _READERS:
         if not reader(config):
-            check_unread(".".join(path), reduce(getattr, path, config), (key,), needs)
+            check_unread(at, reduce(getattr, filter(None, at.split(".")), config), tuple(keys.split()), needs)
     if len(config.envs) == 1:
         check_unread("env", config.envs[0], ("weight",), "several environments, [[env]],")
 
