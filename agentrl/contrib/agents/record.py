@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from agentrl.contrib.agents.session import AgentSession
 from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Turn
@@ -18,6 +19,16 @@ from agentrl.env.users import note
 
 MODEL = "policy"
 """The name of the model; any other name means the same one."""
+
+
+class ServedEpisode(Protocol):
+    """The services of an episode for its agent."""
+
+    def schemas(self) -> list[dict[str, Json]]: ...
+
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult: ...
+
+    async def say(self, text: str) -> list[str] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
