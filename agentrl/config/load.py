@@ -43,7 +43,6 @@ _READERS: tuple[tuple[str, str, Callable[[TrainConfig], object], str], ...] = (
     ("algorithm.kl", "kind where", lambda c: c.algorithm.kl.coef, "algorithm.kl.coef above 0"),
     ("algorithm.kl", "horizon", lambda c: c.algorithm.kl.target, "algorithm.kl.target"),
     ("algorithm", "entropy_step entropy_max", lambda c: c.algorithm.entropy_target, "algorithm.entropy_target"),
-    ("weights", "folder", lambda c: c.weights.route not in ("memory", "ipc", "nccl", "shared"), 'weights.route = "disk"'),
 )
 """Keys that a part of a run reads if another key says so: the section, its keys, the other's value, and the other in words."""
 

@@ -72,12 +72,7 @@ def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatc
     (["train", QUICKSTART, "rollout.mixture.name=by_success"], ["rollout.mixture", "is read with several environments"]),
     (["train", QUICKSTART, "env.weight=2.0"], ["env.weight = 2.0 is read with several environments, [[env]],"]),
     (["train", QUICKSTART, "checkpoint.best=reward", "checkpoint.keep_best=0"], ["checkpoint.best", "keep_best above 0"]),
-    (["train", QUICKSTART, "weights.folder=w", "weights.route=memory"], ["weights.folder", 'weights.route = "disk"']),
     (["train", QUICKSTART, "cluster.backend=ray", "cluster.pools={big={}}"], ["cluster.pools.big: no role uses it"]),
-    (
-        ["train", QUICKSTART, "cluster.backend=ray", "cluster.pools={big={}}", "cluster.roles={critic='big'}"],
-        ["cluster.roles.critic: the run has no critic", "set [critic]"],
-    ),
     (["train", QUICKSTART, "eval.every=0"], ["stop_at_success = 0.98 is read with eval.every"]),
     (["train", QUICKSTART, "name=../evil"], ["name", "'../evil' is not the name of one folder", "set out"]),
     (["train", QUICKSTART, "name=/tmp/evil", "--overwrite"], ["name", "not the name of one folder"]),

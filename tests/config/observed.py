@@ -204,7 +204,7 @@ def sglang_client(config: TrainConfig, out: Path) -> Any:
         check(Facts("http://a:1", "0", None, 1, False, False, ()), config.sglang, None)
     except EngineError as problem:
         refused = "ignores seeds" if "ignores seeds" in str(problem) else str(problem)
-    clients = [server.http._client for server in engine._servers.all]
+    clients = [server._client for server in engine._servers.all]
     return {
         "servers": [server.address for server in engine._servers.all],
         "load": engine._update._seconds,

@@ -333,12 +333,8 @@ def _check_pools(places: RunRoles) -> None:
             f"cluster.roles.{idle[0]}: no {idle[0]} has processes to place; remove the role, or set "
             f"reward.{idle[0]}.engines.NAME.engine = {apart()}"
         )
-    makers = {"critic": "[critic]", "reward_model": "[reward_model]", "teacher": "[algorithm.distillation]"}
-    if idle := [role for role in cluster.roles if role not in places.names]:
-        made = makers.get(idle[0], "algorithm.kl.coef above 0")
-        raise ConfigError(f"cluster.roles.{idle[0]}: the run has no {idle[0]} to place. Remove the role, or set {made}")
-    if idle_pools := [name for name in cluster.pools if name not in cluster.roles.values()]:
-        raise ConfigError(f"cluster.pools.{idle_pools[0]}: no role uses it. Name it under [cluster.roles], or remove it")
+    if unused := [name for name in cluster.pools if name not in cluster.roles.values()]:
+        raise ConfigError(f"cluster.pools.{unused[0]}: no role uses it. Name it under [cluster.roles], or remove it")
     pools = pools_of_roles(cluster, places.names)
     colocated = engine is not None and config.rollout.colocate
     for role, (name, pool) in pools.items():

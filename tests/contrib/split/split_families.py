@@ -51,7 +51,7 @@ def compared(out: Path, family: str) -> None:
     build_family(folder, family, **{**(EXPERTS if experts else {}), **SPECIAL.get(family, {})})
 
     def body(context: WorkerContext) -> None:
-        split = context.world_size > 1
+        split = context.mesh.world_size > 1
         cfg = ModelConfig(tensor_parallel=2, expert_parallel=2 if experts else 1) if split else ModelConfig()
         found = measured(str(folder), cfg)
         if context.rank == 0:

@@ -137,7 +137,7 @@ def broken(actor: Actor, context: WorkerContext) -> list[bool]:
     parameter: Any = next(p for name, p in engine.named_weights() if "q_proj" in name and p.ndim > 1)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     kept = local.detach().clone()
-    if context.rank == context.world_size - 1:
+    if context.rank == context.mesh.world_size - 1:
         local.data.view(-1)[0] = float("nan")
     found.append(engine.finite())
     local.data.copy_(kept)
