@@ -304,16 +304,16 @@ def deserialize(serialized: SerializedBatch, rows: Any = None) -> TensorDict:
         runs = token_runs(index, serialized.offsets)
         fresh = torch.zeros(len(index) + 1, dtype=torch.int64)
         torch.cumsum(torch.from_numpy(np.diff(serialized.offsets)[index]), 0, out=fresh[1:])
-    with warnings.catch_warnings():  # the arrays may be read-only; what is taken of them is a copy
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        for key, array in (serialized.ragged | serialized.dense).items():
+    for key, array in (serialized.ragged | serialized.dense).items():
+        with warnings.catch_warnings():  # the array may be read-only; what is taken of it is a copy
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             tensor = torch.from_numpy(array)
-            if serialized.dtypes[key] == torch.bfloat16:
-                tensor = tensor.view(torch.bfloat16)
-            if key in serialized.ragged:
-                out[key] = nested_tensor(torch.cat([tensor[start:stop] for start, stop in runs]), fresh)
-            else:
-                out[key] = tensor[torch.from_numpy(index)]
+        if serialized.dtypes[key] == torch.bfloat16:
+            tensor = tensor.view(torch.bfloat16)
+        if key in serialized.ragged:
+            out[key] = nested_tensor(torch.cat([tensor[start:stop] for start, stop in runs]), fresh)
+        else:
+            out[key] = tensor[torch.from_numpy(index)]
     for key, items in serialized.items.items():
         out[key] = items_column([items[i] for i in index.tolist()])
     for key, value in serialized.wide.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -79,6 +80,13 @@ def test_rows_have_storage_of_their_own():
     taken["ids"].values().fill_(-1)
     taken["row"].fill_(-1)
     assert batch["ids"].values()[1] == 1 and batch["row"].tolist() == [0, 1]
+
+
+def test_while_rows_are_copied_the_warnings_of_other_threads_are_filtered_as_they_were(monkeypatch):
+    before, seen = list(warnings.filters), []
+    monkeypatch.setattr("agentrl.data.rows.nested_tensor", lambda *of: seen.append(list(warnings.filters)) or nested_tensor(*of))
+    deserialize(serialize(every_column([2, 3])))
+    assert seen == [before] * 4
 
 
 def test_what_does_not_fit_is_refused():
