@@ -79,8 +79,9 @@ class Scheduler:
                     self.results.append(task.result())
                     self._ended(task.result())
         finally:
-            for task in self.running:  # after an error in here: their keepers end them
+            for task in self.running:  # after an error in here
                 task.cancel()
+            await asyncio.gather(*self.running, return_exceptions=True)
         return self.results
 
     def _start_files(self, now: float) -> None:
@@ -227,13 +228,14 @@ class CardPool:
 
     def refresh(self) -> None:
         """Read the cards' memory, and whether another scheduler has them. Without an answer no card is free."""
-        self._busy = {}
         try:
             used = {card.number: card.used for card in read_cards()}
         except ResourceError as error:
             self._busy = dict.fromkeys(self.cards.keys() - self._locks.keys(), str(error))
             return
-        for card in self.cards.keys() - self._locks.keys():
+        own = self.cards.keys() - self._locks.keys()
+        self._busy = dict.fromkeys(own - used.keys(), "nvidia-smi does not list it")  # one that fell off the bus
+        for card in own & used.keys():
             if used[card] > self._limit:
                 self._busy[card] = f"{used[card]} MiB in use (free: at most {self._limit})"
             elif self._lock(card):

@@ -182,7 +182,7 @@ class PytestSession:
             timer.cancel()
             assert process.stdin is not None
             process.stdin.close()  # tells the keeper, which ends all: SIGTERM, then SIGKILL
-        await asyncio.wait({ended}, timeout=STUCK_S)
+            await asyncio.wait({ended}, timeout=STUCK_S)  # also if cancelled: asyncio kills a keeper that it lets go of
         if ended.done():
             self.code = ended.result()
         else:

@@ -232,6 +232,9 @@ def test_a_card_is_free_by_a_reading_after_its_file_ended_and_the_rest_is_descri
     other.refresh()
     assert other.free() == [0]
     assert {path.stat().st_mode & 0o222 for path in tmp_path.glob("agentrl-card-*.lock")} == {0}
+    (smi.folder / "2.card").unlink()
+    pool.refresh()
+    assert pool.free() == [0] and pool.not_free().endswith("card 2: nvidia-smi does not list it")
     (smi.folder / "fails").touch()
     pool.refresh()
     assert pool.free() == [] and "card 0: nvidia-smi failed with code 1" in pool.not_free()

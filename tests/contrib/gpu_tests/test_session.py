@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.contrib.gpu_tests.plugin import JournalWriter
+from agentrl.contrib.gpu_tests.scheduler import CardPool, Scheduler
 from agentrl.contrib.gpu_tests.session import FileJob, FileResult, FileSession, Journal, child_env, collect, file_folder
 from agentrl.utils.errors import UserError
 from tests.conftest import proof
@@ -78,6 +79,18 @@ async def test_a_timeout_ends_also_what_left_the_group_and_says_where_the_test_w
     assert result.cases[1].reason == where and result.cases[1].phase == "call" and result.problem is None
     assert result.cases[2].reason == "its file did not end within 3600 s in test_hangs"
     assert (result.seconds or 0) > 0.2 and result.cards == (0, 1) and result.failed
+
+
+async def test_a_scheduler_that_fails_leaves_no_process(start: Callable[..., FileSession]) -> None:
+    """Else asyncio would kill their keeper as it lets go of it."""
+    session = start("test_hangs.py", HANGS)
+    scheduler = Scheduler([session.job], CardPool([]), lambda *_: session, slots=1, wait=1.0, say=print, ended=print)
+    running = asyncio.create_task(scheduler.run())
+    while session.current != "test_hangs" and not running.done():
+        await asyncio.sleep(0.02)
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled() and not Path("/proc", Path("orphan").read_text()).exists()
 
 
 @proof
