@@ -55,16 +55,17 @@ class Origins:
             by = self._said_by(keys, unset=True)
             return f"{DEFAULT}, by override {by.text}" if isinstance(by, Override) else DEFAULT
         found = [self._said_by((*keys, *rest)) for rest, _ in leaves(value)]
-        places = [f"override {by.text}" if isinstance(by, Override) else str(by) for by in found]
+        places = [f"override {by.text}" if isinstance(by, Override) else str(by) for by in found if by]
         return ", ".join(dict.fromkeys(places)) or DEFAULT
 
     def _said_by(self, keys: Keys, unset: bool = False) -> Override | Path | None:
         way, place = [str(key) for key in keys], keys[1] if len(keys) > 1 else None
         # An entry of [[env]] by its name, by the one that it had before an override of that, and by its number.
         lists = [as_list(table) for table in (self._table, self._joined)] if isinstance(place, int) else []
-        names = [name_of(entries[place]) for entries in lists if isinstance(place, int) and place < len(entries)]
+        names = [name_of(entries[place]) for entries in lists if isinstance(place, int) and place < len(entries) == len(lists[0])]
         ways = [*(["env", name, *way[2:]] for name in names if name), way]
-        overrides = [one for one in self._overrides if (one.value is UNSET) == unset]
+        # `~env.NAME` took away an entry, whose place another one has now.
+        overrides = [one for one in self._overrides if (one.value is UNSET) == unset and not (lists and len(one.keys) == 2)]
         return said_by(ways, () if unset else self._layers, overrides)
 
 

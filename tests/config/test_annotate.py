@@ -99,7 +99,19 @@ def test_the_environments_of_a_list_have_origins_of_their_own() -> None:
     assert origins.of(("env", 1, "params")).endswith("two_envs.toml")
     assert origins.of(("env", 1, "weight")) == "override env.functions.weight=2"
     assert origins.of(("env", 1, "name")) == f"override {renamed}" and origins.of(("env", 0, "weight")) == "default"
-    assert read_origins(file, ["~env.0"]).of(("env", 0, "id")).endswith("two_envs.toml"), "the first one now"
+    for taken in ("~env.0", "~env.numbers"):
+        left = read_origins(file, [taken])
+        assert left.of(("env", 0, "id")).endswith("two_envs.toml") and left.of(("env", 0, "weight")) == "default", "the first now"
+
+
+def test_a_file_that_names_an_environment_by_its_number_is_the_origin(here: Path) -> None:
+    Path("low.toml").write_text('[[env]]\nid = "a"\nreward = "r"\n[[env]]\nid = "b"\n')
+    Path("top.toml").write_text('base = "low"\n[env.0]\nreward = "s"\n')
+    assert read_origins("top.toml").of(("env", 0, "reward")) == "top.toml"
+    with pytest.raises(ConfigError, match=r"^top\.toml: env\[0\] \(a\)\.weight: "):
+        Path("low.toml").write_text('[[env]]\nid = "a"\nweight = 1\n[[env]]\nid = "b"\n')
+        Path("top.toml").write_text('base = "low"\n[env.0]\nweight = -1\n')
+        load_config("top.toml")
 
 
 def test_a_comment_cannot_become_a_key() -> None:
