@@ -183,6 +183,9 @@ CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
 }
 """Keys, or sections with all their keys, by purpose; each with the reason why its value cannot matter for it. "*" is any name."""
 
+OF_SEVERAL = ("env.weight", "rollout.mixture")
+"""Keys that are read with `[[env]]` alone: a run in one environment that began with them goes on without."""
+
 _DIGEST = "sha256:"
 _SECRET = ("command", "url", "env")
 """Keys of a tool server or an agent that may contain passwords: an identity is written to files, so it holds their digests."""
@@ -190,12 +193,12 @@ _SECRET = ("command", "url", "env")
 
 def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
     """Values that must be equal for `config` to continue another config's run."""
-    found = named_leaves(without_secrets(config), config.envs)  # by name, so that the order of environments does not matter
-    return {
-        name: value
-        for name, keys, value in found
-        if not cannot_matter(".".join(key for key in keys if isinstance(key, str)), purpose)
-    }
+    found: Identity = {}
+    for name, keys, value in named_leaves(without_secrets(config), config.envs):  # by name: their order does not matter
+        key = ".".join(key for key in keys if isinstance(key, str))
+        idle = not isinstance(config.env, list) and key.startswith(OF_SEVERAL)
+        found |= {} if idle or cannot_matter(key, purpose) else {name: value}
+    return found
 
 
 def without_secrets(config: TrainConfig) -> dict[str, Any]:

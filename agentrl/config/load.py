@@ -38,7 +38,7 @@ def check_unread(at: str, section: BaseModel, keys: tuple[str, ...], needs: str)
 _READERS: tuple[tuple[str, str, Callable[[TrainConfig], object], str], ...] = (
     ("", "stop_at_success", lambda c: c.eval.every, "eval.every, evaluations during training,"),
     ("rollout", "max_filtered", lambda c: c.rollout.filter_zero_variance, "rollout.filter_zero_variance"),
-    ("rollout", "mixture", lambda c: len(c.envs) > 1, "several environments, [[env]],"),
+    ("rollout", "mixture", lambda c: isinstance(c.env, list), "several environments, [[env]],"),
     ("checkpoint", "best", lambda c: c.checkpoint.keep_best, "checkpoint.keep_best above 0"),
     ("algorithm.kl", "kind where", lambda c: c.algorithm.kl.coef, "algorithm.kl.coef above 0"),
     ("algorithm.kl", "horizon", lambda c: c.algorithm.kl.target, "algorithm.kl.target"),
@@ -52,8 +52,8 @@ def check_idle_keys(config: TrainConfig) -> None:
     for at, keys, reader, needs in _READERS:
         if not reader(config):
             check_unread(at, reduce(getattr, filter(None, at.split(".")), config), tuple(keys.split()), needs)
-    if len(config.envs) == 1:
-        check_unread("env", config.envs[0], ("weight",), "several environments, [[env]],")
+    if isinstance(config.env, EnvConfig):
+        check_unread("env", config.env, ("weight",), "several environments, [[env]],")
 
 
 # Which file a path of a config means: the one beside the config file that names it, or the one in the working folder.
@@ -405,7 +405,7 @@ def value_at(table: Any, keys: Sequence[str | int]) -> Any:
 def said_by(ways: Sequence[list[str]], layers: Layers, overrides: Sequence[Override]) -> Override | Path | None:
     """The last override that says a key's value, or unsets it; else the topmost file. `ways`: to write the key."""
     given = (one for one in reversed(overrides) if any(one.keys == way[: len(one.keys)] for way in ways))
-    return next(given, None) or next((file for way in ways for file, layer in layers if value_at(layer, way) is not ABSENT), None)
+    return next(given, None) or next((file for file, layer in layers for way in ways if value_at(layer, way) is not ABSENT), None)
 
 
 # Load and validate

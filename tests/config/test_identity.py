@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import reduce
 from operator import getitem
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from agentrl.config import TrainConfig, schema
-from agentrl.config.identity import CANNOT_MATTER, Purpose, cannot_matter, differences, identity_of
+from agentrl.config.identity import CANNOT_MATTER, OF_SEVERAL, Purpose, cannot_matter, check_resumed, differences, identity_of
+from agentrl.config.load import check_idle_keys, config_from
+from agentrl.utils.errors import ConfigError
 
 VLLM = {"args": {"a": 1}, "kv_cache_mib": 1}
 TOOLS = {
@@ -108,7 +111,9 @@ def test_a_key_changes_the_identity_or_is_named(path: tuple[str, ...]) -> None:
     other = flipped(path)
     for purpose in get_args(Purpose):
         found = differences(identity_of(base, purpose), identity_of(other, purpose))
-        assert bool(found) != cannot_matter(key, purpose), f"{purpose}: {found or 'nothing differs'}"
+        assert bool(found) != (cannot_matter(key, purpose) or key.startswith(OF_SEVERAL)), (
+            f"{purpose}: {found or 'nothing differs'}"
+        )
         assert not found or (found.startswith(key) and "; " not in found), f"{purpose}: it names {found!r}"
 
 
@@ -151,3 +156,16 @@ def test_values_are_compared_and_secrets_are_digests() -> None:
     assert differences(identity, identity) == ""
     assert differences({"a": 1}, {"a": True}) == "a was 1, is true"  # equal in Python, and another parameter
     assert differences({"a": 1, "b": "x"}, {"a": 2.5, "c": [1]}) == 'a was 1, is 2.5; b was "x", is unset; c was unset, is [1]'
+
+
+def test_what_one_environment_does_not_read_may_be_left_out_of_an_older_run() -> None:
+    table = {"env": {"id": "a", "weight": 2.0}, "rollout": {"mixture": {"name": "by_success"}}}
+    of_two = {"env": [{"id": "a", "weight": 2.0}, {"id": "b"}], "rollout": {"mixture": {"name": "by_success"}}}
+    for key in ("env.weight", "rollout.mixture"):
+        with pytest.raises(ConfigError, match=rf"{key} = .* is read with several environments"):
+            check_idle_keys(config_from(table, [f"~{other}" for other in ("env.weight", "rollout.mixture") if other != key]))
+    check_resumed(config_from(table), config_from(table, ["~env.weight", "~rollout.mixture"]), Path())
+    for word in ("~env.a.weight", "~rollout.mixture"):
+        with pytest.raises(ConfigError, match="learned with other values"):
+            check_resumed(config_from(of_two), config_from(of_two, [word]), Path())
+    check_idle_keys(config_from(of_two, ["~env.b"]))  # one is left of a list

@@ -243,9 +243,12 @@ class DataRunKind:
 
     def relevant_sections(self) -> TrainConfig:
         """The config with no environment, no engine, and no roles but the one that learns."""
-        dropped = dict.fromkeys(("env", "agent", "sft", "critic", "reward_model", "prometheus", "traces", "profile"))
+        left_out = ("env", "agent", "sft", "critic", "reward_model", "prometheus", "traces", "profile", "stop_at_success")
+        roles = {role: pool for role, pool in self.config.cluster.roles.items() if role == "actor"}
+        pools = {name: pool for name, pool in self.config.cluster.pools.items() if name in roles.values()}
+        cluster = self.config.cluster.model_copy(update={"roles": roles, "pools": pools})
         kept = {"engine": ENGINE, "engine_args": {}, "rollout": RolloutConfig(), "algorithm": AlgorithmConfig()}
-        return self.config.model_copy(update={**dropped, **kept})
+        return self.config.model_copy(update={**dict.fromkeys(left_out), **kept, "cluster": cluster})
 
     async def train(self, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
         """All steps from the newest checkpoint on; whether the run went to its end (False: interrupted)."""

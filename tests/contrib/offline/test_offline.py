@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.cli.main import main
 from agentrl.config import TrainConfig
+from agentrl.config.keys import inline
 from agentrl.config.load import config_from
-from agentrl.contrib.offline.data_run import _check_loss
+from agentrl.contrib.offline.data_run import DataRunKind, _check_loss
 from agentrl.contrib.offline.objectives import Supervised
 from agentrl.contrib.offline.prepare import Preparation
 from agentrl.contrib.offline.store import RowStore
@@ -26,6 +27,8 @@ from agentrl.data.trajectory import Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.rollout.warm_start import transcript
+from agentrl.run.assembly import RunStart
+from agentrl.run.checks.size_checks import check_placement
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.reader import load_run
 from agentrl.trainer.learner import check_learner
@@ -413,3 +416,12 @@ def test_a_key_of_data_that_nothing_reads_is_refused(word: str, loss: str, other
         with pytest.raises(ConfigError, match=f"is read with {needs} alone"):
             check(f"data.loss={other}", word)
         check(f"data.loss={other}", "data.beta=0.1", "data.margin=1e-6")
+
+
+def test_data_is_trained_on_by_the_cluster_of_a_run_with_other_roles() -> None:
+    roles = {"actor": "train", "critic": "judge", "rollout": "judge"}
+    words = ["cluster.backend=ray", "cluster.pools={train={},judge={}}", f"cluster.roles={inline(roles)}", "stop_at_success=0.9"]
+    kind = DataRunKind(config('data.path=["x"]', *words))
+    check_learner(view := kind.relevant_sections())
+    check_placement(RunStart(view))
+    assert (list(view.cluster.pools), view.cluster.roles) == (["train"], {"actor": "train"})
