@@ -355,11 +355,11 @@ class PythonFunction(Leaf):
         return True
 
     def read(self, view: View, args: Args) -> Reading:
-        # A function may change task and lists of what it gets: episodes share a task, and other leaves read on.
-        whole = copy(view.trajectory)
-        whole.task, whole.messages, whole.turns = whole.task.copied(), list(whole.messages), list(whole.turns)
-        lent = replace(view, trajectory=whole, turns=list(view.turns), calls=list(view.calls), memo={})
         try:
+            # A function may change task and lists of what it gets: episodes share a task, and other leaves read on.
+            whole = copy(view.trajectory)
+            whole.task, whole.messages, whole.turns = whole.task.copied(), list(whole.messages), list(whole.turns)
+            lent = replace(view, trajectory=whole, turns=list(view.turns), calls=list(view.calls), memo={})
             answer: Any = self.function(lent, deep_copy_json(args.get("args")))
         except BaseException as error:  # user code may raise anything, which must not stop a run
             if is_from_outside(error):
