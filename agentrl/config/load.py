@@ -39,6 +39,7 @@ _READERS: tuple[tuple[str, str, Callable[[TrainConfig], object], str], ...] = (
     ("", "stop_at_success", lambda c: c.eval.every, "eval.every, evaluations during training,"),
     ("rollout", "max_filtered", lambda c: c.rollout.filter_zero_variance, "rollout.filter_zero_variance"),
     ("rollout", "mixture", lambda c: isinstance(c.env, list), "several environments, [[env]],"),
+    ("env", "weight", lambda c: not isinstance(c.env, EnvConfig), "several environments, [[env]],"),
     ("checkpoint", "best", lambda c: c.checkpoint.keep_best, "checkpoint.keep_best above 0"),
     ("algorithm.kl", "kind where", lambda c: c.algorithm.kl.coef, "algorithm.kl.coef above 0"),
     ("algorithm.kl", "horizon", lambda c: c.algorithm.kl.target, "algorithm.kl.target"),
@@ -52,8 +53,6 @@ def check_idle_keys(config: TrainConfig) -> None:
     for at, keys, reader, needs in _READERS:
         if not reader(config):
             check_unread(at, reduce(getattr, filter(None, at.split(".")), config), tuple(keys.split()), needs)
-    if isinstance(config.env, EnvConfig):
-        check_unread("env", config.env, ("weight",), "several environments, [[env]],")
 
 
 # Which file a path of a config means: the one beside the config file that names it, or the one in the working folder.

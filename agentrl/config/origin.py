@@ -10,22 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from agentrl.config import load
 from agentrl.config.envs import Keys, as_list, leaves, name_of, named_leaves
 from agentrl.config.keys import bare, inline, named_sections_of, section_of, unit_of
-from agentrl.config.load import (
-    ABSENT,
-    UNSET,
-    Find,
-    Layers,
-    Override,
-    Table,
-    apply_overrides,
-    join_layers,
-    parse_overrides,
-    read_layers,
-    said_by,
-    value_at,
-)
+from agentrl.config.load import Find, Layers, Override, Table
 from agentrl.config.schema import Choice, TrainConfig
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.files import shown_path
@@ -42,16 +30,16 @@ class Origins:
 
     def __init__(self, layers: Layers = (), overrides: Sequence[str] = ()) -> None:
         """Raises ConfigError for layers that cannot be joined, and overrides that cannot be applied."""
-        self._layers, self._overrides = layers, parse_overrides(overrides)
-        self._joined = join_layers(layers)
-        self._table = apply_overrides(self._joined, self._overrides)
+        self._layers, self._overrides = layers, load.parse_overrides(overrides)
+        self._joined = load.join_layers(layers)
+        self._table = load.apply_overrides(self._joined, self._overrides)
 
     def of(self, keys: Keys) -> str:
         """Origin of the value at the keys, or "default"; several places for a table that was put together from them."""
         if not self._layers:
             return ""
-        value = value_at(self._table, keys)
-        if value is ABSENT:
+        value = load.value_at(self._table, keys)
+        if value is load.ABSENT:
             by = self._said_by(keys, unset=True)
             return f"{DEFAULT}, by override {by.text}" if isinstance(by, Override) else DEFAULT
         found = [self._said_by((*keys, *rest)) for rest, _ in leaves(value)]
@@ -65,13 +53,13 @@ class Origins:
         names = [name_of(entries[place]) for entries in lists if isinstance(place, int) and place < len(entries) == len(lists[0])]
         ways = [*(["env", name, *way[2:]] for name in names if name), way]
         # `~env.NAME` took away an entry, whose place another one has now.
-        overrides = [one for one in self._overrides if (one.value is UNSET) == unset and not (lists and len(one.keys) == 2)]
-        return said_by(ways, () if unset else self._layers, overrides)
+        overrides = [one for one in self._overrides if (one.value is load.UNSET) == unset and not (lists and len(one.keys) == 2)]
+        return load.said_by(ways, () if unset else self._layers, overrides)
 
 
 def read_origins(path: str | Path, overrides: Sequence[str] = (), find: Find = Path) -> Origins:
     """The origins of what `load_config` reads with the same arguments. Raises ConfigError as it does."""
-    layers = read_layers(Path(path), find)
+    layers = load.read_layers(Path(path), find)
     return Origins([(Path(shown_path(file.absolute())), table) for file, table in layers], overrides)
 
 
