@@ -443,14 +443,15 @@ def call_result(text: str, images: Iterable[Image] = (), *, error: bool = False)
     import mcp_types as types
 
     left = {image.line: types.ImageContent(type="image", data=image.data, mime_type=image.media_type) for image in images}
-    blocks: list[Any] = []
+    parts: list[Any] = []  # images, and lists of lines
     for line in text.split("\n"):
         if line in left:
-            blocks.append(left.pop(line))
-        elif blocks and isinstance(blocks[-1], types.TextContent):
-            blocks[-1].text += f"\n{line}"
+            parts.append(left.pop(line))
+        elif parts and isinstance(parts[-1], list):
+            parts[-1].append(line)
         else:
-            blocks.append(types.TextContent(type="text", text=line))
+            parts.append([line])
+    blocks = [types.TextContent(type="text", text="\n".join(part)) if isinstance(part, list) else part for part in parts]
     # Within a line, of JSON say: the text stays whole.
     blocks += [picture for line, picture in left.items() if line in text]
     return types.CallToolResult(content=blocks, is_error=error)

@@ -1,6 +1,7 @@
 """Tools, calls, results, nulls and reasoning in the forms of others: as they were meant, or refused by the key."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchang
 from agentrl.contrib.agents.session import AgentSession
 from agentrl.contrib.offline.layouts import openai_chat, preference
 from agentrl.contrib.offline.prepare import render_chat
-from agentrl.contrib.toolkit.chat_forms import calls_of, declaration, declarations, from_annotation, without_padding
+from agentrl.contrib.toolkit.chat_forms import call_result, calls_of, declaration, declarations, from_annotation, without_padding
 from agentrl.data.chat_forms import FormError
 from agentrl.data.trajectory import Message
 from agentrl.env import tool
@@ -452,3 +453,10 @@ def test_the_endpoint_reads_reasoning_in_each_protocol() -> None:
              {"role": "assistant", "content": "yes"}, SAID[0]]  # fmt: skip
     for ask in (asked(CHAT, messages=chat), asked(ANTHROPIC, messages=anthropic, max_tokens=5), asked(RESPONSES, input=items)):
         assert ask.messages[1] == Message("assistant", "yes", reasoning="since")
+
+
+def test_a_long_result_of_a_tool_is_put_together_in_one_pass() -> None:
+    text = f"{'x' * 99}\n" * 20_000
+    began = time.monotonic()
+    [block] = call_result(text).content
+    assert block.text == text and time.monotonic() - began < 2.0
