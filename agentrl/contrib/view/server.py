@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from agentrl.contrib.toolkit.http_server import host_name, patient
+from agentrl.contrib.toolkit.http_server import host_name, open_listener, patient
 from agentrl.contrib.view.api import Api
 from agentrl.contrib.view.library import Library
 from agentrl.contrib.view.queries import NotFoundError
@@ -150,7 +149,7 @@ def serve(library: Library, port: int, say: Callable[[str], None], envs: bool = 
     import uvicorn
 
     try:
-        listener = socket.create_server((HOST, port))
+        listener = open_listener(HOST, port)
     except (OSError, OverflowError) as problem:
         raise ConfigError(f"--port {port}: cannot listen on {HOST}: {problem}; try another, or 0 for a free one") from None
     options: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "access_log": False, "timeout_graceful_shutdown": 2}
