@@ -323,7 +323,7 @@ class ToolSide(EnvHooks):
         return [*self.toolbox.waiting, *self.user_toolbox.waiting]
 
     async def _open_sessions(self) -> None:
-        self._sets, owners = {}, dict[str, str]()
+        self._opened, self._sets, owners = [], {}, dict[str, str]()
         for source in self._sources:
             session = source.session()
             self._opened.append(session)

@@ -1,9 +1,11 @@
 """The sets with a state: what they answer and refuse, limits that hold, and a state per episode and fork."""
 
+import gc
 import json
 import socket
 import sqlite3
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -492,6 +494,15 @@ def test_a_fork_and_a_snapshot_have_sets_of_their_own(kept: Callable[[], ToolEnv
     assert other.state()["notes"] == {}
     for each in (env, forked, other):
         each.close()
+
+
+def test_a_set_ends_with_its_episode() -> None:
+    """One without a `close`, which no teardown frees: all of an environment's episodes, and their forks, kept theirs."""
+    env = begun("notes")
+    past = weakref.ref(env.tool_set("notes"))
+    env.close(), env.reset(seed=2)
+    gc.collect()
+    assert past() is None
 
 
 def test_sets_are_opened_and_closed_once_an_episode(tmp_path: Path) -> None:
