@@ -242,6 +242,21 @@ async def test_a_branch_computes_nothing_of_the_turns_that_it_shares(started, mo
     assert out.token_ids == same.token_ids
 
 
+async def test_where_there_is_no_memory_for_more_slots_the_next_requests_take_those_that_there_are(
+    started, model_folder, monkeypatch
+):
+    def full(*args, **kwargs):
+        raise RuntimeError("no memory")
+
+    engine, short = await started(model_folder), Sampling(max_tokens=2)
+    await engine.generate(prompt_of(9), short, "has the only slot")
+    with monkeypatch.context() as now, pytest.raises(EngineError, match="no memory"):
+        now.setattr("agentrl.engines.embedded.kv_cache.torch.zeros", full)
+        await asyncio.wait_for(engine.generate(prompt_of(9), short, "needs another"), 20)
+    later = await asyncio.gather(*(engine.generate(prompt_of(9), short, f"comes later {number}") for number in range(2)))
+    assert [len(one.token_ids) for one in later] == [2, 2]
+
+
 async def test_a_sleeping_engine_holds_no_memory_and_wakes_in_two_stages(started, model_folder, model, monkeypatch):
     """torch's allocator gives the memory to other processes once everything is freed."""
     engine, held = await started(model_folder), []

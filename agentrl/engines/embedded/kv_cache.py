@@ -105,8 +105,9 @@ class Pool:
 
     def _allocate(self, slots: int) -> None:
         # Zeros rather than uninitialized memory: masked positions still enter a product, and 0 x NaN is NaN.
-        self.slots, s = slots, self.shape
+        s = self.shape
         self.kv = torch.zeros(2, s.layers, slots, s.heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
+        self.slots = slots  # last: where memory is too little, those that are there stay
 
 
 class Slots:

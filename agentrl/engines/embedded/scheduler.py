@@ -257,22 +257,21 @@ class Batcher:
             self._release(sequence)
 
     def _admit(self) -> None:
-        held: list[Request] = []
-        while self.waiting and len(self.running) < self._max_slots:
-            request = self.waiting.popleft()
+        for request in list(self.waiting):
+            if len(self.running) >= self._max_slots:
+                break
             sequence, deferred = self._attach(request)
             if sequence is None:
-                held.append(request)
                 if deferred:
                     continue
                 break
+            self.waiting.remove(request)  # not before: whoever waits is answered, also if there is no memory for a slot
             request.sequence = sequence
             # Once per request: one that was sent back to the queue would count its prefix again.
             if not request.admitted:
                 self.cached_tokens += sequence.computed
                 request.admitted = True
             self.running.append(request)
-        self.waiting.extendleft(reversed(held))
 
     def _attach(self, request: Request) -> tuple[Sequence | None, bool]:
         """A slot for the request, with as much of its prompt cached as possible. None: not now, either because there
