@@ -357,7 +357,7 @@ class RunningEpisode:
                 self._locate(record.turns[-1], generation, prompt_tokens)
             return reason
         try:
-            answer, blame = self.env.astep(message), whose(self.env, message)
+            blame, answer = whose(self.env, message), self.env.astep(message)
             observation, _, terminated, truncated, info = await self._env(ToolEnv.astep, answer, f"turn {turn}", blame)
         finally:
             # Even if the step was cut: the turn is in the record and may be scored, so it needs its tokens.
