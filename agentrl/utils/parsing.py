@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MappingView
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from math import gcd
@@ -300,7 +299,7 @@ _LETTER = rf"(?:\d|(?![{_SCRIPTS}])\w)"
 """A character that continues a word or a number. Scripts without blanks between words end one at each character."""
 _TIMES_TEN = "[十百万萬億亿만억조천백십]|[千兆](?![克米瓦卡赫])"
 _SIGN = "[-+\u2212\u2010\u2011\u2013\ufe63\u00b1\u2213]"
-_MONEY = r"(?:[$€£¥₹₩]|\\\$)"
+MONEY = r"(?:[$€£¥₹₩]|\\\$)"
 _GROUPS = "|".join(
     rf"[1-9][0-9]{{0,2}}(?:{between}[0-9]{{3}})+(?![0-9])"
     for between in (",", r"\{,\}", r"\\[,;: ]", " ", "\u00a0", "\u2009", "\u202f", "'", "\u2019")
@@ -339,7 +338,7 @@ MAGNITUDE = rf"(?i:{'|'.join(sorted(_POWERS, key=len, reverse=True))})s?(?!{_LET
 """A word behind a number that makes a multiple of it."""
 GAP = r"(?:[ \t\u00a0\u2009\u202f~*_-]|\\[,;: ]|\\text\s?\{\s?|</?b>|\((?:in )?){0,6}"
 _TOKEN = re.compile(
-    rf"(?P<sign>(?:(?<!\w)(?i:minus|negative)\s+|{_SIGN})?)(?P<money>(?:{_MONEY}\s?)?)(?P<sign2>{_SIGN}?){_VALUE}"
+    rf"(?P<sign>(?:(?<!\w)(?i:minus|negative)\s+|{_SIGN})?)(?P<money>(?:{MONEY}\s?)?)(?P<sign2>{_SIGN}?){_VALUE}"
     rf"(?:(?!\s?[0-9.,;:?!)])(?:(?P<times>(?:{GAP}{MAGNITUDE}\}}?){{1,3}})|(?P<letter>\s?[kmbtKMBT](?!{_LETTER}))))?"
     r"(?P<percent>\s?(?:\\?%|per ?cent\b|pct\b))?"
 )
@@ -353,7 +352,7 @@ _AFTER = re.compile(
 )
 _FULL = str.maketrans({0xFF01 + i: 0x21 + i for i in range(94)})
 _MINUS = frozenset("-\u2212\u2010\u2011\u2013\ufe63⁻")
-_LOOSE_MINUS = re.compile(rf"(?<=[=≈<>≤≥(]) ?([-\u2212\u2013])\s(?={_MONEY}?[0-9.])")
+_LOOSE_MINUS = re.compile(rf"(?<=[=≈<>≤≥(]) ?([-\u2212\u2013])\s(?={MONEY}?[0-9.])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,12 +467,6 @@ def digits(text: str) -> str | None:
     if found is None or found.percent or re.search(r"[^-+\u2212$€£¥₹₩0-9., '\u2019\u00a0\u202f]|^0[0-9]", found.text):
         return None
     return f"{'-' * (found.value < 0)}{re.sub('[^0-9.]', '', found.text)}"
-
-
-def amounts(text: str) -> set[str]:
-    """Return the amounts of money of a text, as 12.34: numbers with two decimals, or behind a sign of money."""
-    found = (number for number in numerals(text) if re.search(rf"{_MONEY}|\.[0-9]{{2}}(?![0-9])", number.text))
-    return {f"{Decimal(number.value.numerator) / Decimal(number.value.denominator):.2f}" for number in found}
 
 
 def is_letter(character: str) -> bool:

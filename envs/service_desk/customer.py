@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
-from agentrl.utils.parsing import amounts
+from agentrl.utils.parsing import MONEY, numerals
 
 Json = Any
 PATIENCE = 5
@@ -133,3 +134,9 @@ class Customer:
     def _tire(self, reply: str) -> str | None:
         self.patience -= 1
         return reply if self.patience > 0 else None
+
+
+def amounts(text: str) -> set[str]:
+    """Return the amounts of money of a text, as 12.34: numbers with two decimals, or behind a sign of money."""
+    found = (number for number in numerals(text) if re.search(rf"{MONEY}|\.[0-9]{{2}}(?![0-9])", number.text))
+    return {f"{Decimal(number.value.numerator) / Decimal(number.value.denominator):.2f}" for number in found}
