@@ -45,7 +45,7 @@ _READERS: tuple[tuple[str, str, Callable[[TrainConfig], object], str], ...] = (
     ("algorithm.kl", "horizon", lambda c: c.algorithm.kl.target, "algorithm.kl.target"),
     ("algorithm", "entropy_step entropy_max", lambda c: c.algorithm.entropy_target, "algorithm.entropy_target"),
 )
-"""Keys that a part of a run reads if another key says so: section, keys, its value, it in words."""
+"""Keys that are read only under a condition: section, keys, the condition, and its key in words."""
 
 
 def check_idle_keys(config: TrainConfig) -> None:
