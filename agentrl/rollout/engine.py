@@ -180,7 +180,7 @@ class Engine(ABC):
 
 
 class StreamingEngine(Engine):
-    """Base of engines that report tokens, as they are sampled, to `told` if there is one."""
+    """Base of engines that report tokens to a listener as they are sampled."""
 
     @abstractmethod
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation: ...
