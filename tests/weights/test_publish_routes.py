@@ -273,11 +273,9 @@ def test_buckets_hold_every_tensor_once_and_in_bounds(sizes: list[int], room: in
     """Packed without gaps or not: a tensor that would begin where its type cannot be read begins the next bucket."""
     made = [(f"w{i}", torch.arange(n).to(kind)) for i, (n, kind) in enumerate(zip(sizes, dtypes, strict=False))]
     room = max(room, *(tensor.nbytes for _, tensor in made))
-    sender, found = memory.MemorySender(room, 1), list[Named]()
-    sender.align = align
-    sender.open()
-    silent = memory.MemorySender(room, 1)  # not opened
-    silent.align = align
+    sender, silent, found = memory.MemorySender(room, 1), memory.MemorySender(room, 1), list[Named]()
+    sender.align = silent.align = align
+    sender.open()  # the other is not
     quiet = silent.buckets(iter(made))
     for bucket in sender.buckets(iter(made)):
         assert bucket is not None and next(quiet, 0) is None, "ranks without a buffer stay in step"
@@ -285,9 +283,10 @@ def test_buckets_hold_every_tensor_once_and_in_bounds(sizes: list[int], room: in
         assert align != PACKED or [*[entry.offset for entry in bucket.entries][1:], bucket.nbytes] == ends
         assert ends[-1] <= bucket.nbytes <= room
         found += [(name, tensor.clone()) for name, tensor in bucket.cut(sender.slots[bucket.slot])]
-    assert next(quiet, 0) == 0
+    assert next(quiet, 0) == 0 and [name for name, _ in found] == [name for name, _ in made]
+    with pytest.raises(ValueError, match=rf"weight 'large' has {room + 1} bytes, a bucket {room}"):
+        list(sender.buckets(iter([*made, ("large", torch.zeros(room + 1, dtype=torch.uint8))])))
     sender.close()
-    assert [name for name, _ in found] == [name for name, _ in made]
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, made, strict=True))
 
 

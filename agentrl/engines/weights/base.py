@@ -153,7 +153,7 @@ class Sender(ABC):
         slot, used, entries = 0, 0, list[TensorEntry]()
         for name, tensor in tensors:
             if used + tensor.nbytes > self.slot_bytes or used % tensor.itemsize:
-                if not entries:
+                if tensor.nbytes > self.slot_bytes:
                     raise ValueError(f"weight {name!r} has {tensor.nbytes} bytes, a bucket {self.slot_bytes}")
                 yield self.ship(Bucket(slot, used, tuple(entries))) if self.slots else None
                 # No receiver reads the next slot any more: the driver asks only when all have loaded the bucket before the last.
