@@ -220,3 +220,10 @@ def test_a_host_that_cannot_take_requests_now_gets_none_even_of_its_own_sessions
     router: RequestRouter[str] = RequestRouter()
     router.end(router.begin(need("s"), ["A"]), 5)
     assert places(router, [need("s", 120), need("new")], "BC") == "BC" and queue(router, "A") == 0
+
+
+def test_of_too_many_sessions_the_longest_unused_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.rollout.engine._KEYS_REMEMBERED", 2)
+    router: RequestRouter[str] = RequestRouter()
+    places(router, [need("a"), need("b"), need("a"), need("c")], "A")
+    assert list(router.homes()) == ["a", "c"]

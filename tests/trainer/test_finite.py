@@ -65,7 +65,7 @@ def test_a_step_with_a_number_that_is_not_finite_is_skipped_by_actor_and_critic(
     after = state(learner, tmp_path / "after")
     assert metrics["skipped_steps"] == 1 and "loss" not in metrics and "critic/loss" not in metrics
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert column in caplog.text and "(group 1, member 1, ledger 0)" in caplog.text  # the sixth row: groups of four
+    assert column in caplog.text and "of (group 1, member 1, ledger 0)" in caplog.text  # the sixth row alone: groups of four
     assert asyncio.run(learner.step(collate(trajectories(8, seed=2)), 2))["skipped_steps"] == 0
 
 
