@@ -83,6 +83,9 @@ command = ["server", "--api-key", "{flag}", "--token={equals}", "--header", "X-A
 env = {{ SERVICE_TOKEN = "{env}", MODE = "production", OTHER = "env:REFERRED" }}
 [tools.mcp.two]
 url = "https://me:{url}@host/mcp?api_key={query}&x=${{env:WITHIN}}"
+[env.tools.mcp.three]
+command = ["server"]
+env = {{ MODE = "production" }}
 """
 
 
@@ -103,7 +106,8 @@ def test_what_a_config_holds_leaves_only_in_its_own_private_file(tmp_path: Path)
     everything = " ".join(PLANTED[name] for name in held)
     folder.write_summary({"status": "failed", "error": everything, "deep": [{everything: everything}]})
     assert found_in(folder.summary.read_text()) == []
-    assert found_in(str(without_secrets(config))) == [] and found_in(to_toml(config)) != []
+    shared = str(without_secrets(config))  # of an `env` any value may be a password
+    assert found_in(shared) == [] and "production" not in shared and found_in(to_toml(config)) != []
     redaction._known.clear(), redaction._ordered.clear()  # another process, which has only the file, as the viewer
     learn(toml_table(folder.config.read_text()))
     shown = redact_said(folder.config.read_text())

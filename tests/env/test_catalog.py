@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.env.address import module_folder
 from agentrl.env.catalog import EnvRef, find_config, find_env, find_reward, find_tools, list_envs, shelf_problems
 from agentrl.utils.errors import CatalogError
 from agentrl.utils.search_path import shelves
@@ -200,3 +201,7 @@ def test_a_file_that_is_not_on_this_machine_is_named(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CatalogError, match=r"its file was /elsewhere/env.py, which is not on this machine"):
         EnvRef("nowhere", source="/elsewhere/env.py").build()
+
+
+def test_a_package_is_found_without_an_import_of_it() -> None:
+    assert module_folder("json") == Path(os.__file__).resolve().parent / "json" and module_folder("no_such_package") is None

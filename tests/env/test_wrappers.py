@@ -77,6 +77,8 @@ def outcomes(rate: float, seed: int = 0, episode: int = 0) -> list[bool]:
 
 
 def test_faults_come_at_the_rate_and_are_the_same_in_a_replay() -> None:
+    (env := ToolFaults(Notes(), 0.0)).reset(seed=3, options={"split": "heldout"})
+    assert env.trajectory.task.split == "heldout"
     assert sum(outcomes(0.0)) == 0 and sum(outcomes(1.0)) == 60
     first = outcomes(0.3)
     assert 8 <= sum(first) <= 30 and first == outcomes(0.3)

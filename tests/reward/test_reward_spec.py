@@ -123,6 +123,8 @@ def test_a_file_that_is_no_spec(tmp_path, text, says):
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path):
+    with pytest.raises(RewardSpecError, match="a JSON object or a path, not set$"):
+        load_spec({1})
     with pytest.raises(RewardSpecError, match="cannot be read"):
         load_spec(tmp_path / "none.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")

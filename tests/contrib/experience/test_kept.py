@@ -437,6 +437,8 @@ def test_kept_episodes_change_neither_the_steps_nor_what_else_is_in_one(tiny: st
             assert after[: len(before)].tolist() == before.tolist()
             assert (both.numbers(ORIGIN)[after[len(before) :]] != FRESH).all() and len(after) > len(before)
         dealt = np.concatenate(with_parts)
+        again = np.concatenate(cut_minibatches(both, config, 0, 1))
+        assert dealt.tolist() == again.tolist(), "a resumed run deals them out alike"
         assert sorted(dealt.tolist()) == list(range(len(both)))
         for part in with_parts:  # an episode is in one step, and of kept groups all of it
             units = both.numbers("group") if groups == "kept" else both.episode
