@@ -35,24 +35,31 @@ def check_unread(at: str, section: BaseModel, keys: tuple[str, ...], needs: str)
             raise ConfigError(f"{name} = {value!r} is read with {needs} alone; set that too, or leave this out")
 
 
+_NORM, _NO_FILES = "seq_mean_token_sum_norm", ("ipc", "memory", "nccl", "shared")
 _READERS: tuple[tuple[str, str, Callable[[TrainConfig], object], str], ...] = (
     ("", "stop_at_success", lambda c: c.eval.every, "eval.every, evaluations during training,"),
     ("rollout", "max_filtered", lambda c: c.rollout.filter_zero_variance, "rollout.filter_zero_variance"),
     ("rollout", "mixture", lambda c: isinstance(c.env, list), "several environments, [[env]],"),
     ("env", "weight", lambda c: not isinstance(c.env, EnvConfig), "several environments, [[env]],"),
+    ("env.eval", "weight", lambda c: not isinstance(c.env, EnvConfig) or c.env.eval is None, "several environments, [[env]],"),
     ("checkpoint", "best", lambda c: c.checkpoint.keep_best, "checkpoint.keep_best above 0"),
     ("algorithm.kl", "kind where", lambda c: c.algorithm.kl.coef, "algorithm.kl.coef above 0"),
     ("algorithm.kl", "horizon", lambda c: c.algorithm.kl.target, "algorithm.kl.target"),
     ("algorithm", "entropy_step entropy_max", lambda c: c.algorithm.entropy_target, "algorithm.entropy_target"),
+    ("algorithm", "length_norm", lambda c: c.algorithm.aggregate == _NORM, f'algorithm.aggregate = "{_NORM}"'),
+    ("sglang", "servers seeds timeout api_key_env", lambda c: c.engine == "sglang", 'engine = "sglang"'),
+    ("weights", "route bucket_mib folder", lambda c: c.weights.lora == "merged", 'weights.lora = "merged"'),
+    ("weights", "folder", lambda c: c.engine == "sglang" or c.weights.route not in _NO_FILES, 'weights.route = "disk"'),
 )
 """Keys that are read only under a condition: section, keys, the condition, and its key in words."""
 
 
-def check_idle_keys(config: TrainConfig) -> None:
-    """Raise ConfigError for a key that is set and that nothing reads."""
+def check_idle_keys(config: TrainConfig, given: Sequence[str] = ("",)) -> None:
+    """Raise ConfigError for a key that is set and that nothing reads; only for those that begin with one of `given`."""
     for at, keys, reader, needs in _READERS:
         if not reader(config):
-            check_unread(at, reduce(getattr, filter(None, at.split(".")), config), tuple(keys.split()), needs)
+            names = tuple(key for key in keys.split() if f"{at}.{key}.".startswith(tuple(given)))
+            check_unread(at, reduce(getattr, filter(None, at.split(".")), config), names, needs)
 
 
 # Which file a path of a config means: the one beside the config file that names it, or the one in the working folder.

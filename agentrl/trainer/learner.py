@@ -82,11 +82,6 @@ def check_learner(config: TrainConfig) -> None:
             f"algorithm.entropy_target: the coefficient moves between algorithm.entropy_bonus = {algorithm.entropy_bonus:g} and "
             f"algorithm.entropy_max = {algorithm.entropy_max:g}, between which there is nothing; raise entropy_max"
         )
-    if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":
-        raise ConfigError(
-            f'algorithm.length_norm is the constant of aggregate = "seq_mean_token_sum_norm"; with '
-            f'"{config.algorithm.aggregate}" it is not used'
-        )
     mesh_of(config.model, config.cluster)
     if config.model.offload == "idle" and not rests(config, "actor"):
         raise ConfigError(

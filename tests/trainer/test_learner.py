@@ -136,7 +136,7 @@ DECOUPLED = AlgorithmConfig(loss=Choice(name="decoupled_ppo"), proximal="recompu
         r"kl.horizon = 5 is read with algorithm.kl.target alone",
     ),
     ({"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, where="reward", kind="k1+"))}, "changes a gradient"),
-    ({"algorithm": AlgorithmConfig(length_norm=5)}, "it is not used"),
+    ({"algorithm": AlgorithmConfig(length_norm=5)}, "length_norm = 5 is read with algorithm.aggregate ="),
     ({"algorithm": DECOUPLED.model_copy(update={"correction": Choice(name="truncated")})}, "twice"),
 ])  # fmt: skip
 def test_combinations_that_mean_nothing(sections: dict[str, Any], message: str) -> None:
