@@ -140,7 +140,9 @@ def check_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: M
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         several = signature.parameters[name].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         hint = Any if several else hints.get(name, Any)
-        if not _test_of(hint)(value):
+        # True is a number to Python: here a switch in its place (inside of a list, as rewards, it may be one).
+        switch = isinstance(value, bool) and {hint, *get_args(hint)} & {int, float, bool} in ({int}, {float}, {int, float})
+        if switch or not _test_of(hint)(value):
             expected = " or ".join(dict.fromkeys(_words_of(hint)))
             call = function.__name__.lstrip("_")
             raise ConfigError(f"{call}: {name} = {value!r:.80} is a {type(value).__name__}; expected {expected}")

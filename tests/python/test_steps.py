@@ -161,6 +161,7 @@ WRONG: list[tuple[str, str, dict[str, Any]]] = [
     ("policy.sample: top_p", "sample", {"prompt": "x", "top_p": 0.0}),
     ("policy.sample: max_turn_tokens", "sample", {"prompt": "x", "max_tokens": 0}),
     ("policy.sample: n = 0", "sample", {"prompt": "x", "n": 0}),
+    ("sample: n = True is a bool; expected a whole number", "sample", {"prompt": "x", "n": True}),
     ("policy.play: temperature", "play", {"tasks": 1, "temperature": -1.0}),
     ("policy.play: group_size", "play", {"tasks": 1, "group_size": 0}),
     ("policy.play: tasks = -1", "play", {"tasks": -1}),
@@ -229,6 +230,11 @@ def test_what_would_do_nothing_to_a_gradient_is_refused(loop: agentrl.StepLoop) 
     for given in ({"kl_coef": 0.1}, {"kl_coef": float("nan")}, {"algorithm": {"kl": {"coef": 0.1}}}):
         with pytest.raises(ConfigError, match=r"algorithm\.kl\.coef = .* a session with a reference policy"):
             loop.trainer.forward_backward(batch, **given)  # type: ignore[arg-type]
+    for key, value in {"length_norm": 9, "kl": {"where": "reward"}, "entropy_max": 0.1}.items():
+        with pytest.raises(ConfigError, match=rf"algorithm\.{key}.* is read with algorithm\..* alone"):
+            loop.trainer.forward_backward(batch, algorithm={key: value})
+    with pytest.raises(ConfigError, match="optim_step: lr = True is a bool; expected a number or None"):
+        loop.trainer.optim_step(lr=True)
     for key, value in {"epochs": 3, "minibatch": 1, "advantage": {"name": "rloo"}}.items():
         with pytest.raises(ConfigError, match=rf"algorithm\.{key} would do nothing here"):
             loop.trainer.forward_backward(batch, algorithm={key: value})

@@ -14,6 +14,7 @@ import torch
 from agentrl.cluster.group import check_arrived
 from agentrl.config import Choice
 from agentrl.config.envs import one_temperature
+from agentrl.config.load import check_idle_keys
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.rows import Ragged, on_mask
 from agentrl.data.schedule import cut_minibatches
@@ -200,6 +201,8 @@ class Trainer:
                 f"algorithm.kl.coef = {coef}: expected a number from 0 on, in a session with a reference policy; open it with "
                 'overrides={"algorithm.kl.coef": 0.1}, say'
             )
+        read = chosen.model_copy(update={"kl": chosen.kl.model_copy(update={"coef": coef})})
+        check_idle_keys(self.config.model_copy(update={"algorithm": read}), [f"algorithm.{key}." for key in algorithm or {}])
         if batch.part is None:  # all rows are one optimizer step
             chosen = chosen.model_copy(update={"minibatch": len(batch)})
         actors, step, seed, part = self._session.actors, batch.version, self.config.seed, batch.part or 0
