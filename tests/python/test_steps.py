@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import agentrl
-from agentrl.utils.errors import CheckpointError, ConfigError, StepOrderError
+from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError, StepOrderError
 from agentrl.utils.threads import background
 from tests.python import table
 
@@ -240,6 +240,20 @@ def test_what_would_do_nothing_to_a_gradient_is_refused(loop: agentrl.StepLoop) 
             loop.trainer.forward_backward(batch, algorithm={key: value})
     with pytest.raises(ConfigError, match=r"trainer.forward_backward: aggregate: input should be 'token_mean'"):
         loop.trainer.forward_backward(batch, algorithm={"aggregate": "mean"})
+
+
+def test_weights_that_broke_are_neither_published_nor_saved_until_others_are_loaded() -> None:
+    """The step said so, and the next publish sent them."""
+    with agentrl.session(table()) as loop:
+        folder = loop.trainer.save()
+        loop.trainer.forward_backward(loop.trainer.batch(loop.policy.play(tasks=1, group_size=2)), reinforce)
+        with pytest.raises(NonFiniteError, match="optim_step: the weights are no longer finite"):
+            loop.trainer.optim_step(lr=1e300)
+        for call in (loop.trainer.publish, loop.trainer.save):
+            with pytest.raises(NonFiniteError, match=r"the weights are no longer finite\. Go back .*trainer\.load"):
+                call()
+        loop.trainer.load(folder)
+        assert loop.trainer.publish() > 0
 
 
 @pytest.mark.parametrize("old_first", [True, False])

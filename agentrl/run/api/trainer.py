@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -89,7 +90,7 @@ class Trainer:
         """Optimizer steps since the last `publish`."""
         self.collected: list[Group] | None = None
         self.counts_groups = True
-        self.resting = False
+        self.resting = self._broken = False
         self._aggregate = ""
         self._sent: dict[str, Any] = {}
 
@@ -231,7 +232,8 @@ class Trainer:
             raise StepOrderError("trainer.optim_step: no gradients wait; call trainer.forward_backward(batch) first")
         if lr is not None and not 0 < lr < float("inf"):
             raise ConfigError(f"trainer.optim_step: lr = {lr}: expected a number above 0")
-        metrics = await self._session.actors.arun(Actor.optim_step, lr)
+        with self._noting_what_breaks():
+            metrics = await self._session.actors.arun(Actor.optim_step, lr)
         self.waiting, self.unpublished = 0, self.unpublished + 1
         return metrics
 
@@ -255,7 +257,8 @@ class Trainer:
         StepOrderError if gradients wait."""
         self._check_age(batch)
         self._check_none_wait("trainer.update")
-        metrics = await self._session.learner.learn(batch.view, batch.version, batch.metrics)
+        with self._noting_what_breaks():
+            metrics = await self._session.learner.learn(batch.view, batch.version, batch.metrics)
         self.unpublished += int(metrics.get("optimizer_steps", 0.0))
         return metrics
 
@@ -298,6 +301,7 @@ class Trainer:
             await in_thread("files", check_intact, path)
         await self.drop.aio()
         await self._session.learner.load(path)
+        self._broken = False
         await self.publish.aio()
 
     @Both
@@ -323,7 +327,18 @@ class Trainer:
                 f"rollout.max_staleness = {allowed} allows {allowed}: play new episodes, or raise it"
             )
 
+    @contextmanager
+    def _noting_what_breaks(self) -> Iterator[None]:
+        """Once weights are NaN or infinite, nothing is published or saved until `load`."""
+        try:
+            yield
+        except NonFiniteError:
+            self.waiting, self._broken = 0, True
+            raise
+
     def _check_none_wait(self, call: str) -> None:
+        if self._broken:
+            raise NonFiniteError(f"{call}: the weights are no longer finite. Go back to a checkpoint: trainer.load(FOLDER)")
         if self.waiting:
             calls = "call" if self.waiting == 1 else "calls"
             raise StepOrderError(
