@@ -29,6 +29,7 @@ from agentrl.run.outcomes import Row, kinds_of
 from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, shown_of, train_row
 from agentrl.run.session import Session, evaluate_env, forget_evaluation, republish_to_new_replicas
 from agentrl.trainer.estimator_inputs import with_estimator_inputs
+from agentrl.trainer.update_hooks import prepare_batch
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.spans import in_span, span
 from agentrl.utils.threads import in_thread
@@ -74,8 +75,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         with doing("batch"), span("batch"):
             batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage, advantages)
             ages = await in_thread("batch", staleness, batch, collector.ledger.version)
-            for hook in session.learner.hooks.values():
-                batch = await hook.prepare(batch, groups, session.envs)
+            batch = await prepare_batch(session.learner.hooks.values(), batch, groups, session.envs)
         with doing("update"), span("update"):
             if config.rollout.colocate:
                 await session.rest()  # until the publish

@@ -42,7 +42,7 @@ from agentrl.trainer.learner import Learner, policy_updates
 from agentrl.trainer.pretrained import init_model, named_anywhere
 from agentrl.trainer.publish import Publisher
 from agentrl.trainer.train_engine import rests
-from agentrl.trainer.update_hooks import UpdateHook
+from agentrl.trainer.update_hooks import UpdateHook, ask_hook
 from agentrl.utils.errors import AgentrlError, CallbackError, CheckpointError
 from agentrl.utils.event_loop import SLOW_LOOP, LoopWatchdog, OwnedTasks
 from agentrl.utils.files import naming
@@ -376,7 +376,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
 
         async def on_group(group: Group) -> None:
             for hook in learner.hooks.values():
-                hook.note_group(group, collector.tasks.draw(group.index))  # drawn already: its task
+                ask_hook(hook, UpdateHook.note_group, group, collector.tasks.draw(group.index))  # drawn already: its task
             await watching.call("on_group", group)
 
         collector = Collector(

@@ -32,7 +32,7 @@ from agentrl.trainer.pretrained import named_anywhere
 from agentrl.trainer.roles import Critic, ModelRole, Reference, RewardModel, SavedRole, check_moving, with_scores
 from agentrl.trainer.train_engine import TRAIN_ENGINES, mesh_of, rests, separate_reference
 from agentrl.trainer.update import check_algorithm, mismatch
-from agentrl.trainer.update_hooks import SECTIONS, UPDATE_HOOKS, join_rows
+from agentrl.trainer.update_hooks import SECTIONS, UPDATE_HOOKS, UpdateHook, ask_hook, join_rows
 from agentrl.utils.errors import CheckpointError, ConfigError, DependencyError, NonFiniteError
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.threads import in_thread
@@ -237,7 +237,7 @@ class Learner:
         view, formed = await in_thread("batch", with_advantages, view, algorithm, self.kl_coef, own, estimator)
         metrics |= formed
         for hook in self.hooks.values():
-            view, changed = await in_thread("batch", hook.change_advantages, view)
+            view, changed = await in_thread("batch", ask_hook, hook, UpdateHook.change_advantages, view)
             metrics |= changed
         metrics["prefix_ratio_possible"] = await in_thread("batch", token_ratio, view)
         return view, metrics, await in_thread("batch", broken_rows, view)
@@ -251,7 +251,7 @@ class Learner:
         learned = await self._learn(view, step, learns)
         metrics = {**metrics, **learned}
         for hook in self.hooks.values() if learns else ():
-            await in_thread("batch", hook.keep, view)
+            await in_thread("batch", ask_hook, hook, UpdateHook.keep, view)
         if self.algorithm.proximal == "recompute":
             metrics |= await in_thread("batch", mismatch, view)
         if keep:  # ratios of the rows that the actor visited, on whichever rank, or those of the recomputed policy
@@ -305,7 +305,8 @@ class Learner:
             if group is not None:
                 rows = view
                 for hook in self.hooks.values() if role == "teacher" else ():
-                    rows = await in_thread("batch", hook.teacher_rows, rows, self.config.optim.micro_tokens)
+                    most = self.config.optim.micro_tokens
+                    rows = await in_thread("batch", ask_hook, hook, UpdateHook.teacher_rows, rows, most)
                 if rows is not view:
                     rows = await in_thread("batch", with_trees, rows, self.sharing)
                 logs = (await group.arun(Reference.compute_logprob, rows.batch, temperature))["logprobs"].values()
@@ -328,7 +329,7 @@ class Learner:
         temperature = weight_at(self.config.rollout.temperature, step)
         added: list[tuple[Term, TensorDict]] = []
         for hook in self.hooks.values() if learns else ():
-            rows, drawn = hook.draw(step, int(view.episode.max()) + 1)
+            rows, drawn = ask_hook(hook, UpdateHook.draw, step, int(view.episode.max()) + 1)
             metrics |= drawn
             if rows is None or hook.term is None:
                 continue
@@ -391,7 +392,7 @@ class Learner:
         coefficients = json_text({name: getattr(self, name) for name in COEFFICIENTS})
         await in_thread("files", (folder / STATE).write_text, coefficients, "utf-8")
         for hook in self.hooks.values():
-            await in_thread("files", hook.save, folder)
+            await in_thread("files", ask_hook, hook, UpdateHook.save, folder)
 
     async def is_saved(self) -> bool:
         """Return True if the save that `begin_save` started is complete; raises the error of a role whose part failed."""
@@ -417,7 +418,7 @@ class Learner:
                 raise CheckpointError(f"{path}: {name} was not a number when it was saved; resume an older checkpoint")
             setattr(self, name, float(found[name]))
         for hook in self.hooks.values():
-            await in_thread("files", hook.load, folder)
+            await in_thread("files", ask_hook, hook, UpdateHook.load, folder)
 
     def groups(self) -> list[WorkerGroup[Any]]:
         """The training roles there are, the actors first."""

@@ -5,9 +5,10 @@ actor alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,10 +20,15 @@ from agentrl.data.trajectory import Group, Json
 from agentrl.rollout.player import RunEnv
 from agentrl.rollout.samplers import TaskChoice
 from agentrl.trainer.minibatch import SOURCE, TERMS, Term
+from agentrl.utils.errors import ConfigError, answer_problem, call_method, user_code
 from agentrl.utils.registry import Registry
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+else:
+    TensorDict = Sized  # what the check of an answer knows of it: to import it loads torch's compiler
+
+R = TypeVar("R")
 
 ADDED = ("token_ids", "sampled", "logprobs", "advantages", "experts", "group", "member")
 """Columns that rows bring along to be added."""
@@ -76,6 +82,28 @@ class UpdateHook:
 UPDATE_HOOKS: Registry[Callable[[Any, TrainConfig], UpdateHook]] = Registry("algorithm", "UPDATE_HOOKS", "agentrl.trainer")
 """Makers of hooks from the section of [algorithm] with their name, and the config."""
 SECTIONS = ("distillation", "experience", "demonstrations")
+
+
+def ask_hook(hook: UpdateHook, method: Callable[..., R], *args: Any) -> R:
+    """Call a hook's own version of a method. Raises CallbackError and ConfigError as `call_method` does."""
+    return call_method(_label(hook), method, hook, *args)
+
+
+async def prepare_batch(
+    hooks: Iterable[UpdateHook], batch: TensorDict, groups: Sequence[Group], envs: Sequence[RunEnv]
+) -> TensorDict:
+    """The batch as each hook prepares it, in their order. Raises as `ask_hook`."""
+    for hook in hooks:
+        with user_code(f"{_label(hook)}: prepare", hook.prepare, hook):
+            answer: Any = hook.prepare(batch, groups, envs)
+            batch = await answer if inspect.isawaitable(answer) else answer
+        if text := answer_problem(batch, UpdateHook.prepare, hook.prepare):
+            raise ConfigError(f"{_label(hook)}: prepare {text}")
+    return batch
+
+
+def _label(hook: UpdateHook) -> str:
+    return f"update hook {type(hook).__name__}"
 
 
 def join_rows(view: Ragged, added: Sequence[tuple[Term, TensorDict]], sharing: Mode) -> Ragged:

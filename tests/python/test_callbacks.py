@@ -9,8 +9,9 @@ import agentrl
 from agentrl.config import Choice
 from agentrl.rollout.collector import Acceptance
 from agentrl.run.api.base import config_of
-from agentrl.run.callbacks import Callbacks, Functions
+from agentrl.run.callbacks import Callback, Callbacks, Functions
 from agentrl.run.checks import check_config
+from agentrl.trainer.update_hooks import UpdateHook, ask_hook, prepare_batch
 from agentrl.utils.errors import CallbackError, ConfigError, StalledError
 from tests.conftest import proof
 from tests.python import table
@@ -136,6 +137,27 @@ async def test_what_a_callback_raises_names_it() -> None:
     ]:
         with pytest.raises(CallbackError, match=message):
             await call
+
+
+class Silent(Callback, UpdateHook):
+    """Its methods forget to return."""
+
+    async def prepare(self, batch: Any, groups: Any, envs: Any) -> Any: ...
+    def change_advantages(self, view: Any) -> Any: ...
+    def draw(self, step: int, fresh: int) -> Any: ...
+    def teacher_rows(self, view: Any, most: int) -> Any: ...
+    def note_group(self, group: Any, choice: Any) -> None:
+        raise KeyError("x")
+
+
+async def test_a_hook_of_updates_that_answers_nothing_is_named() -> None:
+    for method, count in ((UpdateHook.change_advantages, 1), (UpdateHook.draw, 2), (UpdateHook.teacher_rows, 2)):
+        with pytest.raises(ConfigError, match=rf"update hook Silent: {method.__name__} returned None, expected .*\.py:\d+"):
+            ask_hook(Silent(), method, *[0] * count)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="update hook Silent: prepare returned None, expected a Sized"):
+        await prepare_batch([Silent()], {}, [], [])  # type: ignore[arg-type]
+    with pytest.raises(CallbackError, match="update hook Silent: note_group raised KeyError: 'x'"):
+        ask_hook(Silent(), UpdateHook.note_group, None, None)  # type: ignore[arg-type]
 
 
 @proof
