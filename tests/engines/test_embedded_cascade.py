@@ -2,10 +2,12 @@
 
 import asyncio
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentrl.engines.embedded import kv_cache as attention
@@ -187,6 +189,15 @@ def test_a_model_whose_attention_is_off_by_a_third_is_refused(tmp_path, monkeypa
     disturbed(monkeypatch, 0.3)
     with pytest.raises(ModelError, match="does not reproduce"):
         EmbeddedModel(folder, dtype, CPU)
+
+
+def test_weights_that_are_not_finite_are_the_cause_and_not_the_cache(tmp_path):
+    """It was "its layers keep state that a KV cache does not hold; use engine = vllm"."""
+    folder, name = build_model(tmp_path), "model.layers.0.mlp.gate_proj.weight"
+    file = Path(folder) / "model.safetensors"
+    save_file(load_file(file) | {name: load_file(file)[name] * float("nan")}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"its weight {name} has numbers that are not finite. Fetch"):
+        EmbeddedModel(folder, "float32", CPU)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])

@@ -60,6 +60,10 @@ class EmbeddedModel:
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:  # whatever the family's own code raises
+            for name, weight in self.module.named_parameters():
+                if not weight.isfinite().all():
+                    fix = "Fetch the model again, or take an earlier checkpoint"
+                    raise ModelError(f"{path}: its weight {name} has numbers that are not finite. {fix}") from None
             raise ModelError(f"the embedded engine cannot run {path}: {problem}; {INSTEAD}") from problem
 
     @torch.inference_mode()
