@@ -41,6 +41,7 @@ from agentrl.trainer.minibatch import kl_kind
 from agentrl.trainer.optim import optims_of
 from agentrl.trainer.pretrained import head_dim, model_context, shape_folder
 from agentrl.trainer.train_engine import check_train_engine, mesh_of
+from agentrl.trainer.weight_files import has_weights
 
 # The plan
 
@@ -182,7 +183,11 @@ class Planner:
 
     def _dry_run(self, gpu_memory: float | None) -> DryRun:
         config, checked, here, path = self.config, self.config, not is_planned(), self.config.model.path
-        if path is not None and Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
+        lacks: list[str] = []
+        if path is not None and Path(path).is_dir():
+            lacks = [] if any(Path(path).glob("tokenizer*")) else ["tokenizer"]
+            lacks += [] if has_weights(path) else ["weights"]
+        if path is not None and "tokenizer" in lacks:
             # The checks see a dense model of its sizes with the packaged tokenizer, which nothing splits.
             trust = config.model.trust_remote_code
             init = InitModelConfig(
@@ -212,6 +217,10 @@ class Planner:
             *waiting(placed),
             *(roles.worker_lines() if here else []),
             f"model.packing: {packing.reason}",
+            *(
+                f"warning: the start refuses this: model.path = {path} has no {it}, and its shape alone is planned"
+                for it in lacks
+            ),
             *(f"warning: {line}" for line in (*suspicious, *start_notes(start))),
             *run_checks(start, "plan"),
         ]
