@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +113,7 @@ def parse_line(line: str, tools: Mapping[str, Schema]) -> Message:
         with suppress(SyntaxError, ValueError):
             parsed = ast.parse("call" + line.removeprefix(found[1]), mode="eval").body
             if isinstance(parsed, ast.Call) and not parsed.args and all(word.arg for word in parsed.keywords):
-                return _call(found[1], {str(word.arg): ast.literal_eval(word.value) for word in parsed.keywords}, tools)
+                return _call(found[1], [(str(word.arg), ast.literal_eval(word.value)) for word in parsed.keywords], tools)
         raise NotACallError(f"{found[1]}(...): expected keyword arguments with literal values, as in {found[1]}(a=1, b='two')")
     try:
         words = shlex.split(line, posix=True)
@@ -121,23 +121,26 @@ def parse_line(line: str, tools: Mapping[str, Schema]) -> Message:
         return Message("assistant", line)
     named = bool(words) and all(re.match(r"\w[\w.-]*=", word) for word in words[1:])
     if named and (words[0] in tools or len(words) > 1 or did_you_mean(words[0], tools)):
-        arguments: dict[str, Any] = {}
+        arguments: list[tuple[str, Any]] = []
         for key, text in (word.split("=", 1) for word in words[1:]):
-            arguments[key] = text
+            arguments.append((key, text))
             with suppress(ValueError):  # it is no JSON
                 value, fits = read_json(text), validator(tools.get(words[0], {}).get("properties", {}).get(key, {}))
                 # Unless the parameter takes the text, and not its value.
                 if first_fault(fits, value) is None or first_fault(fits, text) is not None:
-                    arguments[key] = value
+                    arguments[-1] = key, value
         return _call(words[0], arguments, tools)
     return Message("assistant", line)
 
 
-def _call(name: str, arguments: dict[str, Any], tools: Mapping[str, Schema]) -> Message:
+def _call(name: str, arguments: Sequence[tuple[str, Any]], tools: Mapping[str, Schema]) -> Message:
+    given = dict(arguments)
+    if twice := [key for place, (key, _) in enumerate(arguments) if key in dict(arguments[:place])]:
+        raise NotACallError(f"{name}: {twice[0]} is given twice. Write each argument once")
     if name not in tools:
         near = did_you_mean(name, tools, f"tools: {', '.join(tools) or 'none'}")
         raise NotACallError(f"no tool {name!r}; {near} (to say the line to the user, begin it with ':')")
-    return Message("assistant", tool_calls=(ToolCall(name, arguments),))
+    return Message("assistant", tool_calls=(ToolCall(name, given),))
 
 
 def _show(observation: list[Message], write: Callable[[str], None]) -> None:

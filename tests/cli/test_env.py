@@ -204,6 +204,12 @@ def test_a_slip_is_said_and_is_no_turn(line: str) -> None:
         parse_line(line, {"book": ROOM})
 
 
+@pytest.mark.parametrize("line", ["get a=1 b=2 a=3", "get(a=1, b=2, a=3)"])
+def test_an_argument_that_is_given_twice_is_named(line: str) -> None:
+    with pytest.raises(NotACallError, match="get: a is given twice"):
+        parse_line(line, {"get": {}})
+
+
 @pytest.mark.parametrize("text", ["get the key", "it's", "", "yes", "f(x) = 3 is it", ": list"])
 def test_what_is_no_call_is_an_answer(text: str) -> None:
     assert parse_line(text, {"get": {}, "list": {}}) == Message("assistant", text.removeprefix(": "))
