@@ -153,7 +153,7 @@ def load_tasks(
         raise TaskDataError(f"{place}: its declared schema is not a JSON Schema: {problem}") from problem
     rows: list[Row] = []
     for file, named in _files(place):
-        table = file.suffix != ".jsonl"
+        begun, table = len(rows), file.suffix != ".jsonl"
         for where, raw in _read_rows(file):
             plain = settle(raw, table) if settle is not None else raw
             if table and settle is None:
@@ -168,6 +168,9 @@ def load_tasks(
                     raise TaskDataError(f"{where}: field {family_column}: {expected}, got {named_family!r}")
                 row = replace(row, family=named_family)
             rows.append(row)
+        hints = (did_you_mean(word, _SPLIT_NAMES, like=0.8) for word in _words_of(file, place))
+        if not all(row.split for row in rows[begun:]) and (hint := next(filter(None, hints), "")):
+            log.warning("%s: its name says no split, so its rows are divided by a hash of their content; %s", file, hint)
     if not rows:
         raise TaskDataError(f"{place}: no rows")
     if family_column is not None:
@@ -188,14 +191,14 @@ def _files(place: Path) -> list[tuple[Path, str | None]]:
         problem = f"no file ending in {', '.join(SUFFIXES)} in this folder"
     if not files:
         raise TaskDataError(f"{place}: {problem}")
-    found: list[tuple[Path, str | None]] = []
-    for file in files:
-        # By the first or last word of the name of the file, or of a folder between `place` and the file.
-        parts = (file.stem, *(folder.name for folder in file.parents if place in folder.parents))
-        names = (re.findall("[a-z]+", part.lower()) for part in parts)
-        ends = (word for words in names for word in (*words[:1], *words[-1:]))
-        found.append((file, next((_SPLIT_NAMES[word] for word in ends if word in _SPLIT_NAMES), None)))
-    return found
+    return [(file, next((_SPLIT_NAMES[word] for word in _words_of(file, place) if word in _SPLIT_NAMES), None)) for file in files]
+
+
+def _words_of(file: Path, place: Path) -> list[str]:
+    """The first and the last word of the name of the file, and of each folder between `place` and the file."""
+    parts = (file.stem, *(folder.name for folder in file.parents if place in folder.parents))
+    names = [re.findall("[a-z]+", part.lower()) for part in parts]
+    return [word for words in names for word in (*words[:1], *words[-1:])]
 
 
 def _read_rows(file: Path) -> Iterator[tuple[str, Any]]:

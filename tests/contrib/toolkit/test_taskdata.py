@@ -100,6 +100,16 @@ def test_a_misspelt_split_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
     ]
 
 
+def test_a_file_with_a_misspelt_split_in_its_name_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its rows were divided by a hash, without a word; one whose rows say their split has no need of a name."""
+    for name, split in (("my-trian", {}), ("heldout", {}), ("tasks", {}), ("evl", {"split": "train"})):
+        write(tmp_path / "all" / f"{name}.jsonl", [row(f"{name}{n}", **split) for n in range(9)])
+    load_tasks(tmp_path / "all")
+    assert [message.partition("/all/")[2] for message in caplog.messages] == [
+        "my-trian.jsonl: its name says no split, so its rows are divided by a hash of their content; did you mean 'train'?"
+    ]
+
+
 NAMELESS = {"data": {"q": "?"}, "gold": {"a": 1}}
 
 
