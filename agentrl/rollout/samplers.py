@@ -293,7 +293,10 @@ class SuccessWeightedSampler(TaskSampler):
 
     def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
         for outcome in outcomes:
-            arm = outcome.bucket
+            if (
+                arm := outcome.bucket
+            ) not in self._sums:  # a group that ran while the data was changed may be of one that is gone
+                continue
             self._sums[arm] = self.decay * self._sums[arm] + outcome.success
             self._counts[arm] = self.decay * self._counts[arm] + 1.0
 

@@ -90,6 +90,15 @@ def test_old_outcomes_fade() -> None:
     assert sampler.metrics()["calls=2/success"] > 0.9
 
 
+def test_a_group_of_an_arm_that_is_gone_says_nothing() -> None:
+    """It ran while the data was changed; the resumed run ended with a KeyError."""
+    for sampler in (BUCKETS, Choice(name="by_progress", args=BUCKETS.args), STAGES):
+        made = make_sampler(sampler)
+        before = made.metrics()
+        made.observe(outcomes("calls=9", 1.0))
+        assert made.metrics() == before
+
+
 def collector(renderer: Renderer, sampler: Choice, *, delay: float = 0.0, seed: int = 0, **rollout: Any) -> Collector:
     engine = FaultyEngine(renderer.stop_token_ids[0], max_delay=delay, seed=seed)
     return collecting(renderer, engine, LENGTH, **{"groups": 3, "group_size": 2, "max_turns": 2, "sampler": sampler, **rollout})
