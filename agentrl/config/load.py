@@ -555,7 +555,7 @@ def _near(value: Any, named: str | None) -> Iterator[Any]:
     elif isinstance(value, list):
         yield from value[:1] if len(value) == 1 else ()
     else:
-        yield from ([value], str(value)) if isinstance(value, str | int | float) else ([value],)
+        yield from ([value], str(value)) if type(value) in (str, int, float) else ([value],)
 
 
 def _loads(table: Table, path: Sequence[str | int], value: Any) -> bool:

@@ -31,17 +31,18 @@ NotNegativeInt = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
-Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Limit = Annotated[float, Field(gt=0.0, allow_inf_nan=True)]
+Weight = Annotated[float, Field(ge=0.0)]
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0), Unit("1")]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0), Unit("1")]
-Rate = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Unit("1")]
+Rate = Annotated[float, Field(gt=0.0), Unit("1")]
 Seconds = Annotated[float, Field(gt=0.0, le=1e9), Unit("seconds")]
 Tokens = Annotated[PositiveInt, Unit("tokens")]
 Turns = Annotated[int, Field(ge=1, le=32_767), Unit("turns")]  # columns.MAX_TURN: ledgers count turns as int16
 Ranks = Annotated[PositiveInt, Unit("ranks")]
 Temperature = Annotated[NotNegative, Unit("1")]
-Prices = Annotated[tuple[float, float], Field(strict=False), Unit("USD per million tokens")]
+Prices = Annotated[tuple[NotNegative, NotNegative], Field(strict=False), Unit("USD per million tokens")]
 
 
 def _one_folder(name: str) -> str:
@@ -102,9 +103,9 @@ JudgeArgs = Annotated[dict[str, Any], AfterValidator(partial(_without, _JUDGE))]
 
 
 class Frozen(BaseModel):
-    """Base of every section: immutable, unknown keys refused, no silent coercion of strings to numbers."""
+    """Base of every section: immutable, unknown keys refused, no silent coercion of strings to numbers, numbers finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Choice(Frozen):

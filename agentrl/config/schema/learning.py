@@ -12,6 +12,7 @@ from agentrl.config.schema.base import (
     Day,
     Fraction,
     Frozen,
+    Limit,
     NotNegative,
     NotNegativeInt,
     Positive,
@@ -337,8 +338,8 @@ class OptimConfig(Frozen):
     inside the layers shrink."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
     """How slowly AdamW's means of the gradient and of its square forget; the first is the momentum of "sgd"."""
-    max_grad_norm: Annotated[Positive, Unit("1")] = 1.0
-    """Gradients with a longer norm (over all parameters) are scaled down to it."""
+    max_grad_norm: Annotated[Limit, Unit("1")] = 1.0
+    """Gradients with a longer norm (over all parameters) are scaled down to it; inf: none are."""
     warmup: Annotated[NotNegativeInt, Unit("updates")] = 0
     """The learning rate rises linearly over this many updates."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -359,7 +360,7 @@ class CriticConfig(Frozen):
     lr: Rate | None = None
     """Its learning rate, which follows `optim.warmup` and `optim.schedule`; by default 1e-5, with `[model.lora]` 1e-4, and 1e-3
     for a model of random weights."""
-    clip: Annotated[Positive, Unit("1")] | None = 0.5
+    clip: Annotated[Limit, Unit("1")] | None = 0.5
     """How far a value may move from the one used for the advantages."""
     epochs: Annotated[PositiveInt, Unit("passes")] = 1
     """How often it goes over the episodes of an update."""
