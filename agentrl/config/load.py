@@ -35,7 +35,8 @@ def check_unread(at: str, section: BaseModel, keys: tuple[str, ...], needs: str)
             raise ConfigError(f"{name} = {value!r} is read with {needs} alone; set that too, or leave this out")
 
 
-_NORM, _NO_FILES = "seq_mean_token_sum_norm", ("ipc", "memory", "nccl", "shared")
+_NORM = "seq_mean_token_sum_norm"
+_NO_FILES, _NO_SERVERS = ("ipc", "memory", "nccl", "shared"), ("auto", "embedded", "vllm")  # a plug-in's may read what it likes
 _READERS: tuple[tuple[str, str, Callable[[TrainConfig], object], str], ...] = (
     ("", "stop_at_success", lambda c: c.eval.every, "eval.every, evaluations during training,"),
     ("rollout", "max_filtered", lambda c: c.rollout.filter_zero_variance, "rollout.filter_zero_variance"),
@@ -47,9 +48,9 @@ _READERS: tuple[tuple[str, str, Callable[[TrainConfig], object], str], ...] = (
     ("algorithm.kl", "horizon", lambda c: c.algorithm.kl.target, "algorithm.kl.target"),
     ("algorithm", "entropy_step entropy_max", lambda c: c.algorithm.entropy_target, "algorithm.entropy_target"),
     ("algorithm", "length_norm", lambda c: c.algorithm.aggregate == _NORM, f'algorithm.aggregate = "{_NORM}"'),
-    ("sglang", "servers seeds timeout api_key_env", lambda c: c.engine == "sglang", 'engine = "sglang"'),
+    ("sglang", "servers seeds timeout api_key_env", lambda c: c.engine not in _NO_SERVERS, 'engine = "sglang"'),
     ("weights", "route bucket_mib folder", lambda c: c.weights.lora == "merged", 'weights.lora = "merged"'),
-    ("weights", "folder", lambda c: c.engine == "sglang" or c.weights.route not in _NO_FILES, 'weights.route = "disk"'),
+    ("weights", "folder", lambda c: c.engine not in _NO_SERVERS or c.weights.route not in _NO_FILES, 'weights.route = "disk"'),
 )
 """Keys that are read only under a condition: section, keys, the condition, and its key in words."""
 

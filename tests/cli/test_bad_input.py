@@ -84,6 +84,8 @@ def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatc
     (["train", "--resume", "runs/nothing"], ["runs/nothing: not a run folder"]),
     (["eval", "key_value", "--model", "./nowhere"], ["nowhere: no such model folder"]),
     (["sft", QUICKSTART, "seed=-1"], ["seed", "greater than or equal to 0"]),
+    (["train", QUICKSTART, "optim.weight_decay=inf"], ["optim.weight_decay", "input should be a finite number, got inf"]),
+    (["train", QUICKSTART, "reward.judge.usd_per_million=[-1,2]"], ["usd_per_million.0", "greater than or equal to 0, got -1"]),
     (["train", "quickstart", "model.path=api:openai/x"], ["API model", "cannot be trained", "agentrl eval"]),
     (["eval", "key_value", "--model", "api:"], ["NAME is missing"]),
     (["eval", "key_value", "--model", "api:openai/x", "rollout.top_k=5"], ["rollout.top_k", "no top_k"]),
