@@ -11,11 +11,9 @@ from typing import Any
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.utils.errors import BadRowError
 from agentrl.utils.network import strict_json
-from agentrl.utils.schemas import resolve_reference
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold its reasoning."""
-ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 
 
 class FormError(BadRowError):
@@ -78,17 +76,6 @@ def thought_of(part: Any) -> str:
         if isinstance(value, list):
             return "".join(map(thought_of, value))
     return ""
-
-
-def schema_parts(node: Any, root: Any) -> list[Mapping[str, Any]]:
-    """A schema, its alternatives and references, each once, so that circles end."""
-    found = list[Mapping[str, Any]]()
-    for part in (rest := [node]):  # grows
-        if isinstance(part, Mapping) and not any(part is other for other in found):
-            found.append(part)
-            rest += [inner for word in ALTERNATIVES for inner in part.get(word) or ()]
-            rest += [resolve_reference(part["$ref"], root)] if isinstance(part.get("$ref"), str) else []
-    return found
 
 
 def pair_results(messages: Sequence[Message], key: str = "messages", *, strict: bool = True) -> tuple[Message, ...]:

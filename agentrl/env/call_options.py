@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 from agentrl.data.trajectory import Blame, Json
 from agentrl.utils.errors import ConfigError, ToolSchemaError, check_arguments, did_you_mean
-from agentrl.utils.parsing import TwiceError, own_names
+from agentrl.utils.parsing import nfc, parts_of
 from agentrl.utils.schemas import BadSchemaError, check_schema, checked_validator, fault_words, first_fault
 
 
@@ -45,11 +46,13 @@ def safe_schema(name: str, parameters: Mapping[str, Json]) -> None:
     """Raises TypeError, which names the tool and the place, if its schema could fetch something, never end or fill the memory."""
     try:
         check_schema(parameters)
-        own_names(parameters.get("properties"), parameters)
     except BadSchemaError as problem:
         raise ToolSchemaError(f"tool {name}: the schema of its parameters cannot be used, {problem}") from problem
-    except TwiceError as twice:
-        raise ToolSchemaError(f"tool {name}: its parameters, in two spellings of Unicode: {twice}. Rename one") from twice
+    for part in parts_of(parameters):
+        names = part.get("properties") if isinstance(part, dict) else None
+        if isinstance(names, dict) and len(set(map(nfc, names))) < len(names):
+            twice = Counter(map(nfc, names)).most_common(1)[0][0]
+            raise ToolSchemaError(f"tool {name}: its parameters have {twice!r} in two spellings of Unicode. Rename one")
 
 
 _TYPES: dict[str, type] = {"string": str, "integer": int, "boolean": bool}

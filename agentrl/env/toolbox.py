@@ -27,8 +27,9 @@ from agentrl.utils.errors import (
     fault_text,
 )
 from agentrl.utils.event_loop import LateError, run_contained, within
-from agentrl.utils.parsing import TwiceError, as_value_error, deep_copy_json, in_json, json_text, own_name, own_names
+from agentrl.utils.parsing import TwiceError, as_value_error, deep_copy_json, in_json, json_text, own_name
 from agentrl.utils.redaction import redact, redact_json, redact_said
+from agentrl.utils.schemas import own_names
 from agentrl.utils.spans import span
 from agentrl.utils.threads import by_size, size_of
 

@@ -6,15 +6,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from agentrl.data.chat_forms import schema_parts
 from agentrl.data.trajectory import Json, ToolCall, kind_of_json
-from agentrl.utils.parsing import TwiceError, is_unbounded, no_twice, own_name, refuse_constant
-from agentrl.utils.schemas import found_in_time
+from agentrl.utils.parsing import TwiceError, is_unbounded, no_twice, refuse_constant
+from agentrl.utils.schemas import property_schemas, schema_parts
 
 # The contract of a call syntax
 
@@ -310,15 +308,7 @@ def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Jso
     """The argument `key` of a call, by the schema of the tool's parameters; without one (None), as JSON if it is valid
     JSON but no string, and else as text. Raises TwiceError for an object with a key twice."""
     if schema is not None:
-        # The schemas of the property: by name, else by pattern, else of all others.
-        parts, matched = schema_parts(schema, schema), list[Json]()
-        named = [known[own] for part in parts if (own := own_name(key, known := part.get("properties") or {})) in known]
-        patterns = [pair for part in parts for pair in (part.get("patternProperties") or {}).items()]
-        for pattern, inner in patterns if not named else ():
-            with suppress(ValueError, TimeoutError):  # an invalid or slow pattern matches nothing
-                matched += [inner] if found_in_time(pattern, key) else []
-        others = [part["additionalProperties"] for part in parts if "additionalProperties" in part]
-        return typed_value(text, {"anyOf": named or matched or others}, schema)
+        return typed_value(text, {"anyOf": property_schemas(schema_parts(schema, schema), key)}, schema)
     value = _read_as(["JSON"], text)
     return text if isinstance(value, str) else value  # a quoted string stays as it was written: the quotes may be meant
 

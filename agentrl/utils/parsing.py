@@ -241,17 +241,6 @@ def own_name(name: str, names: Mapping[str, Any]) -> str:
     return name if name.isascii() or name in names else {nfc(one): one for one in names}.get(nfc(name), name)
 
 
-def own_names(arguments: Any, schema: Mapping[str, Any]) -> Any:
-    """Arguments of a call under the names of the schema's properties. Raises TwiceError if two have one name."""
-    names = schema.get("properties")
-    if not isinstance(arguments, dict) or not isinstance(names, Mapping) or "".join(arguments).isascii():
-        return arguments
-    own, found = {nfc(one): one for one in names}, dict[str, Any]()
-    for name, value in arguments.items():
-        put_once(found, own.get(nfc(name)) or name, value)
-    return found
-
-
 # Python source as trees
 
 _LOCK = fork_safe(threading.RLock())

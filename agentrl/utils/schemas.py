@@ -7,7 +7,7 @@ import contextvars
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import lru_cache, partial
@@ -19,6 +19,7 @@ from jsonschema import Draft7Validator, Draft202012Validator, ValidationError, v
 from jsonschema.exceptions import best_match
 from referencing.jsonschema import EMPTY_REGISTRY
 
+from agentrl.utils.parsing import nfc, own_name, put_once
 from agentrl.utils.threads import QUICK, TooLongError
 
 # Patterns of others against what a policy wrote: with a time limit, and never for long on an event loop.
@@ -160,7 +161,8 @@ DATA = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are data, and no schemas."""
 _MAPS = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_LISTS, _ONES = ("allOf", "anyOf", "oneOf"), ("not", "if", "then", "else")
+ALTERNATIVES = ("anyOf", "oneOf", "allOf")
+_ONES = ("not", "if", "then", "else")
 
 
 def check_schema(schema: Any) -> None:
@@ -282,8 +284,7 @@ class _Walk:
                 self.uses.setdefault(key, f"{place}/{key}")
 
 
-# Names of tools and parameters as their schema spells them: in NFC and in NFD a name is the same, though not for Python, and some
-# tokenizers show a policy one spelling where the schema has the other.
+# Parts of a schema, for those who read a call by it and do not validate it.
 
 
 def resolve_reference(reference: str, root: Any, anchors: Mapping[str, Any] | None = None) -> Any:
@@ -313,6 +314,95 @@ def resolve_reference(reference: str, root: Any, anchors: Mapping[str, Any] | No
         else:
             return None
     return found
+
+
+def schema_parts(node: Any, root: Any) -> list[Mapping[str, Any]]:
+    """A schema with its alternatives, conditional parts and references, each once, so that circles end."""
+    found = dict[int, Mapping[str, Any]]()
+    for part in (rest := [node]):  # grows
+        if isinstance(part, Mapping) and id(part) not in found:
+            found[id(part)] = part
+            rest += _beside(part, ("then", "else"))
+            rest += [resolve_reference(part[word], root) for word in _REFERENCES if isinstance(part.get(word), str)]
+    return list(found.values())
+
+
+def property_schemas(parts: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    """The schemas of a property of an object whose schema has these parts: by name, else by pattern, else of all others."""
+    named = [known[own] for part in parts if (own := own_name(name, known := part.get("properties") or {})) in known]
+    matched = list[Any]()
+    for pattern, inner in [pair for part in parts for pair in (part.get("patternProperties") or {}).items()] if not named else ():
+        with contextlib.suppress(ValueError, TimeoutError):  # an invalid or slow pattern matches nothing
+            matched += [inner] if found_in_time(pattern, name) else []
+    return named or matched or [part["additionalProperties"] for part in parts if "additionalProperties" in part]
+
+
+def _item_schemas(parts: Iterable[Mapping[str, Any]], place: int) -> list[Any]:
+    """The schemas of the item at a place of an array, in the words of any draft."""
+    found = list[Any]()
+    for part in parts:
+        items = part.get("items")
+        first, others = (
+            (items, part.get("additionalItems")) if isinstance(items, list) else (part.get("prefixItems") or [], items)
+        )
+        found.append(first[place] if place < len(first) else others)
+    return found
+
+
+# Names of tools and parameters as their schema spells them: in NFC and in NFD a name is the same, though not for Python, and some
+# tokenizers show a policy one spelling where the schema has the other.
+
+
+def own_names(arguments: Any, schema: Mapping[str, Any]) -> Any:
+    """Arguments of a call with names, and texts among which the schema lets choose, as it spells them, at all depths. Raises
+    TwiceError if two names of an object are one."""
+    if not isinstance(arguments, dict) or _is_ascii(arguments):
+        return arguments
+    whole = [arguments]
+    rest: list[tuple[Any, Any, Any]] = [(whole, 0, schema)]
+    late = _LATE.set(time.thread_time() + SCHEMA_S)  # of all patterns of names together
+    try:
+        _take_own_names(rest, schema)
+    finally:
+        _LATE.reset(late)
+    return whole[0]
+
+
+def _take_own_names(rest: list[tuple[Any, Any, Any]], root: Mapping[str, Any]) -> None:
+    """Put copies with names as they are spelt into the places of `rest`: (what holds a value, its place, its schema)."""
+    while rest:  # not by recursion: a policy may nest deeper than Python's stack
+        holder, place, node = rest.pop()
+        value, parts = holder[place], schema_parts(node, root)
+        if isinstance(value, str):
+            listed = (item for part in parts for item in (*(part.get("enum") or ()), part.get("const")))
+            holder[place] = own_name(value, {item: None for item in listed if isinstance(item, str)})
+            continue
+        made: dict[str, Any] | list[Any]
+        if isinstance(value, dict):
+            chosen = [part["propertyNames"] for part in parts if isinstance(part.get("propertyNames"), Mapping)]
+            names = [*(part.get("properties") or () for part in parts), *(part.get("enum") or () for part in chosen)]
+            own, made = {nfc(name): name for listed in names for name in listed}, {}
+            for name, item in value.items():
+                put_once(made, own.get(nfc(name)) or name, item)
+        else:
+            made = value.copy()
+        holder[place] = made
+        for key, item in made.items() if isinstance(made, dict) else enumerate(made):
+            if isinstance(item, dict | list) or (isinstance(item, str) and not item.isascii()):
+                below = property_schemas(parts, key) if isinstance(key, str) else _item_schemas(parts, key)
+                rest.append((made, key, {"anyOf": below}))
+
+
+def _is_ascii(value: Any) -> bool:
+    """Return True if all names and texts in a JSON value are of ASCII."""
+    for part in (rest := [value]):  # grows
+        if isinstance(part, dict):
+            rest += (*part, *part.values())
+        elif isinstance(part, list):
+            rest += part
+        elif isinstance(part, str) and not part.isascii():
+            return False
+    return True
 
 
 def _check_work(schemas: Mapping[int, tuple[Any, str]], targets: Mapping[tuple[int, str], Any]) -> None:
@@ -351,12 +441,17 @@ def _check_work(schemas: Mapping[int, tuple[Any, str]], targets: Mapping[tuple[i
 def _at_once(node: dict[str, Any], targets: Mapping[tuple[int, str], Any]) -> Iterator[dict[str, Any]]:
     """The schemas that the same value has to be compared with."""
     found = [targets[id(node), key] for key in _REFERENCES if (id(node), key) in targets]
-    for key in _LISTS:
+    return (item for item in (*found, *_beside(node, _ONES)) if isinstance(item, dict))
+
+
+def _beside(node: Mapping[str, Any], ones: Sequence[str]) -> list[Any]:
+    """What alternatives, `ones` and dependencies of a schema say of the same value."""
+    found = [node[key] for key in ones if key in node]
+    for key in ALTERNATIVES:
         found += node[key] if isinstance(node.get(key), list) else []
-    found += [node[key] for key in _ONES if key in node]
     for key in ("dependencies", "dependentSchemas"):
         found += node[key].values() if isinstance(node.get(key), dict) else []
-    return (item for item in found if isinstance(item, dict))
+    return found
 
 
 def as_2020(schema: Any) -> Any:

@@ -588,6 +588,10 @@ def test_a_text_is_the_same_in_both_spellings_of_unicode():
             for credit in ("all", "partial"):
                 gold = {"expect": [{"name": expect, **args}], "credit": credit}
                 assert value("calls.match", gold, episode([(said, {said: 1})])) == 1
+        declared = [{"name": expect, "parameters": {"properties": {expect: {"type": "dict", "properties": {expect: {}}}}}}]
+        gold = {"expect": [{expect: {expect: [{expect: ["x"]}]}}], "form": "bfcl", "declared": declared}
+        assert value("calls.match", gold, episode([(said, {said: {said: "x"}})])) == 1
+        assert value("calls.match", gold, episode([(said, {said: {said: "y"}})])) == 0
         assert value("calls.none", {"names": [expect]}, episode([(said, {})])) == 0
         assert value("state.assert", {"path": f"/n/{expect}", "eq": 1}, episode("x", state={"n": {said: 1}})) == 1
         ignoring = {"expect": {"n": {}}, "ignore": [f"/n/{expect}"]}

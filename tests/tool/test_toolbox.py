@@ -80,6 +80,32 @@ def test_a_name_is_the_same_in_both_spellings_of_unicode(own: str, said: str) ->
         Toolbox([take, replace(take, name=f"get_{said}")])
 
 
+@pytest.mark.parametrize(("own", "said"), [(CAFE, CAFE_NFD), (CAFE_NFD, CAFE)])
+def test_names_inside_of_arguments_and_choices_are_the_same_in_both_spellings(own: str, said: str) -> None:
+    """Only the names of the arguments themselves were."""
+    got: list[Any] = []
+    item = {"type": "object", "properties": {own: {"enum": [own, 1]}}, "required": [own], "additionalProperties": False}
+    either: Any = {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/item"}]}
+    by_name = {"type": "object", "propertyNames": {"enum": [own]}, "additionalProperties": either}
+    either_list = {"type": "array", "prefixItems": [{}], "items": either}
+    when = {"if": {"properties": {"e": {}}}, "then": {"properties": {"e": either}}}
+    properties = {"a": either, "b": either_list, "c": by_name, "d": {"oneOf": [{"allOf": [by_name]}]}}
+    schema = {"type": "object", "properties": properties, "$defs": {"item": item}, **when}
+    box = Toolbox([Tool.from_schema("take", "", schema, lambda **given: got.append(given))])
+
+    def given(name: str) -> Any:
+        one = {name: name}
+        return {"a": one, "b": [said, 3, one], "c": {name: one}, "d": {name: one}, "e": one}
+
+    arguments = given(said)
+    result = asyncio.run(box.call(ToolCall("take", arguments)))
+    assert result.error is None and got == [given(own)] and arguments == given(said), "the record stays as it was said"
+    assert "is given twice" in asyncio.run(box.call(ToolCall("take", {"a": {own: 1, said: 1}}))).content
+    assert asyncio.run(box.call(ToolCall("take", {"a": {said: f"{said}s"}}))).error == "invalid_argument"
+    with pytest.raises(ToolSchemaError, match=r"'caf.*two spellings of Unicode.*Rename one"):
+        Tool.from_schema("get", "", {"properties": {"a": {"items": {"properties": {own: {}, said: {}}}}}}, print)
+
+
 def call(name: str, arguments: Any, **more: Any) -> ToolResult:
     return asyncio.run(BOX.call(ToolCall(name, arguments, id="c1", **more)))
 

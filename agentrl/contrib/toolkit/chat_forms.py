@@ -17,10 +17,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agentrl.data.chat_forms import ALTERNATIVES, FormError, arguments_of, parse_field, schema_parts
+from agentrl.data.chat_forms import FormError, arguments_of, parse_field
 from agentrl.data.images import Image
 from agentrl.data.trajectory import Json, Message, ToolCall
-from agentrl.utils.schemas import DATA, resolve_reference
+from agentrl.utils.schemas import ALTERNATIVES, DATA, resolve_reference, schema_parts
 
 Declaration = dict[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters", ...}}`."""

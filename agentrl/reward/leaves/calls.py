@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import takewhile
@@ -27,8 +28,8 @@ from agentrl.reward.call_matching import (
 )
 from agentrl.reward.leaf import BY, EQUALITY, LEAVES, REF, Args, Context, Leaf, Made, Reading, View, object_schema, or_ref
 from agentrl.reward.values import EqualityRule, UnscorableError, brief, exact, same, with_nfc_keys
-from agentrl.utils.parsing import TwiceError, own_name, own_names
-from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
+from agentrl.utils.parsing import TwiceError, own_name
+from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault, own_names
 
 
 @LEAVES.register("calls.schema")
@@ -274,8 +275,8 @@ class CallsMatch(Leaf):
                 raise UnscorableError(f"made must be a list of calls (name: text, arguments: object), not {brief(items, 80)!r}")
             turn = next(reversed(view.trajectory.turns), Turn(-1, Message("assistant")))
             made = [Made(turn, ToolCall(x["name"], x.get("arguments")), None) for x in items]
-        if not self.form.languages:
-            made = [_in_nfc(one) for one in made]
+        declared = {call.name: call.schema or {} for call in gold} if self.form.languages else None
+        made = [_with_own_names(one, declared) for one in made]
         if self.credit == "toolrl":
             return grade_calls([item.call for item in made], gold, self.rule.values, self.assign)
         if (language := args.get("language", "python")) not in self.rules:
@@ -358,13 +359,20 @@ def _in_turn(rule: CallRule, calls: Sequence[ToolCall], gold: Sequence[GoldCall]
     return lambda i, j: float(table[i][j])
 
 
-def _in_nfc(made: Made) -> Made:
-    """The call with its names as those of gold calls are read, nearly always itself."""
+def _with_own_names(made: Made, declared: Mapping[str, Mapping[str, Json]] | None) -> Made:
+    """The call with its names as those of gold calls are read, nearly always itself: in NFC, or as they are `declared`."""
     call = made.call
-    if call.name.isascii() and "".join(call.arguments or ()).isascii():
-        return made
-    arguments = call.arguments and dict(with_nfc_keys(call.arguments))
-    return made._replace(call=replace(call, name=exact(call.name), arguments=arguments))
+    if declared is None:
+        if call.name.isascii() and "".join(call.arguments or ()).isascii():
+            return made
+        name, arguments = exact(call.name), call.arguments and dict(with_nfc_keys(call.arguments))
+    else:
+        name, arguments = own_name(call.name, declared), call.arguments
+        with suppress(TwiceError):
+            arguments = own_names(arguments, declared.get(name, {}))
+        if name == call.name and arguments is call.arguments:
+            return made
+    return made._replace(call=replace(call, name=name, arguments=arguments))
 
 
 def _credits(rule: CallRule, part: bool, calls: Sequence[ToolCall], wanted: Sequence[GoldCall]) -> assign.Weights:
