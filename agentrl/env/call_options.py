@@ -13,8 +13,17 @@ from typing import Any, Literal
 
 from agentrl.data.trajectory import Blame, Json
 from agentrl.utils.errors import ConfigError, ToolSchemaError, check_arguments, did_you_mean
-from agentrl.utils.parsing import nfc, parts_of
-from agentrl.utils.schemas import BadSchemaError, check_schema, checked_validator, fault_words, first_fault
+from agentrl.utils.parsing import TwiceError, nfc, parts_of
+from agentrl.utils.schemas import (
+    BadSchemaError,
+    check_schema,
+    checked_validator,
+    fault_words,
+    first_fault,
+    own_names,
+    property_schemas,
+    schema_parts,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,22 @@ def _compiled_check(text: str) -> Check:
         return Problem("invalid_argument", f"{prefix}{fault_words(error)}")
 
     return check
+
+
+def call_fault(name: str, arguments: Mapping[str, Json], parameters: Mapping[str, Json], *, shown: bool = True) -> str | None:
+    """The fault of an expected call, or None: the tool's schema does not take the arguments, or, with `shown`, does not show one
+    of them to the policy."""
+    try:
+        given = own_names(arguments, parameters)
+        wrong = compile_validator(name, parameters)(given)
+    except (TimeoutError, TwiceError) as problem:
+        return str(problem)
+    parts = schema_parts(parameters, parameters)
+    hidden = [key for key in given if not property_schemas(parts, key)]
+    if shown and wrong is None and hidden:
+        known = list(dict.fromkeys(key for part in parts for key in part.get("properties") or ()))
+        return f"no argument {hidden[0]!r}; {nearest(hidden[0], known)}"
+    return None if wrong is None else wrong.message
 
 
 def as_called(function: Callable[..., Any], hidden: Sequence[str], *, method: bool, by_python: bool) -> Check:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice, product
 from typing import NoReturn
 
 from agentrl.contrib.offline.layouts import messages_of
 from agentrl.data.chat_forms import FormError, pair_results
 from agentrl.data.trajectory import Json, Message
+from agentrl.env.call_options import call_fault
 
 NO_FUNCTION = "NO FUNCTION"
 MISSING = "MISSING"
+MOST_CHOICES = 1000
+"""Of allowed values of a call's arguments, tried until one fits."""
 KINDS = ("single", "multiple", "parallel", "parallel_multiple", "irrelevance", "missing")
 
 
@@ -70,6 +75,22 @@ def call_name(call: dict[str, Json]) -> str:
     return str(call["name"]) if "name" in call and isinstance(call["name"], str) else next(iter(call))
 
 
+def fitting_arguments(call: Mapping[str, Json], parameters: Mapping[str, Json]) -> tuple[dict[str, Json], str | None]:
+    """The first allowed values that a tool's schema takes, without what may be left out; and the fault if it takes none of the
+    first `MOST_CHOICES`."""
+    required = parameters.get("required", ())
+    chosen = {key: values for key, values in call["arguments"].items() if "" not in values or key in required}
+    choices = product(*([value for value in values if value != ""] or [""] for values in chosen.values()))
+    faults = list[str]()
+    for values in islice(choices, MOST_CHOICES):
+        arguments = dict(zip(chosen, values, strict=True))
+        if (fault := call_fault(str(call["name"]), arguments, parameters)) is None:
+            return arguments, None
+        faults.append(fault)
+    first = {key: next((value for value in values if value != ""), "") for key, values in chosen.items()}
+    return first, None if next(choices, None) else faults[0]
+
+
 def check_row(row: Row) -> Row:
     """Returns the row. Raises BadRowError if its parts are not consistent."""
     names = [tool["function"]["name"] for tool in row.tools]
@@ -81,9 +102,16 @@ def check_row(row: Row) -> Row:
         bad(problem.key, problem.problem)
     if last not in ("user", "tool"):
         bad("messages", "the last message must be the user's or a tool's")
-    for call in row.calls:
+    for number, call in enumerate(row.calls):
         if call_name(call) not in names:
             bad("calls", f"{call_name(call)!r} is not one of the tools ({', '.join(names[:8]) or 'there are none'})")
+        if row.scoring == "sets":
+            tool = row.tools[names.index(call_name(call))]["function"]
+            if (wrong := fitting_arguments(call, tool["parameters"])[1]) is not None:
+                bad(
+                    f"calls[{number}]",
+                    f"no call of {call_name(call)!r} has these arguments: {wrong}. Write such as its schema takes",
+                )
     if row.scoring in ("sets", "bfcl") and not row.calls:
         bad("calls", "expected at least one call")
     if row.scoring == "any" and not names:

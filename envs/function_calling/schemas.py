@@ -12,7 +12,7 @@ from agentrl.data.trajectory import Json
 from agentrl.env.call_options import compile_validator
 from agentrl.reward.values import same
 
-from .rows import bad
+from .rows import bad, fitting_arguments
 
 
 def read_tools(listed: Any, where: str) -> list[Declaration]:
@@ -52,15 +52,9 @@ def as_sets(name: Json, arguments: Json, tools: list[dict[str, Json]]) -> dict[s
 def one_of(call: Mapping[str, Json], tools: list[dict[str, Json]]) -> tuple[str, dict[str, Json]]:
     """A call that matches a gold call in either form: the first allowed values that fit, without optional arguments."""
     literal = isinstance(call.get("name"), str)
-    name, sets = (call["name"], call["arguments"]) if literal else next(iter(call.items()))
     if not literal:
         return possible_call(call, declared(tools))
-    chosen = {
-        key: allowed
-        for key, allowed in sets.items()
-        if "" not in allowed or key in declared(tools).get(name, {}).get("required", ())
-    }
-    return name, {key: next((value for value in allowed if value != ""), "") for key, allowed in chosen.items()}
+    return call["name"], fitting_arguments(call, declared(tools).get(call["name"], {}))[0]
 
 
 def declared(tools: list[dict[str, Json]]) -> dict[str, dict[str, Json]]:

@@ -11,7 +11,7 @@ from agentrl.contrib.toolkit.chat_forms import declaration, without_padding
 from agentrl.contrib.toolkit.taskdata import CALL_SCHEMA, Row
 from agentrl.data.chat_forms import FormError, pair_results, parse_field
 from agentrl.data.trajectory import Json, Message
-from agentrl.env.call_options import Check, compile_validator
+from agentrl.env.call_options import call_fault, compile_validator
 from agentrl.utils.errors import BadRowError, ConfigError, TaskDataError, did_you_mean
 
 ANSWER: dict[str, Json] = {
@@ -95,7 +95,7 @@ def check_task(where: str, data: Mapping[str, Json], gold: Mapping[str, Json], f
         messages(data.get("messages", ()))
     except BadRowError as problem:
         bad("messages", problem)
-    names, checks = list[str](), dict[str, Check]()
+    names, schemas = list[str](), dict[str, Mapping[str, Json]]()
     for number, entry in enumerate(data.get("tools", ())):
         field = f"tools/{number}"
         if isinstance(entry, str):
@@ -103,7 +103,8 @@ def check_task(where: str, data: Mapping[str, Json], gold: Mapping[str, Json], f
             continue
         try:
             body = declaration(entry, field)["function"]
-            checks[body["name"]] = compile_validator(body["name"], body["parameters"])
+            compile_validator(body["name"], body["parameters"])
+            schemas[body["name"]] = body["parameters"]
         except FormError as problem:
             bad(problem.key, problem.problem)
         except (TypeError, ValueError) as problem:
@@ -118,11 +119,14 @@ def check_task(where: str, data: Mapping[str, Json], gold: Mapping[str, Json], f
         for number, call in enumerate(calls):
             if call["name"] not in names:
                 bad(field, f"{call['name']!r} is none of the row's tools ({', '.join(names[:8]) or 'it has none'})")
-            if call["name"] in checks and (wrong := checks[call["name"]](call["arguments"])) is not None:
-                bad(f"{field}/{number}", f"no call of {call['name']!r} has these arguments: {wrong.message}")
+            shown = field == "gold/calls"  # what was recorded may be more than a policy asks for
+            if call["name"] in schemas and (
+                wrong := call_fault(call["name"], call["arguments"], schemas[call["name"]], shown=shown)
+            ):
+                bad(f"{field}/{number}", f"no call of {call['name']!r} has these arguments: {wrong}")
     recorded = [(item["name"], item["arguments"]) for item in data.get("answers", ())]
     for number, call in enumerate(gold.get("calls", ())):
-        if call["name"] in checks and call["name"] not in functions and (call["name"], call["arguments"]) not in recorded:
+        if call["name"] in schemas and call["name"] not in functions and (call["name"], call["arguments"]) not in recorded:
             bad(f"gold/calls/{number}", f'nothing answers this call of {call["name"]!r}: "answers" has none for its arguments')
 
 

@@ -370,6 +370,9 @@ def test_the_native_layout(tmp_path: Path) -> None:
     assert env.prompt(env.task)[0].content.startswith("Be brief.\n\nMake all")
     assert play(env, 1, "WHICH?") == 1.0 and play(env, 1, "NO FUNCTION") == 0.0
     assert play(env, 2, "NO FUNCTION") == 1.0 and play(env, 3) == 1.0  # row 0 again
+    late = native_row(calls=[{"name": "f", "arguments": {"x": ["one", "", 1], "z": ["", 3]}}])
+    env = from_file(write(tmp_path / "late.jsonl", [late]))
+    assert play(env, 0) == 1.0 and env.gold_turns(env.task)[0].tool_calls[0].arguments == {"x": 1}
 
 
 @pytest.mark.parametrize(("row", "says"), [
@@ -385,6 +388,9 @@ def test_the_native_layout(tmp_path: Path) -> None:
     (native_row(tools=[{"name": "f"}, {"name": "f"}]), "two tools are called 'f'"),
     (native_row(calls=[{"name": "g", "arguments": {}}]), "'g' is not one of the tools"),
     (native_row(calls=[{"name": "f", "arguments": {"x": 1}}]), r"field 'calls\[0\].arguments.x'"),
+    (native_row(calls=[{"name": "f", "arguments": {"x": ["1", 1.5]}}]), r"'calls\[0\]': no call of 'f' .* expected integer, got"),
+    (native_row(calls=[{"name": "f", "arguments": {"x": [1], "y": [2]}}]), r"'calls\[0\]': .* no argument 'y'"),
+    (native_row(calls=[{"name": "f", "arguments": {}}]), r"'calls\[0\]': .* missing argument 'x'.* Write such as"),
     (native_row(calls=[], answers=[" "]), "field 'answers'"),
     ("{", "row 2: not JSON"),
     ([1], "row 2: expected an object"),

@@ -203,6 +203,10 @@ BAD = {
         {"gold": {"calls": [{"name": "age", "arguments": {}}]}},
         "gold/calls/0: no call of 'age' has these arguments: missing argument 'name'",
     ),
+    "gold that no tool shows": (
+        {"tools": [{**AGE, "parameters": {"properties": {"who": {}}}}, CITY]},
+        "gold/calls/0: no call of 'age' .* no argument 'name'; known: who",
+    ),
     "gold that nothing answers": (
         {"gold": {"calls": [*ROW["gold"]["calls"], {"name": "age", "arguments": {"name": "eve"}}]}},
         "gold/calls/1: nothing answers this call of 'age'",
