@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from agentrl.data.trajectory import Json
 from agentrl.reward.leaf import Leaf, PendingError, View, object_schema
-from agentrl.reward.values import ABSENT, UnscorableError, decider, references
+from agentrl.reward.values import ABSENT, UnscorableError, brief, decider, plain_float, references
 from agentrl.utils.errors import fault_text, is_alien
 
 # Nodes
@@ -207,6 +207,11 @@ class LeafNode(Node):
         if kept is None:
             try:
                 value, evidence, turns = self.leaf.read(view, self.args_for(view))
+                if not type(self.leaf).__module__.startswith("agentrl."):  # of a plug-in, whose numbers may be numpy's
+                    if value is not None and not math.isfinite(number := plain_float(value)):
+                        raise UnscorableError(f"not a finite number: {value!r:.80}")
+                    value, evidence = None if value is None else number, brief(evidence)
+                    turns = {turn: plain_float(share) for turn, share in (turns or {}).items()}
                 kept = Result(value, {"evidence": evidence}, dict(turns or {}))
             except UnscorableError as error:
                 kept = Result(None, {"unscored": str(error)})

@@ -7,11 +7,12 @@ import operator
 import re
 import unicodedata
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache, lru_cache, partial
-from typing import Any, Final
+from typing import Any, Final, SupportsFloat
 
 from agentrl.data.trajectory import Json, Message, Trajectory
 from agentrl.utils.parsing import LONGEST, nfc, numeral
@@ -157,6 +158,15 @@ def as_number(value: Json) -> Fraction | None:
         return Fraction(repr(float(value))) if math.isfinite(value) else None  # numpy's own repr is no number
     found = numeral(value) if isinstance(value, str) else None
     return None if found is None else found.value
+
+
+def plain_float(value: Any) -> float:
+    """A number of Python, numpy or torch, or a truth value, as a float; NaN for anything else."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")  # numpy makes a float of texts and complex numbers, too
+    if isinstance(value, SupportsFloat) and not isinstance(value, str | bytes) and kind in "biufO":
+        with suppress(ArithmeticError, RuntimeError, TypeError, ValueError):
+            return float(value)
+    return math.nan
 
 
 def show_number(value: Fraction) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import gcd
+from numbers import Real
 from typing import Any, Literal, NoReturn
 
 from pydantic_core import to_json, to_jsonable_python
@@ -161,9 +162,12 @@ def _of_array(value: Any) -> Any:
     """A number or an array of numpy or torch; a view of a dict, or what `map` and the like give, as a list."""
     if isinstance(value, MappingView | range | map | filter | zip):
         return [*value]  # type: ignore[misc]  # a view of a dict: its base class has no __iter__
-    if not hasattr(value, "tolist"):
+    made = value.tolist() if hasattr(value, "tolist") else value
+    if type(made) is not type(value):
+        return made
+    if not isinstance(value, Real):
         raise ValueError(f"a {type(value).__name__} has no JSON form")
-    return value.tolist()
+    return float(value)  # of numpy's longdouble, which is its own list
 
 
 def _in_words(value: Any) -> Any:

@@ -1,19 +1,25 @@
 """A reward that is no finite number is no reward: the episode is unscored, with the cause, and is in no group's baseline."""
 
 import json
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
-from agentrl.reward import compile_spec
+from agentrl.reward import Context, compile_spec
 from agentrl.run.reader import episode_of
 from agentrl.utils.errors import AgentrlError
 from tests.reward.reward_episodes import episode, leaf, spec
 
 LEAF = """
 from agentrl.reward.leaf import LEAVES, Leaf, Reading, object_schema
+from decimal import Decimal
+from fractions import Fraction
+import numpy as np
 
 @LEAVES.register("planted.leaf")
 class Planted(Leaf):
@@ -21,10 +27,15 @@ class Planted(Leaf):
     schema = object_schema({"value": {}}, ("value",))
 
     def read(self, view, args):
+        if "(" in str(args["value"]):
+            return Reading(value := eval(args["value"]), {"value": value})
         if args["value"] == "raise":
             raise KeyError("no such thing")
         return Reading(float(args["value"]) if isinstance(args["value"], str) else args["value"], None)
 """
+
+
+NAMES = {"np": np, "Decimal": Decimal, "Fraction": Fraction}
 
 
 @pytest.fixture
@@ -52,6 +63,23 @@ async def test_of_a_plug_in_leaf_alone_and_among_others(planted: None, value: st
         assert "NaN" not in evidence and "Infinity" not in evidence, "stored evidence is strict JSON"
     skipped = {"op": "sum", "of": [half, {**bad, "missing": "skip"}]}
     assert (await value_of(skipped))[0] == 0.5, "as the spec asks"
+
+
+@pytest.mark.parametrize(("value", "number"), [
+    ("np.float16(0.5)", 0.5), ("np.longdouble('0.5')", 0.5), ("Decimal('0.5')", 0.5), ("Fraction(1, 2)", 0.5),
+    ("np.bool_(True)", 1.0), ("np.array(0.5)", 0.5), ("sum([0.05] * 20)", 1.0), ("np.str_('0.5')", None), ("(1 + 0j)", None),
+    ("np.bytes_(b'1')", None), ("np.complex64(0.5 + 3j)", None), ("np.clongdouble(0.5)", None), ("Decimal('sNaN')", None),
+    ("np.array('0.5')", None), ("str(0.5)", None),
+])  # fmt: skip
+async def test_numbers_of_numpy_and_decimals_are_theirs_and_texts_are_none(
+    planted: None, value: str, number: float | None
+) -> None:
+    """A text of numpy's was paid, of a complex number the real part; a leaf's decimal ended in a trace, and more than 1 by a last
+    digit was no score."""
+    assert (await value_of(planted_leaf(value)))[0] == pytest.approx(number)
+    context = Context(python={"own": lambda view, args: (made := eval(value, NAMES), {"value": made})})
+    found = await compile_spec(spec(leaf("python", {"name": "own"})), context=context).ascore(episode())
+    assert found.value == number and json.dumps(found.evidence, allow_nan=False)
 
 
 async def test_a_plug_in_leaf_that_raises_is_named(planted: None) -> None:

@@ -14,6 +14,7 @@ from functools import wraps
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import BaseModel
 
@@ -475,6 +476,7 @@ class Model(BaseModel):
     (Model(by_name={"a": float("nan")}), {"by_name": {"a": "NaN"}}),
     ({"deep": [[{"x": float("inf")}]]}, {"deep": [[{"x": "Infinity"}]]}),
     ([Decimal("NaN"), 0.1], ["NaN", 0.1]),
+    ([np.longdouble(0.5), np.array([np.longdouble("inf")])], [0.5, ["Infinity"]]),
     (float("nan"), "NaN"),
     (float("-inf"), "-Infinity"),
 ])  # fmt: skip

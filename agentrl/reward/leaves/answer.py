@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from fractions import Fraction
 from itertools import chain
-from typing import Any, ClassVar, SupportsFloat
+from typing import Any, ClassVar
 
 from agentrl.data.trajectory import Json, StopReason
 from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, Reading, View, object_schema, or_ref
-from agentrl.reward.values import NORMALIZERS, UnscorableError, as_number, brief
+from agentrl.reward.values import NORMALIZERS, UnscorableError, as_number, brief, plain_float
 from agentrl.reward.values import show_number as shown
 from agentrl.utils.errors import did_you_mean, is_from_outside, place_of, raised_text
 from agentrl.utils.parsing import deep_copy_json, is_letter, numeral, numerals
@@ -368,13 +366,10 @@ class PythonFunction(Leaf):
         value, evidence = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if value is None:
             return Reading(None, brief(evidence))
-        number = math.nan  # also for what is neither a number of Python, numpy or torch nor a truth value
-        if isinstance(value, SupportsFloat):
-            with suppress(ArithmeticError, RuntimeError, TypeError, ValueError):
-                number = float(value)
-        if not 0.0 <= number <= 1.0:
+        # A sum of twenty 0.05 is a little more than 1.
+        if not -1e-9 <= (number := plain_float(value)) <= 1.0 + 1e-9:
             if inspect.iscoroutine(value):
                 value.close()
             shown, at = f"{value!r:.80}", place_of(self.function)
             raise UnscorableError(f"{args['name']} returned {shown}, expected a number in [0, 1], a truth value or None ({at})")
-        return Reading(number, brief(evidence))
+        return Reading(min(max(0.0, number), 1.0), brief(evidence))
