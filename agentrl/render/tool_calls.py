@@ -31,7 +31,7 @@ class ForTools:
 
     def bind(self, tools: Sequence[Mapping[str, Any]]) -> Parser:
         """The parser for these tools."""
-        return self._make(json.dumps(tools, sort_keys=True, default=str))
+        return self._make(json.dumps(tools, default=str))  # in their order, which some parsers give to unnamed arguments
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,10 @@ def _read_as(kinds: Sequence[str], text: str) -> Json:
             if kind == "integer" and not is_unbounded(whole := int(text)):
                 return whole
             if kind == "number" and math.isfinite(value := float(text)):
-                return int(value) if value == int(value) else value
+                if value != int(value):
+                    return value
+                # A float has not each integer beyond 2**53.
+                return int(text) if _WHOLE.fullmatch(text) else int(value)
             if kind == "boolean" and word in ("true", "1", "false", "0"):
                 return word in ("true", "1")
             if kind in ("object", "array", "JSON"):
@@ -352,6 +355,7 @@ def _read_as(kinds: Sequence[str], text: str) -> Json:
     return text
 
 
+_WHOLE = re.compile(r"\s*[-+]?\d{1,400}\s*")
 # In the order in which they are tried. "string" fits everything, so it comes last.
 _KINDS = ("null", "integer", "number", "boolean", "object", "array", "string")
 _NAMES = {

@@ -1,3 +1,4 @@
+import json
 import tracemalloc
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from agentrl.render import tagged_syntaxes as gemma
 from agentrl.render.syntaxes import SYNTAXES
 from agentrl.render.tagged_syntaxes import parse_qwen_xml
-from agentrl.render.tool_calls import MOST_CALLS
+from agentrl.render.tool_calls import MOST_CALLS, ForTools
 from tests.render.test_syntaxes import read
 
 TYPED = {
@@ -25,7 +26,7 @@ def xml_of(values):
 
 @pytest.mark.parametrize(("key", "text", "value"), [
     ("n", "7", 7), ("n", " 7 ", 7), ("n", "7.5", 7.5), ("b", "7", 7), ("n", "seven", "seven"), ("n", "9" * 5000, "9" * 5000),
-    ("x", "7", 7), ("x", "7.5", 7.5), ("x", "1e3", 1000), ("x", "inf", "inf"), ("x", "nan", "nan"),
+    ("x", "7", 7), ("x", "7.5", 7.5), ("x", "1e3", 1000), ("x", "9007199254740993", 9007199254740993), ("x", "inf", "inf"), ("x", "nan", "nan"),
     ("b", "true", True), ("b", "False", False), ("b", "0", False), ("b", "yes", "yes"),
     ("s", "7", "7"), ("s", "true", "true"), ("s", "null", "null"), ("s", '{"a": 1}', '{"a": 1}'), ("s", "", ""),
     ("l", "[1, 2]", [1, 2]), ("l", "[1, 2", "[1, 2"), ("l", "[1e999]", "[1e999]"), ("l", "[NaN]", "[NaN]"),
@@ -36,6 +37,16 @@ def xml_of(values):
 def test_qwen_xml_converts_as_declared(key, text, value):
     (call,) = parse_qwen_xml(xml_of({key: text}), [TYPED_TOOL])[1]
     assert call.arguments == {key: value} and type(call.arguments[key]) is type(value)
+
+
+def test_a_type_of_a_conditional_part_is_read_and_a_parser_gets_tools_as_they_are_declared():
+    """Parsers had properties in the order of the alphabet, by which some give names to arguments without."""
+    properties = {"z": {"type": "string"}, "a": {"type": "string"}}
+    parameters = {"properties": properties, "then": {"properties": {"n": {"type": "integer"}}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    assert parse_qwen_xml(xml_of({"n": "7"}), [tool])[1][0].arguments == {"n": 7}
+    given = ForTools(lambda tools: lambda text: (json.dumps(tools), ())).bind([tool])("")[0]
+    assert given == json.dumps([tool])
 
 
 MANY = {

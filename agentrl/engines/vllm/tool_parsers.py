@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agentrl.render.tool_calls import Parsed, Parser, call_from_json, malformed_call, strict_json
+from agentrl.render.tool_calls import Parsed, Parser, call_from_json, malformed_call, whole_json
 from agentrl.utils.errors import DependencyError, ModelError, hint_text
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[M
         for index, item in enumerate(extracted.tool_calls):
             name, said = item.function.name, item.function.arguments
             try:
-                arguments, _ = strict_json(said)
+                arguments = whole_json(said)
                 calls.append(call_from_json({"name": name, "arguments": arguments}, f"call_{index}", said))
             except ValueError as problem:
                 calls.append(malformed_call(f"call_{index}", said, f"not valid JSON: {problem}", name))
