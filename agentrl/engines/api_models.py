@@ -323,6 +323,7 @@ def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> floa
         until = parsedate_to_datetime(text)
     except ValueError:
         return None
+    until = until.replace(tzinfo=until.tzinfo or UTC)  # without a zone the date is in UTC
     return max(0.0, (until - (now or datetime.now(UTC))).total_seconds())
 
 

@@ -298,6 +298,7 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
     assert retry_after({"retry-after": "2.5"}) == 2.5
     assert retry_after({"retry-after": "Thu, 01 Jan 2026 00:00:07 GMT"}, now) == 7.0
+    assert retry_after({"retry-after": "Thu, 01 Jan 2026 00:00:07"}, now) == 7.0  # without a zone: UTC, as -0000
     assert retry_after({"retry-after": "soon"}) is None
     assert retry_after({}) is None
 
