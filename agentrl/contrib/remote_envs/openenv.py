@@ -237,7 +237,8 @@ class OpenEnv(ToolEnv):
         self.url, self.rules, self.timeout = url.rstrip("/"), rules, timeout
         self.token, self.headers = token, {"Authorization": f"Bearer {token}"} if token else {}
         self.socket: Any = None
-        self.total, self.steps, self.over, self.first = 0.0, 0, False, ""
+        self.total: float | None = None
+        self.steps, self.over, self.first = 0, False, ""
 
     def make_task(self, rng_seed: int, split: str) -> Task:
         """Even seeds of the server are for training, odd ones are held out."""
@@ -249,7 +250,7 @@ class OpenEnv(ToolEnv):
     async def setup(self, task: Task) -> None:
         from websockets.asyncio.client import connect
 
-        self.total, self.steps, self.over = 0.0, 0, False
+        self.total, self.steps, self.over = None, 0, False
         address = self.url.replace("http", "ws", 1) + "/ws"
         try:
             self.socket = await connect(
@@ -285,7 +286,8 @@ class OpenEnv(ToolEnv):
         return [*rules, Message("user", self.first)]
 
     def state(self) -> Json:
-        return {"reward": self.total, "steps": self.steps, "done": self.over}
+        # A server that ends an episode and never gave a number could not score it, which is no 0.
+        return {"reward": self.total if self.over else self.total or 0.0, "steps": self.steps, "done": self.over}
 
     async def act(self, action: Mapping[str, Json]) -> str:
         """One step on the server. Raises ToolError if the server's episode is over, or if it refuses the action."""
@@ -293,7 +295,8 @@ class OpenEnv(ToolEnv):
             raise ToolError("the episode is over")
         result = await self._ask("step", dict(action))
         self.steps += 1
-        self.total += float(result.get("reward") or 0.0)
+        if (reward := result.get("reward")) is not None:
+            self.total = (self.total or 0.0) + float(reward)
         if result.get("done"):
             self.over = True
             self.finish()

@@ -90,6 +90,21 @@ def test_the_rows_of_a_verifiers_environment_are_its_tasks_each_once_an_epoch(mo
     assert all(sorted(seeds) == [0, 1, 2, 3, 4] for seeds in epochs) and len({tuple(seeds) for seeds in epochs}) > 1
 
 
+async def test_an_openenv_server_that_ends_without_a_reward_gave_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[dict[str, Any]] = []
+
+    async def answer(env: OpenEnv, kind: str, data: Any) -> dict[str, Any]:
+        return answers.pop(0)
+
+    monkeypatch.setattr(OpenEnv, "_ask", answer)
+    for rewards, done, sum_ in (([None, None], True, None), ([0.5, None], True, 0.5), ([0.0], True, 0.0), ([None], False, 0.0)):
+        env = OpenEnv(url="http://x")
+        answers += [{"reward": one, "done": done and number == len(rewards)} for number, one in enumerate(rewards, 1)]
+        for _ in rewards:
+            await env.act({})
+        assert env.state() == {"reward": sum_, "steps": len(rewards), "done": done}
+
+
 async def test_openenvs_protocol_from_both_of_our_sides() -> None:
     """Our client of their protocol on our server of it; each is tried with theirs above, where openenv-core is installed."""
     import asyncio
