@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from importlib.util import find_spec
+from inspect import isawaitable
 from typing import Any
 
 from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Turn
@@ -29,6 +31,8 @@ def _require() -> None:
 
 def _to_theirs(message: Message) -> dict[str, Any]:
     row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        row["reasoning_content"] = message.reasoning
     if message.tool_calls:
         row["tool_calls"] = [
             {
@@ -48,7 +52,7 @@ def _to_ours(message: Any) -> Message:
     content = row.get("content") or ""
     text = content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
     calls = tuple(_call(call) for call in row.get("tool_calls") or ())
-    return Message(row["role"], text, calls, tool_call_id=row.get("tool_call_id"))
+    return Message(row["role"], text, calls, tool_call_id=row.get("tool_call_id"), reasoning=row.get("reasoning_content"))
 
 
 def _call(row: dict[str, Any]) -> ToolCall:
@@ -148,6 +152,7 @@ class VerifiersEnv(ToolEnv):
 
         super().__init__(**base)
         self.theirs = environment if environment is not None else vf.load_environment(load, **(args or {}))
+        _hear_faults(self.theirs.rubric)
         self.theirs_state: Any = None
         self.result: dict[str, Json] = {}
         for item in self.theirs.tool_defs or ():
@@ -194,22 +199,51 @@ class VerifiersEnv(ToolEnv):
         }
         state["trajectory"].append(step)
         if await self.theirs.is_completed(state):
-            return await self._score([])
+            return [], True
         answers = await self.theirs.env_response(step["full"], state)
         step["full"] = [*step["full"], *answers]
         names = {call.id: call.name for call in turn.message.tool_calls}
         ours = [replace(one, name=names.get(one.tool_call_id or "")) for one in map(_to_ours, answers)]
         turn.results = [ToolResult(m.tool_call_id or "", m.name or "", m.content) for m in ours if m.role == "tool"]
-        if await self.theirs.is_completed(state):
-            return await self._score(ours)
-        return ours, False
+        return ours, await self.theirs.is_completed(state)
 
-    async def _score(self, observation: Observation) -> tuple[Observation, bool]:
-        state = self.theirs_state
-        await self.theirs.cleanup(state)
-        await self.theirs.rubric.score_rollout(state)
+    async def conclude(self) -> None:
+        """Score what was played, at a limit of ours too. Raises EnvError for a reward function that failed."""
+        state, token = self.theirs_state, _FAULTS.set([])
+        try:
+            await self.theirs.cleanup(state)
+            await self.theirs.rubric.score_rollout(state)
+            if faults := _FAULTS.get():
+                raise EnvError(f"verifiers: its reward function {faults[0]}")
+        finally:
+            _FAULTS.reset(token)
         self.result = {"reward": float(state["reward"]), "metrics": dict(state["metrics"] or {})}
-        return observation, True
+
+
+_FAULTS: ContextVar[list[str]] = ContextVar("faults of reward functions")
+
+
+def _hear_faults(rubric: Any) -> None:
+    """Let reward functions note what they raise: their rubric logs it and goes on with 0, also if a judge is out."""
+    for inner in getattr(rubric, "rubrics", ()):
+        _hear_faults(inner)
+    counted = zip(getattr(rubric, "funcs", ()), getattr(rubric, "weights", ()), strict=True)
+    rubric.funcs = [_noting(one) if weight and not hasattr(one, "noted_here") else one for one, weight in counted]
+
+
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            answer = function(*args, **kwargs)
+            answer = await answer if isawaitable(answer) else answer
+            return answer if isinstance(answer, list) else float(answer)  # a list is of a group
+        except Exception as fault:
+            _FAULTS.get([]).append(f"{function.__name__} failed: {type(fault).__name__}: {fault}")
+            raise
+
+    call.noted_here = True  # type: ignore[attr-defined]
+    return call
 
 
 @cache

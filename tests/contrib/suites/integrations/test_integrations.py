@@ -44,6 +44,10 @@ def test_verifiers_both_ways() -> None:
     report = run("verifiers", "verifiers")
     assert report["export"]["rewards"] == [1.0, 0.0]
     assert report["import"]["rewards"] == [1.0, 0.0]
+    judged, forgot = (f"verifiers: its reward function {name} failed: " for name in ("judged", "forgot"))
+    ends = report["import"]["ends"]
+    assert ends["judged"] == judged + "RuntimeError: Judge model rate limit exceeded" and ends["forgot"].startswith(forgot)
+    assert ends["thought"] == 1.0  # at a limit an episode is scored as far as it came
 
 
 @pytest.mark.slow
@@ -75,7 +79,9 @@ def test_the_rows_of_a_verifiers_environment_are_its_tasks_each_once_an_epoch(mo
     monkeypatch.setattr("agentrl.contrib.suites.verifiers.find_spec", lambda name: object())
     train, held_out = ([{"prompt": [{"role": "user", "content": f"{kind} {n}"}], "answer": str(n)} for n in range(size)]
                        for kind, size in (("train", 5), ("eval", 3)))  # fmt: skip
-    theirs = SimpleNamespace(get_dataset=lambda: train, get_eval_dataset=lambda: held_out, tool_defs=None)
+    theirs = SimpleNamespace(
+        get_dataset=lambda: train, get_eval_dataset=lambda: held_out, tool_defs=None, rubric=SimpleNamespace()
+    )
     env = VerifiersEnv(environment=theirs)
     assert (env.task_count("train"), env.task_count("heldout")) == (5, 3)
     for split, rows, kind in (("train", train, "train"), ("heldout", held_out, "eval")):

@@ -11,9 +11,10 @@ from verifiers.types import AssistantMessage
 from verifiers.types import ToolCall as TheirCall
 
 from agentrl.contrib.suites.verifiers import VerifiersEnv, no_client, to_verifiers
-from agentrl.data.trajectory import Message, ToolCall
+from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env.catalog import EnvRef
 from agentrl.reward import compile_spec, load_spec
+from agentrl.utils.errors import EnvError
 
 
 def double(n: int) -> int:
@@ -45,7 +46,36 @@ async def imported() -> dict[str, object]:
         _, _, over, _, _ = await env.astep(text)
         assert over
         rewards.append(env.trajectory.state["reward"])
-    return {"rewards": rewards, "tasks": [env.make_task(seed, "train").id for seed in range(3)]}
+    return {"rewards": rewards, "tasks": [env.make_task(seed, "train").id for seed in range(3)], **await ends()}
+
+
+async def ends() -> dict[str, object]:
+    """An episode that stops at our limit, one whose judge is out, and one whose reward function answers nothing."""
+
+    def thought(completion) -> float:
+        return float(completion[-1].reasoning_content == "7 x 2")
+
+    def judged(completion) -> float:
+        raise RuntimeError("Judge model rate limit exceeded")
+
+    def forgot(completion) -> float:
+        return None
+
+    rows = Dataset.from_list([{"question": "double 7", "answer": "14"}])
+    found = {}
+    for function in (thought, judged, forgot):
+        rubric = vf.RubricGroup([vf.Rubric(funcs=[function])])
+        theirs = vf.ToolEnv(dataset=rows, eval_dataset=rows, tools=[double], rubric=rubric)
+        for _ in range(2):  # each episode may build one over the same environment of theirs
+            env = VerifiersEnv(environment=theirs)
+        await env.areset(seed=0)
+        await env.astep(Message("assistant", tool_calls=(ToolCall("double", {"n": 7}),), reasoning="7 x 2"))
+        try:
+            await env.aend(StopReason.MAX_TURNS)
+            found[function.__name__] = env.trajectory.state["reward"]
+        except EnvError as problem:
+            found[function.__name__] = str(problem)
+    return {"ends": found}
 
 
 async def main() -> None:
