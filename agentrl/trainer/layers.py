@@ -12,7 +12,7 @@ from agentrl.config.schema import LoraSection
 from agentrl.render.modality import modality_of
 from agentrl.trainer.attention import PACKED, packed_attention
 from agentrl.trainer.language_model import HeadKernels, slope, summary
-from agentrl.utils.errors import DependencyError, ModelError
+from agentrl.utils.errors import DependencyError, ModelError, hint_text
 
 # Low-rank adapters
 
@@ -38,6 +38,10 @@ def inject(model: Any, cfg: LoraSection) -> None:
     head = model.get_output_embeddings()
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
     names = cfg.modules or sorted({name.rpartition(".")[2] for name in linear}.difference(ROUTERS))
+    for named in names:  # peft passes over those that it does not find, next to one that it does
+        if not any(f".{name}".endswith(f".{named}") for name in linear):
+            hint = hint_text(named, {name.rpartition(".")[2] for name in linear})
+            raise ModelError(f"model.lora.modules = {names}: {named!r} names no linear layer inside of the model{hint}")
     settings = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, target_modules=names, lora_dropout=0.0, **others)
     own = model.config
     # By its family peft would read names of an MLP as those of experts in one tensor, whose adapters nothing here publishes.

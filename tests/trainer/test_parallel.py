@@ -94,8 +94,9 @@ def test_what_cannot_be(tiny: str) -> None:
         start(tiny, ModelConfig(replicas=2))
     with pytest.raises(ConfigError, match="sequence_parallel = 3 does not divide"):
         start(tiny, ModelConfig(sequence_parallel=3))
-    with pytest.raises(ModelError, match="nothing_proj"):
-        start(tiny, ModelConfig(lora=LoraSection(modules=["nothing_proj"])))
+    for name in ("nothing_proj", "v_porj", "embed_tokens", "lm_head", "mlp"):
+        with pytest.raises(ModelError, match=rf"model\.lora\.modules.*{name}"):
+            start(tiny, ModelConfig(lora=LoraSection(modules=["q_proj", name])))
 
 
 # -- meshes and precision --------------------------------------------------------------------------
