@@ -208,7 +208,7 @@ class VerifiersEnv(ToolEnv):
         return ours, await self.theirs.is_completed(state)
 
     async def conclude(self) -> None:
-        """Score what was played, at a limit of ours too. Raises EnvError for a reward function that failed."""
+        """Score the episode, also one cut at a limit of ours. Raises EnvError for a reward function that failed."""
         state, token = self.theirs_state, _FAULTS.set([])
         try:
             await self.theirs.cleanup(state)

@@ -33,19 +33,22 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[M
     )
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
+        parser.extract_tool_calls("", request)  # some parse only what is streamed
     except (RuntimeError, ValueError) as problem:
         raise ModelError(f"vLLM's tool parser {name!r} does not fit this tokenizer: {problem}") from problem
 
     def parse(text: str) -> Parsed:
-        extracted = parser.extract_tool_calls(text, request)
+        try:
+            extracted = parser.extract_tool_calls(text, request)
+        except Exception as problem:  # a turn must not end the run
+            return "", (malformed_call("call_0", text, f"vLLM's parser {name} failed: {type(problem).__name__}: {problem}"),)
         calls = []
         for index, item in enumerate(extracted.tool_calls):
-            name, said = item.function.name, item.function.arguments
+            tool, said = item.function.name, item.function.arguments
             try:
-                arguments = whole_json(said)
-                calls.append(call_from_json({"name": name, "arguments": arguments}, f"call_{index}", said))
+                calls.append(call_from_json({"name": tool, "arguments": whole_json(said)}, f"call_{index}", said))
             except ValueError as problem:
-                calls.append(malformed_call(f"call_{index}", said, f"not valid JSON: {problem}", name))
+                calls.append(malformed_call(f"call_{index}", said, f"not valid JSON: {problem}", tool))
         content = extracted.content if extracted.tools_called else text
         return (content or "").strip(), tuple(calls)
 
