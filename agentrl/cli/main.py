@@ -55,17 +55,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for word in words:
         if not word.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in word):
             parser.error(f"{word!a} is not UTF-8: no name, path or value can hold it")
-    # argparse fills optional positionals at the first chance and accepts none after an option, so what it leaves over
-    # of `train FILE --overwrite a.b=c` or `eval -n 5 ENV a.b=c` is assigned here.
+    # argparse gives optional words nothing after an option: the rest of `eval -n 5 ENV a.b=c` or `env play ENV --seed 1 a=b`.
     args: argparse.Namespace
     args, rest = parser.parse_known_args(words)
-    if rest and "env" in args and "overrides" in args and args.env is None and not is_override(rest[0]) and rest[0][0] != "-":
+    name = "params" if "params" in args else "overrides"
+    if rest and "env" in args and name in args and args.env is None and not is_override(rest[0]) and rest[0][0] != "-":
         args.env = rest.pop(0)
-    if not rest:
-        return args
-    if "overrides" not in args or any(text.startswith("-") or not is_override(text) for text in rest):
+    if rest and (name not in args or any(text.startswith("-") or not is_override(text) for text in rest)):
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.overrides = [*args.overrides, *rest]
+    if rest:
+        setattr(args, name, [*getattr(args, name), *rest])
     return args
 
 

@@ -162,6 +162,8 @@ def test_unknown_keys_inside_named_tables_are_told_with_the_nearest(tmp_path: Pa
 def test_overrides_behind_an_option_are_taken() -> None:
     args = _parse(["train", "x.toml", "a.b=1", "--overwrite", "c=2"])
     assert args.overrides == ["a.b=1", "c=2"] and args.overwrite
+    behind = ["play mcp --seed 1 a=b", "check --fuzz 1 mcp a=b"]
+    assert [_parse(["env", *words.split()]).params for words in behind] == 2 * [["a=b"]]
 
 
 @pytest.mark.parametrize(
