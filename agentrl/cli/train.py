@@ -155,9 +155,10 @@ class TrainCommand:
         check_folder(config.name, config.out, overwrite=overwrite)  # first: checks may start servers, ask judges that cost
         notes = self.check()
         folder = open_folder(config, overwrite=overwrite, origins=self.origins())
-        return execute(config, folder, resumed=False, only_warm_start=only_warm_start, notes=notes, restarts=self.restarts)
+        folder.only_warm_start = only_warm_start
+        return execute(config, folder, resumed=False, notes=notes, restarts=self.restarts)
 
-    def go_on(self, check: Callable[[], list[str]]) -> int:
+    def go_on(self, check: Callable[[], list[str]], *, only_warm_start: bool = False) -> int:
         """Continue the run, after `check`."""
         from agentrl.run.driver import execute
         from agentrl.run.folder import RunFolder
@@ -166,6 +167,7 @@ class TrainCommand:
         assert self.before is not None
         folder, origins = RunFolder(Path(self.args.resume)), self.origins()
         notes = Provenance(folder, self.config).check_resumable(self.before, check)
+        folder.only_warm_start = only_warm_start
         return execute(self.config, folder, resumed=True, notes=notes, origins=origins, restarts=self.restarts)
 
 
@@ -205,9 +207,9 @@ def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-reward", type=float, metavar="R", help="of episodes: only those with at least this reward")
     parser.add_argument("--success", action="store_true", help="of episodes: only those that solved their task")
     parser.add_argument("--per-task", type=int, metavar="K", help="of episodes: at most this many per task, the best first")
-    parser.add_argument("--resume", metavar="RUN", help="continue the run on data in this folder")
+    parser.add_argument("--resume", metavar="RUN", help="continue the run on data, or warm start, in this folder")
     parser.add_argument("--overwrite", action="store_true", help="start over if a run of that name exists")
-    parser.set_defaults(run=lambda args: with_parent(args, _run_sft, partial(_resume, warm_start=True)))
+    parser.set_defaults(run=lambda args: with_parent(args, _run_sft, _resume))
 
 
 def _run_sft(args: argparse.Namespace, restarts: int) -> int:
@@ -266,19 +268,18 @@ def _options_as_overrides(args: argparse.Namespace) -> list[str]:
     return [*([f"data.path={json.dumps(args.data)}"] if args.data else []), *found]
 
 
-def _resume(args: argparse.Namespace, restarts: int, warm_start: bool = False) -> int:
-    """Go on with a run on data; with one of a warm start alone too, if `warm_start`."""
-    from agentrl.run.driver import DATA, RUN_KINDS, execute
+def _resume(args: argparse.Namespace, restarts: int) -> int:
+    """Go on with a run on data, or a warm start."""
+    from agentrl.run.driver import DATA, RUN_KINDS
     from agentrl.run.folder import RunFolder
+    from agentrl.run.session import warmed_up
 
     texts = [*resume_overrides(args), *_options_as_overrides(args)]
     before, config = read_resumed(args.resume, texts)
+    command = TrainCommand(args, restarts, config, before, texts)
     if before.data is None:
-        if warm_start:
-            return execute(config, RunFolder(Path(args.resume)), resumed=True, only_warm_start=True, restarts=restarts)
-        run = shlex.quote(args.resume)
-        raise ConfigError(
-            f"{args.resume}: it is no run on data; continue it, its warm start too, by agentrl train --resume {run}"
-        )
-    kind = RUN_KINDS[DATA](config)
-    return TrainCommand(args, restarts, config, before, texts).go_on(partial(kind.check, prepared=True))
+        if not restarts and (config.sft is None or warmed_up(RunFolder(Path(args.resume)))):
+            run = shlex.quote(args.resume)
+            raise ConfigError(f"{args.resume}: no warm start to continue. Use agentrl train --resume {run}")
+        return command.go_on(command.check, only_warm_start=True)
+    return command.go_on(partial(RUN_KINDS[DATA](config).check, prepared=True))

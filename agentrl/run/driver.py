@@ -76,7 +76,6 @@ class RunOutcome:
     findings: Sequence[Mapping[str, Any]] = ()
     restarts: int = 0
     engine: str = ""
-    only_warm_start: bool = False
     full: OSError | None = None
     started: float = field(default_factory=time.monotonic)
 
@@ -86,14 +85,13 @@ def execute(
     folder: RunFolder,
     *,
     resumed: bool,
-    only_warm_start: bool = False,
     notes: Sequence[str] = (),
     callbacks: Sequence[Callback] = (),
     interrupt: Interrupt | None = None,
     origins: Origins | None = None,
     restarts: int = 0,
 ) -> int:
-    """Run `config` in `folder`: all phases, or the warm start alone. Returns the exit code: 0 done, 1 failed, 130 interrupted.
+    """Run `config` in `folder`: all phases, or `only_warm_start`. Returns the exit code: 0 done, 1 failed, 130 interrupted.
 
     `notes`: warnings of the caller, for the display and the log. `callbacks`: next to those of the config. `interrupt`: how the
     caller stops it, if it is not by a signal. `origins`: where the values of a resumed run's config are from; the config in the
@@ -103,7 +101,7 @@ def execute(
     quiet_libraries()
     raise_gc_threshold()
     share_the_lock()
-    outcome = RunOutcome(only_warm_start=only_warm_start, restarts=restarts)
+    outcome = RunOutcome(restarts=restarts)
     trackers = makers(config.trackers, TrackedRun(folder, config, resumed))
     with (
         full_disk_said(folder.path, f"continue with: {folder.resume_command()}"),
@@ -116,7 +114,8 @@ def execute(
         config = config.with_date(folder.day())
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
         folder.reserve()
-        display.say(f"agentrl {'train' if config.data is None else 'sft'}: {folder.path} ({'resumed' if resumed else 'new'})")
+        command = "sft" if folder.only_warm_start or config.data else "train"
+        display.say(f"agentrl {command}: {folder.path} ({'resumed' if resumed else 'new'})")
         if not folder.trajectories.is_dir():
             folder.trajectories.mkdir()
             gone = "the folder was deleted. It is made again; the episodes of earlier updates are gone"
@@ -233,7 +232,7 @@ class RunDriver:
             await warm_start(session, run_log, interrupt)
             if interrupt.requested:
                 return
-        if outcome.only_warm_start:
+        if folder.only_warm_start:
             outcome.status = "done"
             return
         loaded = await session.begin()
@@ -274,7 +273,7 @@ class RunDriver:
         rows = folder.read_metrics()
         if outcome.error is not None and outcome.status != MOSTLY_UNSCORED:
             outcome.status = "failed"
-        ended = outcome.status == "done" and not outcome.only_warm_start and config.data is None
+        ended = outcome.status == "done" and not folder.only_warm_start and config.data is None
         if ended and run_log.health is not None and (finding := run_log.health.verdict(rows)) is not None:
             outcome.cause = str(finding)
             outcome.status = finding.status if finding.fails else "done"
@@ -322,7 +321,7 @@ class RunDriver:
             use = f"reward_model.path={where}" if config.data.loss == "reward" else f"agentrl eval ENV --model {where}"
             display.say(f"the trained model is in {folder.final}; next: {use}")
             return
-        if outcome.only_warm_start:
+        if folder.only_warm_start:
             display.say(f"the warmed-up model is in {folder.warm_start}")
             return
         rows = folder.read_metrics()

@@ -207,6 +207,7 @@ class RunFolder:
         self.final = path / "final"
         self.exports = path / "exports"
         self.data = path / "data"
+        self.only_warm_start = False
         self.held: contextlib.AbstractContextManager[Any] | None = None
 
     def lock(self, otherwise: str = "") -> contextlib.AbstractContextManager[Any]:
@@ -247,7 +248,7 @@ class RunFolder:
 
     def resume_command(self, shown: Path | None = None) -> str:
         """Command that continues the run; `shown`: its path as the user wrote it."""
-        command = "sft" if (self.data / "data.json").is_file() else "train"
+        command = "sft" if self.only_warm_start or (self.data / "data.json").is_file() else "train"
         return f"agentrl {command} --resume {shlex.quote(str(shown or self.path))}"
 
     def day(self) -> str:

@@ -43,7 +43,8 @@ def execute(config: Any, *, resumed: bool = False, only_warm_start: bool = False
     with logging_kept():
         check_config(config)
         folder = RunFolder(Path(config.out) / config.name) if resumed else RunFolder.create(config)
-        assert run(config, folder, resumed=resumed, only_warm_start=only_warm_start) == 0
+        folder.only_warm_start = only_warm_start
+        assert run(config, folder, resumed=resumed) == 0
     return folder.path
 
 

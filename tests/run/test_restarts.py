@@ -101,9 +101,10 @@ def test_a_warm_start_that_was_cut_off_has_each_row_once(tmp_path: Path, monkeyp
     monkeypatch.setattr(Transcripts, "take", dying)
     config = config_of(tmp_path, "cut", *sft, f"cluster.max_restarts={0 if resumed else 1}")
     if resumed:
-        with pytest.raises(WorkerDiedError):
+        with pytest.raises(WorkerDiedError, match="continue with: agentrl sft --resume"):
             execute(config, only_warm_start=True)
-    found = numbers(execute(config, resumed=resumed, only_warm_start=True))
+        assert [cli(["sft", "--resume", str(tmp_path / "cut")]) for _ in range(2)] == [0, 2], "once, as far as the warm start"
+    found = numbers(tmp_path / "cut" if resumed else execute(config, only_warm_start=True))
     steps = [("sft", step) for step in range(1, 21)]
     assert len(calls) == 1 and [(row["phase"], row["step"]) for row in found] == [*steps, ("gate", 20)]
     assert found == expected
