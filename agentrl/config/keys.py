@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from agentrl.config.schema import AgentConfig, Choice, EnvConfig, ToolsConfig, TrainConfig, VllmConfig
 from agentrl.utils.errors import ConfigError, hint_text
+from agentrl.utils.parsing import parts_of
 
 # Values as TOML
 
@@ -170,11 +171,7 @@ def _show_default(default: Any) -> str:
 
 def _unit_in(described: Any) -> str | None:
     """The first `unit` in the description of a key."""
-    if isinstance(described, dict):
-        if "unit" in described:
-            return str(described["unit"])
-        described = list(described.values())
-    return next((unit for part in described if (unit := _unit_in(part))), None) if isinstance(described, list) else None
+    return next((str(part["unit"]) for part in parts_of(described) if isinstance(part, dict) and "unit" in part), None)
 
 
 def _type_of(described: Mapping[str, Any]) -> str:

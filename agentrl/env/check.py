@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from gymnasium.utils.env_checker import check_env
 
-from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, Trajectory
+from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory
 from agentrl.env.base import ToolEnv
 from agentrl.env.check_tools import (
     CheckFailed,
@@ -47,7 +47,9 @@ from agentrl.env.check_tools import (
 from agentrl.env.official import Benchmark, Played, played_of
 from agentrl.env.spaces import Action, sample_arguments
 from agentrl.reward import Scorer
+from agentrl.reward.values import leaves_of
 from agentrl.utils.errors import AgentrlError, fault_text
+from agentrl.utils.parsing import map_texts
 
 # Reset and step
 
@@ -249,13 +251,14 @@ def check_leaks(subject: Subject) -> str:
         # What the task's data and the tools' schemas say anyway (a tool's name in gold calls) is no secret; of the
         # record, since the toolbox of an episode that is over has lost what its setup added.
         known = json.dumps([dict(task.data), env.trajectory.tools], ensure_ascii=False, default=str)
-        for place, text in _long_texts(task.gold):
-            if text in shown and text not in known:
+        for (place, _), text in leaves_of(task.gold):
+            if isinstance(text, str) and len(text) >= LONG and text in shown and text not in known:
                 raise CheckFailed(f"{describe(task)}: gold{place} {short_repr(text)} is shown to the policy")
         # Once more with a marker in place of each string of the gold. An environment may need meaningful gold (a simulated
         # user's goal, say) and refuse that; the other tests still apply.
         try:
-            shown = _shown_text(env, replace(task, gold=_mark(task.gold)), seed)
+            gold = map_texts(task.gold, lambda text: f"{MARK}{len(text)}", keys=False)
+            shown = _shown_text(env, replace(task, gold=gold), seed)
         except (AgentrlError, ValueError, TypeError, KeyError, AttributeError):
             env.close()
         else:
@@ -284,22 +287,6 @@ def _shown_text(env: ToolEnv, task: Task, seed: int) -> str:
         if over:
             break
     return json.dumps(seen, ensure_ascii=False, default=str)
-
-
-def _mark(value: Json) -> Any:
-    if isinstance(value, str):
-        return f"{MARK}{len(value)}"
-    if isinstance(value, dict):
-        return {key: _mark(item) for key, item in value.items()}
-    return [_mark(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _long_texts(value: Json, place: str = "") -> list[tuple[str, str]]:
-    """Strings in the gold that are too long to occur by chance, each with its JSON pointer."""
-    if isinstance(value, str):
-        return [(place, value)] if len(value) >= LONG else []
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
-    return [found for key, item in items for found in _long_texts(item, f"{place}/{key}")]
 
 
 # Scores of scripted policies

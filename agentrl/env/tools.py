@@ -169,12 +169,8 @@ def plain_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _references(node: Json) -> set[str]:
-    if isinstance(node, list):
-        return set().union(*map(_references, node)) if node else set()
-    if not isinstance(node, dict):
-        return set()
-    found = {node["$ref"].rpartition("/")[2]} if isinstance(node.get("$ref"), str) else set()
-    return found.union(*(_references(value) for value in node.values())) if node else found
+    found = [part.get("$ref") for part in parts_of(node) if isinstance(part, dict)]
+    return {reference.rpartition("/")[2] for reference in found if isinstance(reference, str)}
 
 
 def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *, named: bool) -> Json:

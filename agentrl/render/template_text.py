@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime, time
+from functools import partial
 from itertools import accumulate, product
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from agentrl.render.base import THINK, Codec, Marks, Markup, Place
 from agentrl.render.chatml import advice
 from agentrl.render.tool_calls import Syntax
 from agentrl.utils.errors import ModelError, RenderError
+from agentrl.utils.parsing import map_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -196,12 +198,13 @@ class TemplateText:
 
     def fill_placeholders(self, value: Any) -> Any:
         """The value with every placeholder in its strings replaced by what it stands for."""
-        return _substitute(value, _HIDDEN, self._name)
+        return map_texts(value, partial(_HIDDEN.sub, self._name))
 
     def hide(self, value: Any) -> Any:
         """The value with every control token in its strings replaced by a placeholder, which the template
         copies like any other text."""
-        return _substitute(value, self._pattern, lambda match: f"{_HIDE}{self._names.index(match.group())}{_SHOW}")
+        by = partial(self._pattern.sub, lambda match: f"{_HIDE}{self._names.index(match.group())}{_SHOW}")
+        return map_texts(value, by)
 
     def _name(self, match: re.Match[str]) -> str:
         number = int(match.group(1))
@@ -247,15 +250,6 @@ class TemplateText:
         elif reasoning is not None and form.reasoning != "none":
             row[form.reasoning] = reasoning
         return row
-
-
-def _substitute(value: Any, pattern: re.Pattern[str], by: Callable[[re.Match[str]], str]) -> Any:
-    """The value with matches replaced in all its strings."""
-    if isinstance(value, str):
-        return pattern.sub(by, value)
-    if isinstance(value, Mapping):
-        return {_substitute(key, pattern, by): _substitute(item, pattern, by) for key, item in value.items()}
-    return [_substitute(item, pattern, by) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _sample_text(tokenizer: PreTrainedTokenizerBase) -> str:

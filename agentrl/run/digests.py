@@ -18,7 +18,7 @@ from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of,
 from agentrl.env.catalog import EnvRef, find_spec, find_tools
 from agentrl.env.official import Benchmark
 from agentrl.run.services import RunServices
-from agentrl.utils.redaction import resolve_references
+from agentrl.utils.redaction import resolve_references, texts
 from agentrl.utils.search_path import PRIVATE, source_digest, used_names, value_of
 
 SOURCE = "the source of "
@@ -137,14 +137,13 @@ def _digest_all(paths: Sequence[Path]) -> str | None:
 
 def _named_in(value: Any) -> Iterator[Path]:
     """The files that texts of a JSON value name, and those in folders that they name."""
-    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
-        yield from _named_in(inner)
-    with suppress(OSError, ValueError, RuntimeError):  # a prompt is no path
-        path = Path(value if isinstance(value, str) else "").expanduser()
-        if path.is_file():
-            yield path
-        elif path.is_dir() and not Path.cwd().is_relative_to(path.resolve()):  # that one holds the runs too
-            yield from _plain(path.rglob("*"))
+    for _, text in texts(value):
+        with suppress(OSError, ValueError, RuntimeError):  # a prompt is no path
+            path = Path(text).expanduser()
+            if path.is_file():
+                yield path
+            elif path.is_dir() and not Path.cwd().is_relative_to(path.resolve()):  # that one holds the runs too
+                yield from _plain(path.rglob("*"))
 
 
 def _files(folder: str | None) -> list[Path]:

@@ -23,6 +23,7 @@ from typing import Any, cast
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from agentrl.utils.errors import ConfigError, OutputError
+from agentrl.utils.parsing import map_texts
 from agentrl.utils.terminal import safe
 from agentrl.utils.threads import fork_safe
 
@@ -165,12 +166,7 @@ def redact_said(text: str) -> str:
 
 def redact_json(value: Any, *, said: bool = False) -> Any:
     """A JSON value with all its texts redacted; keys too."""
-    change = redact_said if said else redact
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(key) if isinstance(key, str) else key: redact_json(inner, said=said) for key, inner in value.items()}
-    return [redact_json(inner, said=said) for inner in value] if isinstance(value, list | tuple) else value
+    return map_texts(value, redact_said if said else redact)
 
 
 # -- ways out of a process -------------------------------------------------------------------------

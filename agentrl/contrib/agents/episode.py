@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.endpoint import SERVES, Endpoint, ToolServer
 from agentrl.contrib.agents.programs import Program, program_of
-from agentrl.contrib.agents.record import MODEL, Brief, Gate, Outcome, Record, json_of, text_of
+from agentrl.contrib.agents.record import MODEL, Brief, Gate, Outcome, Record, text_of
 from agentrl.contrib.agents.session import AgentSession
 from agentrl.data.trajectory import Blame, Json, Message, StopReason, ToolResult, Trajectory
 from agentrl.engines.chat_format import RequestError
@@ -38,6 +38,7 @@ from agentrl.utils.errors import (
     fault_text,
 )
 from agentrl.utils.event_loop import end, in_time, loop_clock
+from agentrl.utils.parsing import map_texts
 from agentrl.utils.spans import TracePlace, at, here, span
 from agentrl.utils.threads import in_thread
 
@@ -303,7 +304,7 @@ class AgentEpisode:
         self._check_open()
         assert self.record is not None
         self.record.catch_up()
-        turn, call = self.record.asked_for(text_of(name), json_of(dict(arguments)))
+        turn, call = self.record.asked_for(text_of(name), map_texts(dict(arguments), text_of))
         alone = (found := self.env.toolbox.find(name)) is not None and not found.options.parallel
         async with self._gate.hold(shared=not alone):
             self._check_open()

@@ -100,17 +100,6 @@ def text_of(value: str, key: str | None = None) -> str:
     return to_text(value.replace(key, MASK) if key else value)
 
 
-def json_of(value: Json, key: str | None = None) -> Json:
-    """The same of all texts of a JSON value, keys of objects included. Whatever else is in it stays."""
-    if isinstance(value, str):
-        return text_of(value, key)
-    if isinstance(value, list):
-        return [json_of(item, key) for item in value]
-    if isinstance(value, dict):
-        return {text_of(name, key) if isinstance(name, str) else name: json_of(item, key) for name, item in value.items()}
-    return value
-
-
 class Gate:
     """Calls of parallel tools share it; any other call has it for itself. In the order in which they came."""
 
