@@ -22,6 +22,8 @@ from typing import Any
 
 import psutil
 
+from tests.waits import until
+
 TAG = "OF_STRIKE"
 GRACE_S = 10.0
 """Seconds after the end of a command in which what it started must have ended."""
@@ -260,12 +262,8 @@ class Struck:
 
     def left(self) -> list[str]:
         """What is still there `GRACE_S` seconds after its end, or nothing as soon as nothing is."""
-        until = time.monotonic() + GRACE_S
-        while found := self._left():
-            if time.monotonic() > until:
-                break
-            time.sleep(0.2)
-        return found
+        until(lambda: not self._left(), GRACE_S)
+        return self._left()
 
     def _left(self) -> list[str]:
         processes = [f"process {line_of(one)[:100]}" for one in self.family()]

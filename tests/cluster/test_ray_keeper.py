@@ -19,6 +19,7 @@ from agentrl.cluster import ray_cluster, ray_keeper
 from agentrl.cluster.ray_cluster import MARK
 from tests.cluster.strikes import carrying, line_of
 from tests.conftest import proof
+from tests.waits import until
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -53,10 +54,7 @@ def test_a_killed_driver_leaves_no_process_of_its_ray(moment: str) -> None:
         driver.kill()
         driver.wait()
         time.sleep(2)  # what was being forked shows
-        until = time.monotonic() + 8
-        while carrying(own) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert [line_of(pid)[-120:] for pid in carrying(own)] == []
+        assert until(lambda: not carrying(own), 8), [line_of(pid)[-120:] for pid in carrying(own)]
     finally:
         driver.stdout.close()
         for pid in carrying(own):
@@ -214,10 +212,7 @@ def test_the_folder_and_the_semaphores_of_killed_replicas_go_with_who_started_th
             ray_keeper.kill_all(f"{MARK}={tag}".encode())
             driver.wait()
             ray_keeper.sweep(ray_keeper.SCRATCH.format(driver.pid))
-        until = time.monotonic() + 10
-        while (Path(folder).exists() or path.exists()) and time.monotonic() < until:
-            time.sleep(0.05)
-        assert not Path(folder).exists() and not path.exists()
+        assert until(lambda: not (Path(folder).exists() or path.exists()), 10)
     finally:
         driver.stdout.close()
         for pid in carrying(own):

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from agentrl.cluster import ray_parent
 from agentrl.run.interrupt import TWICE, Interrupt
 from tests.conftest import proof
+from tests.waits import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the driver has no parent")
 
@@ -133,10 +133,7 @@ def test_what_is_made_of_the_end_of_a_driver(config: Path, words: str, code: int
 def waiting(config: Path, **options: object) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(command(config, "waits"), **options)  # type: ignore[call-overload]
     try:
-        until = time.monotonic() + 60
-        while not (config.parent / "run" / "ready").exists():
-            assert time.monotonic() < until and process.poll() is None
-            time.sleep(0.01)
+        assert until((config.parent / "run" / "ready").exists, 60)
         yield process
     finally:
         process.kill()
@@ -156,10 +153,7 @@ def test_ctrl_c_on_a_terminal_comes_once(config: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, command(config, "waits"))
-    until = time.monotonic() + 60
-    while not (config.parent / "run" / "ready").exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    assert until((config.parent / "run" / "ready").exists, 60)
     os.write(terminal, b"\x03")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     os.close(terminal)

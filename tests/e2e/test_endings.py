@@ -27,6 +27,7 @@ import pytest
 from tests.conftest import UNTESTED, proof
 from tests.e2e.runs import ROOT
 from tests.e2e.runs import SHORT as SHORT_SPEC
+from tests.waits import until
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")]
 
@@ -287,10 +288,7 @@ def check_end(place: Place, before: set[str], said: str, own: str) -> None:
     assert own in said, said
     for false in ("Traceback", "Ray has ended", "Ray has lost", "Ray is no more", "without a word", "never retrieved", "leaked"):
         assert false not in said, said
-    until = time.monotonic() + 30  # what was told to end
-    while (alive := place.alive()) and time.monotonic() < until:
-        time.sleep(0.2)
-    assert not alive, said
+    assert until(lambda: not place.alive()), said  # what was asked to end
     # Ray keeps the folder of a session for its logs, with the file of a socket that nobody listens to.
     assert [path.name for path in (place.folder / "tmp").iterdir() if path.name not in ("ray", "torchinductor_root")] == []
     assert not unheld_memory() - before

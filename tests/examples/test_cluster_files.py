@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.waits import until
 
 CLUSTER = Path(__file__).resolve().parents[2] / "examples" / "cluster"
 STAND_IN = """#!/bin/bash
@@ -78,9 +79,7 @@ def test_slurm_starts_a_ray_node_on_each_machine_and_goes_on_with_a_run_that_is_
 def test_slurm_tells_the_driver_of_the_end_and_queues_the_job_again(tmp_path: Path) -> None:
     shell = Shell(tmp_path, **SLURM, SLOW="1")
     job = shell.start("slurm.sbatch", "my.toml")
-    deadline = time.monotonic() + 20
-    while not shell.calls("ready") and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert until(lambda: shell.calls("ready"), 20)
     job.send_signal(signal.SIGTERM)
     assert job.wait(20) == 130
     assert shell.calls("told") and shell.calls("scontrol")[-1] == "scontrol requeue 70001"

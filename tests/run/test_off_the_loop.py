@@ -24,6 +24,7 @@ from agentrl.run import session as checkpoint
 from agentrl.run.folder import RunFolder
 from agentrl.run.run_log import RunLog, Writes
 from tests.config.observed import Course
+from tests.waits import until
 
 
 class Pulse:
@@ -42,10 +43,8 @@ class Pulse:
         """The function; before it there is True in `alive` if the loop ticks three times more within five seconds."""
 
         def checked(*args: Any, **kwargs: Any) -> Any:
-            seen, end = self.ticks, time.monotonic() + 5
-            while self.ticks < seen + 3 and time.monotonic() < end:
-                time.sleep(0.002)
-            self.alive.append(self.ticks >= seen + 3)
+            seen = self.ticks
+            self.alive.append(until(lambda: self.ticks >= seen + 3, 5))
             return function(*args, **kwargs)
 
         return checked

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,11 @@ from agentrl.env.catalog import load_tools
 from agentrl.utils.errors import EnvError, ToolTimeoutError
 from agentrl.utils.threads import TOOLS
 from tests.tool.process_tools import die, leave, nap, refuse, sleep, spin, square, unfit, wrapped
+from tests.waits import runs, until
 
 
 def call(item: Tool, **arguments: Any) -> Any:
     return asyncio.run(Toolbox([item]).call(ToolCall(item.name, arguments)))
-
-
-def gone(pid: int) -> bool:
-    """Whether the process is dead, within five seconds."""
-    for _ in range(100):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_a_call_runs_in_another_process_which_serves_the_next_one_too() -> None:
@@ -48,12 +35,7 @@ def test_a_call_that_hangs_is_killed_and_leaves_no_thread(hang: Tool) -> None:
     pid = call(square, n=2).value[1]  # the child that gets the next call
     with pytest.raises(ToolTimeoutError, match=f"tool {hang.name}: no answer within 0.5 s"):
         call(hang)
-    assert gone(pid)
-    for _ in range(100):
-        if not TOOLS._abandoned[hang.name]:
-            break
-        time.sleep(0.02)
-    assert TOOLS._abandoned[hang.name] == 0
+    assert until(lambda: not runs(pid), 5) and until(lambda: TOOLS._abandoned[hang.name] == 0, 2)
     fresh = call(square, n=2).value
     assert fresh[0] == 4 and fresh[1] != pid
 
@@ -70,7 +52,7 @@ def test_a_process_that_ends_or_answers_what_cannot_travel_is_a_fault_of_the_env
 def test_a_child_that_died_between_two_calls_gets_no_call() -> None:
     pid = call(square, n=1).value[1]
     os.kill(pid, signal.SIGKILL)
-    assert gone(pid)
+    assert until(lambda: not runs(pid), 5)
     answer = call(square, n=1).value
     assert answer[0] == 1 and answer[1] != pid
 

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from agentrl.config.schema import AgentConfig
@@ -39,6 +38,7 @@ from tests.contrib.agents.parts import (
     told,
 )
 from tests.contrib.agents.test_episode import TURNS, asks
+from tests.waits import runs, until
 
 AGENT = [sys.executable, "-S", str(Path(__file__).parent / "agent_over_http.py")]
 
@@ -264,21 +264,6 @@ def pids(note: Path) -> list[int]:
     return [int(file.read_text()) for file in note.parent.glob(f"{note.name}.*")]
 
 
-def gone(found: list[int], within: float) -> list[int]:
-    """Those that still run after so many seconds."""
-    until = time.monotonic() + within
-    while time.monotonic() < until and any(map(runs, found)):
-        time.sleep(0.01)
-    return [pid for pid in found if runs(pid)]
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def end_surely(found: list[int]) -> None:
     """So that a red test leaves nothing behind either."""
     for pid in filter(runs, found):
@@ -313,7 +298,7 @@ def test_no_process_of_a_command_outlives_it(how: str, tmp_path: Path) -> None:
         # The keeper's own end, seen without its output, which stays open for as long as anybody who was left holds it.
         while process._process.returncode is None:
             await asyncio.sleep(0.01)
-        assert gone(pids(note), 0) == []
+        assert not any(map(runs, pids(note)))
         await ending
 
     try:
@@ -333,7 +318,7 @@ def test_no_process_of_a_command_outlives_it(how: str, tmp_path: Path) -> None:
             assert driver.stdout is not None and driver.stdout.readline() == b"ready\n"
             driver.send_signal(signal.SIGKILL)
             driver.wait()
-            assert gone(pids(note), 1.0) == []
+            assert until(lambda: not any(map(runs, pids(note))), 1.0)
         else:
             ended(body())
     finally:
@@ -372,7 +357,7 @@ def test_a_start_that_is_cancelled_leaves_nothing_whatever_had_begun(tmp_path: P
         if halfway := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(halfway, timeout=2)
         try:
-            assert gone(begun(), 1.0) == []
+            assert until(lambda: not any(map(runs, begun())), 1.0)
         finally:
             end_surely(begun())
 

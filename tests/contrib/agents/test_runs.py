@@ -16,6 +16,7 @@ from agentrl.data.trajectory import Trajectory
 from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, numbers, updates
 from tests.e2e.runs import Command
+from tests.waits import until
 
 pytestmark = pytest.mark.timeout(300)
 AGENT = "agent.python=tests.contrib.agents.parts:plain_agent"
@@ -104,11 +105,8 @@ def test_no_agent_outlives_its_run(how: signal.Signals, tmp_path: Path) -> None:
         if how is signal.SIGINT:
             os.kill(command.pid, how)  # the second one ends it at once
         command.communicate(60)
-        until = time.monotonic() + 1.0
         found = [int(pid) for pid in note.read_text().split()]
-        while any(map(psutil.pid_exists, found)) and time.monotonic() < until:
-            time.sleep(0.02)
-        assert [pid for pid in found if psutil.pid_exists(pid)] == []
+        assert until(lambda: not any(map(psutil.pid_exists, found)), 1.0)
     finally:
         with contextlib.suppress(ProcessLookupError):
             command.kill_all()

@@ -18,6 +18,7 @@ from agentrl.contrib.gpu_tests.session import Case, FileResult
 from agentrl.utils.errors import UserError
 from tests.conftest import proof
 from tests.contrib.gpu_tests.conftest import Smi
+from tests.waits import until
 
 WELL = """import os, pytest
 pytestmark = pytest.mark.gpus(1)
@@ -98,10 +99,7 @@ def test_ctrl_c_ends_a_run_with_every_outcome_and_a_killed_one_leaves_no_process
     pid = json.loads(journal.read_text().splitlines()[0])["pid"]
     process.send_signal(signal.SIGKILL if kills else signal.SIGINT)
     said, _ = process.communicate()
-    until = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not Path(f"/proc/{pid}").exists()
+    assert until(lambda: not Path(f"/proc/{pid}").exists())
     if not kills:
         assert process.returncode == 130, said
         files = json.loads((tmp_path / "out" / "results.json").read_text())["files"]

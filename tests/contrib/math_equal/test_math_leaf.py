@@ -28,6 +28,7 @@ from tests.run.starts import scored
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'agentrl[math]'")
 from agentrl.contrib.math_equal import worker
+from tests.waits import until
 
 ASKED = {"gold": ["4"], "answer": "4", "seconds": 5, "strict": True, "boxed": False}
 
@@ -176,10 +177,7 @@ def test_processes_end_with_the_one_that_started_them():
         "print(Process()._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
     )
     pid = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
-    until = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    assert until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_arguments():

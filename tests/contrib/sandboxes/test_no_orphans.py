@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from agentrl.env import Message, ToolCall
 from agentrl.env.catalog import make_env
 from tests.conftest import proof
 from tests.contrib.sandboxes.test_providers import tiny_image
+from tests.waits import until
 
 _NUMBERS = itertools.count(os.getpid() % 10000 * 100)
 
@@ -40,13 +40,6 @@ def name_of(pid: int) -> str:
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).name()
     return ""
-
-
-def until(met: Callable[[], bool], seconds: float = 30.0) -> bool:
-    end = time.monotonic() + seconds
-    while not met() and time.monotonic() < end:
-        time.sleep(0.02)
-    return met()
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ import pytest
 from agentrl.contrib.sandboxes import local
 from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, SandboxSpec
 from tests.conftest import proof
+from tests.waits import until
 
 CODE = SandboxSpec(cpu_s=5, memory=512 << 20, processes=False, workdir="/")
 COMMANDS = SandboxSpec(cpu_s=5, memory=512 << 20, workdir="/")
@@ -195,23 +196,14 @@ def test_it_dies_with_its_driver_whatever_it_asks_the_kernel(kind: SandboxSpec, 
         return found
 
     try:
-        until(lambda: bool(alive()), 60)
-        assert alive()
+        assert until(alive, 60)
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-        until(lambda: not alive(), 5)
-        assert not alive()
+        assert until(lambda: not alive(), 5)
     finally:
         for process in alive():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-
-
-def until(met: object, seconds: float) -> None:
-    assert callable(met)
-    end = time.monotonic() + seconds
-    while not met() and time.monotonic() < end:
-        time.sleep(0.03)
 
 
 def test_installed_packages_are_not_read(kind: SandboxSpec) -> None:

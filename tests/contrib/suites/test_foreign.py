@@ -5,7 +5,6 @@ import copy
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +13,7 @@ import pytest
 
 from agentrl.contrib.suites.foreign import Foreign, HeldWorld, foreign, python_of
 from agentrl.utils.errors import ConfigError, EnvError
+from tests.waits import runs, until
 
 SCRIPT = """
 import os, sys, time
@@ -202,7 +202,7 @@ def test_nothing_is_left_of_a_process_that_ends(pool: Foreign) -> None:
     assert Path(folder).is_dir()
     pool.close()
     assert not Path(folder).parent.exists() and Path(folder).parent.name.startswith("agentrl-foreign-")
-    assert _gone(child)
+    assert until(lambda: not runs(child), 15)
 
 
 def test_nothing_is_left_of_a_process_that_was_killed_from_outside_while_somebody_held_it(pool: Foreign) -> None:
@@ -210,10 +210,10 @@ def test_nothing_is_left_of_a_process_that_was_killed_from_outside_while_somebod
     process = pool.take()
     folder, child = cast(list[Any], process.ask("holds", {}))
     os.kill(process._process.pid, 9)
-    assert _gone(process._process.pid)
+    assert until(lambda: not runs(process._process.pid), 15)
     pool.close()
     assert not Path(folder).parent.exists()
-    assert _gone(child)
+    assert until(lambda: not runs(child), 15)
     pool.give(process)  # too late
     assert pool.ask("count") == 1
 
@@ -228,7 +228,7 @@ def test_nothing_is_left_if_the_run_is_killed_in_the_middle_of_a_call(tmp_path: 
         "time.sleep(0.1)\nos.kill(os.getpid(), 9)\n"
     )
     folder, *pids = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=60).stdout.splitlines()
-    assert all(_gone(int(pid)) for pid in pids) and not Path(folder).parent.exists()
+    assert until(lambda: not any(runs(int(pid)) for pid in pids), 15) and not Path(folder).parent.exists()
 
 
 def test_scripts_have_a_steady_clock_and_siblings(pool: Foreign, tmp_path: Path) -> None:
@@ -262,16 +262,3 @@ def test_a_fork_that_lets_go_of_a_world_leaves_its_parents_process_alone(pool: F
     os.waitpid(child, 0)
     assert asyncio.run(world.ask("show")) == [0]
     world.end()
-
-
-def _gone(pid: int) -> bool:
-    """Whether a process ends within some seconds (a zombie that nobody waits for has ended)."""
-    deadline = time.monotonic() + 15
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.05)
-    return False

@@ -3,7 +3,6 @@
 import os
 import shutil
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from agentrl.contrib.view.library import Library
 from agentrl.contrib.view.server import guard_app, make_app
+from tests.waits import until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
@@ -47,10 +47,7 @@ def serving(*paths: Path) -> Iterator[str]:
     library.start()
     thread.start()
     try:
-        until = time.monotonic() + 20
-        while not server.started:
-            assert time.monotonic() < until and thread.is_alive(), "the server does not start"
-            time.sleep(0.01)
+        assert until(lambda: server.started, 20), "the server does not start"
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
     finally:
         server.should_exit = True

@@ -7,9 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.run.evaluate import make_report
 from agentrl.utils.files import atomic_write
 from tests.run.made_folders import episode, run_folder, unscored
+from tests.waits import until
 
 METRICS = [
     {"step": 0, "phase": "before", "success": 0.5},
@@ -294,13 +293,6 @@ def test_a_bad_page_is_refused_before_the_index_is_waited_for(tmp_path: Path, mo
 # -- a run that goes on
 
 
-def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not appear"
-        time.sleep(0.01)
-
-
 def test_what_a_run_writes_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shelves, "POLL_S", 0.02)
     runs = tmp_path / "runs"
@@ -318,7 +310,7 @@ def test_what_a_run_writes_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         folder.write_trajectories("step_000002", [episode(2)])
         with folder.metrics.open("a") as file:
             file.write(json.dumps({**row, "step": 2}) + "\n" + '{"step": 3, "pha')
-        until(lambda: asking.ask("/runs/new/episodes")["total"] == 2)
+        assert until(lambda: asking.ask("/runs/new/episodes")["total"] == 2)
         new = asking.ask(f"/runs/new/metrics?after={first['next']}&edition={first['edition']}")
         assert [found["step"] for found in new["rows"]] == [2] and not new["anew"], "half a row is not read"
         # A resume from step 1 rewinds the rows and writes step 2 again: more rows than before, but others.
@@ -326,7 +318,7 @@ def test_what_a_run_writes_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         folder.write_trajectories("step_000002", [episode(7), episode(8)])
         again = asking.ask(f"/runs/new/metrics?after={new['next']}&edition={new['edition']}")
         assert again["anew"] and [found["success"] for found in again["rows"]] == [0.5] * 3
-        until(lambda: asking.ask("/runs/new/episodes")["total"] == 3)
+        assert until(lambda: asking.ask("/runs/new/episodes")["total"] == 3)
         assert asking.ask("/runs/new/episodes/step_000002.1")["task"] == "t/train/8"
         folder.write_summary({"status": "done", "seconds": 3.0})
         assert [(found["live"], found["status"]) for found in asking.ask("/runs")] == [(False, "done")]
