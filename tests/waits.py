@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def until(met: Callable[[], T], seconds: float = 30.0) -> T:
-    """What `met` gives as soon as that is true, or what it gives after so many seconds."""
+    """The answer of `met` as soon as it is true, or its last one after so many seconds."""
     end = time.monotonic() + seconds
     while not (found := met()) and time.monotonic() < end:
         time.sleep(0.01)
@@ -18,7 +18,7 @@ def until(met: Callable[[], T], seconds: float = 30.0) -> T:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there; one that has ended, and that nobody has waited for, is not."""
+    """True if a process is there; one that has ended, and that nobody has waited for, is not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -25,6 +25,8 @@ class LoopbackServer:
             def do_POST(self) -> None:
                 outer.handle(self)
 
+            do_GET = do_DELETE = do_POST
+
             def log_message(self, *args: object) -> None:
                 pass
 

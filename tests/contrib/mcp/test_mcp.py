@@ -21,6 +21,7 @@ from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env.catalog import EnvRef
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError
 from tests.env.toyenvs import Notes, call
+from tests.waits import until
 
 SERVER = '''
 import asyncio, os, sys
@@ -49,10 +50,6 @@ def pid() -> int:
 @server.tool()
 def setting() -> str:
     return os.environ.get("SHOP_NAME", "none")
-
-@server.tool()
-def die() -> int:
-    os._exit(3)
 
 @server.tool()
 async def sleep() -> int:
@@ -90,18 +87,13 @@ async def answer(env: Notes, name: str, /, **arguments: Any) -> str:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process is dead, within twenty seconds."""
-    for _ in range(400):
-        if not Path(f"/proc/{pid}").exists():
-            return True
-        time.sleep(0.05)
-    return False
+    return until(lambda: not Path(f"/proc/{pid}").exists(), 20)
 
 
 async def test_each_episode_has_its_own_session_over_stdio(stdio: McpServerConfig) -> None:
     one, two = env_with(stdio), env_with(stdio)
     await asyncio.gather(one.areset(seed=0), two.areset(seed=1))
-    assert one.toolbox.names == ("write", "hang", "quit", "count", "sell", "pid", "setting", "die", "sleep")
+    assert one.toolbox.names == ("write", "hang", "quit", "count", "sell", "pid", "setting", "sleep")
     assert await answer(one, "sell", name="tea", n=2) == "sold"
     assert await answer(one, "count", name="tea") == "1"
     assert await answer(two, "count", name="tea") == "3", "the servers are not shared"
@@ -145,14 +137,6 @@ def test_the_gymnasium_face_works_too(stdio: McpServerConfig) -> None:
     pid = int(env.step(call("pid"))[0][0].content)
     env.step("done")
     assert gone(pid)
-
-
-async def test_a_server_that_dies_is_a_typed_outcome(stdio: McpServerConfig) -> None:
-    env = env_with(stdio)
-    await env.areset(seed=0)
-    with pytest.raises(EnvError, match="die"):
-        await env.astep(call("die"))
-    assert env.trajectory.stop is StopReason.ENV_ERROR and env.trajectory.reward is None
 
 
 @pytest.mark.parametrize(

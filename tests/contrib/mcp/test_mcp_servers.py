@@ -7,11 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,9 @@ pytest.importorskip("mcp", reason="needs the MCP SDK: pip install 'agentrl[mcp]'
 import mcp_types as types
 from mcp import MCPError
 
-from tests.contrib.mcp.test_mcp import env_with
+from tests.contrib.mcp.test_mcp import env_with, gone
 from tests.env.toyenvs import Notes, call
+from tests.rollout.loopback import LoopbackServer
 
 Answer = Callable[[str, Mapping[str, Any]], Any]
 
@@ -296,7 +295,7 @@ async def test_what_a_server_writes_is_not_printed(
     env = env_with(hostile("crash"))
     with pytest.raises(EnvError, match=r"tool act1 of MCP server 'shop' failed: .*; it wrote: Last: the line of the call"):
         await result_of(env, "act1")
-    assert env.trajectory.stop is StopReason.ENV_ERROR
+    assert env.trajectory.stop is StopReason.ENV_ERROR and env.trajectory.reward is None
     assert capfd.readouterr() == ("", "")
 
 
@@ -365,10 +364,7 @@ def test_no_server_outlives_the_process_that_started_it(hostile: Callable[..., M
     process.send_signal(number)
     process.wait(10)
     process.stdout.close()
-    until = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
+    assert gone(pid)
 
 
 # -- agentrl env check (40 B3) --------------------------------------------------------------------------
@@ -404,52 +400,31 @@ def test_a_check_of_a_server_that_does_not_start_says_so_once(hostile: Callable[
 # -- over HTTP: no answer is no error answer -----------------------------------------------------------
 
 
-@contextmanager
-def http(call_answer: tuple[int, str, str]) -> Iterator[str]:
+class Calls(LoopbackServer):
     """A server whose calls are answered with (status, content type, body); the rest is as it should be."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *args: Any) -> None:
+    def __init__(self, *call_answer: Any) -> None:
+        super().__init__()
+        self.call_answer = call_answer
+
+    def handle(self, handler: BaseHTTPRequestHandler) -> None:
+        if handler.command != "POST":
+            self.send(handler, "", 405 if handler.command == "GET" else 200)
             return
-
-        def _send(self, status: int, kind: str, body: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            if status == 307:
-                self.send_header("Location", "http://elsewhere.invalid/mcp")
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def do_GET(self) -> None:
-            self._send(405, "text/plain", "")
-
-        def do_DELETE(self) -> None:
-            self._send(200, "text/plain", "")
-
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            row = {"jsonrpc": "2.0", "id": asked.get("id")}
-            info = {"serverInfo": {"name": "h", "version": "1"}, "capabilities": {"tools": {}}, "protocolVersion": "2025-06-18"}
-            listed = {"tools": [{"name": "act", "inputSchema": {"type": "object"}}]}
-            known = {"initialize": info, "tools/list": listed}
-            if asked["method"] in known:
-                self._send(200, "application/json", json.dumps({**row, "result": known[asked["method"]]}))
-            elif asked["method"] == "tools/call":
-                status, kind, body = call_answer
-                self._send(status, kind, body.replace("ID", json.dumps(asked["id"])))
-            elif "id" in asked:
-                self._send(200, "application/json", json.dumps({**row, "error": {"code": -32601, "message": "Method not found"}}))
-            else:
-                self._send(202, "text/plain", "")
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/mcp"
-    finally:
-        server.shutdown()
-        server.server_close()
+        asked = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        row = {"jsonrpc": "2.0", "id": asked.get("id")}
+        info = {"serverInfo": {"name": "h", "version": "1"}, "capabilities": {"tools": {}}, "protocolVersion": "2025-06-18"}
+        known = {"initialize": info, "tools/list": {"tools": [{"name": "act", "inputSchema": {"type": "object"}}]}}
+        if asked["method"] in known:
+            self.send(handler, json.dumps({**row, "result": known[asked["method"]]}))
+        elif asked["method"] == "tools/call":
+            status, kind, body = self.call_answer
+            elsewhere = {"Location": "http://elsewhere.invalid/mcp"} if status == 307 else {}
+            self.send(handler, body.replace("ID", json.dumps(asked["id"])), status, **{"Content-Type": kind}, **elsewhere)
+        elif "id" in asked:
+            self.send(handler, json.dumps({**row, "error": {"code": -32601, "message": "Method not found"}}))
+        else:
+            self.send(handler, "", 202)
 
 
 ERROR = '{"jsonrpc": "2.0", "id": ID, "error": {"code": -32603, "message": "no such city"}}'
@@ -475,8 +450,8 @@ ERROR = '{"jsonrpc": "2.0", "id": ID, "error": {"code": -32603, "message": "no s
     ],
 )
 async def test_over_http_only_an_answer_is_the_policys(answer: tuple[int, str, str], lost: bool) -> None:
-    with http(answer) as url:
-        env = env_with(McpServerConfig(url=url, timeout=10.0))
+    with Calls(*answer) as server:
+        env = env_with(McpServerConfig(url=server.url, timeout=10.0))
         if lost:
             with pytest.raises(EnvError, match=rf"tool act of MCP server 'shop' failed.*{answer[0] if answer[0] >= 400 else ''}"):
                 await result_of(env)

@@ -15,7 +15,7 @@ from agentrl.data.images import Image
 from agentrl.data.trajectory import Message
 from agentrl.env import Task, ToolEnv, tool
 from agentrl.env.catalog import EnvRef
-from tests.contrib.mcp.test_mcp import answer, env_with, serving
+from tests.contrib.mcp.test_mcp import env_with, serving
 from tests.env.toyenvs import call
 
 SERVE = ["-m", "agentrl.cli.main", "env", "serve", "key_value", "calls=2", "--mcp", "--seed", "3"]
@@ -69,14 +69,6 @@ def test_a_port_that_cannot_be_had_is_a_mistake_with_a_name(capsys: pytest.Captu
         assert f"127.0.0.1:{port}" in told.err and "in use" in told.err and "another port" in told.err
     assert main(["env", "serve", "key_value", "--mcp", "--http", "70000"]) == 2
     assert "--http 70000" in capsys.readouterr().err
-
-
-async def test_a_served_environment_can_be_imported_again() -> None:
-    """The two ends fit each other: key_value's tools inside another environment's episode."""
-    env = env_with(McpServerConfig(command=[sys.executable, *SERVE], tools=["get", "add"]))
-    await env.areset(seed=0)
-    assert await answer(env, "add", x=4) == "4" and await answer(env, "add", x=5) == "9"
-    await env.aclose()
 
 
 async def test_the_pictures_of_a_served_environment_are_shown() -> None:

@@ -4,11 +4,10 @@ really done, and when."""
 import gzip
 import json
 import socket
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +35,7 @@ from agentrl.utils.redaction import remember
 from agentrl.utils.spans import TraceSpan, here
 from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, updates
+from tests.rollout.loopback import LoopbackServer
 from tests.run.timelines import Shown, check_update, inside, nested, read
 
 TINY = "model.init={layers=1,hidden=16,mlp=16,heads=2,kv_heads=1,head_dim=8}"
@@ -66,36 +66,28 @@ class Lossy(Tracker):
         pass
 
 
-class Collector(ThreadingHTTPServer):
+class Collector(LoopbackServer):
     """An OTLP endpoint."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Export)
+        super().__init__()
         self.bodies: list[bytes] = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
 
-
-class Export(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        assert isinstance(self.server, Collector) and self.path == "/v1/traces"
-        self.server.bodies.append(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *args: Any) -> None:
-        pass
+    def handle(self, handler: BaseHTTPRequestHandler) -> None:
+        body = handler.rfile.read(int(handler.headers["Content-Length"]))
+        assert handler.path == "/v1/traces"
+        self.bodies.append(gzip.decompress(body) if handler.headers.get("Content-Encoding") == "gzip" else body)
+        self.send(handler, "")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     proto = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs agentrl[otel]")
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs agentrl[otel]")
-    server = Collector()
-    with pytest.MonkeyPatch.context() as patch:
+    with Collector() as server, pytest.MonkeyPatch.context() as patch:
         for name in ("OTEL_TRACES_EXPORTER", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
             patch.delenv(name, raising=False)
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", server.url.removesuffix("/v1"))
         port = free_port()
         every = ("traces={every=2}", "profile.steps=[2]", "eval.every=2", "checkpoint.every=2", "eval.tasks=2")
         more = (*every, "health.lint=false", f"prometheus.port={port}", "trackers=[{name='tracing_lossy'}]")
@@ -109,12 +101,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
 
         patch.setattr(RunLog, "evaluation", scraping)
         folder = execute(config_of(tmp_path_factory.mktemp("traced"), "traced", "steps=3", TINY, *more))
-    server.shutdown()
     messages = [proto.ExportTraceServiceRequest.FromString(body) for body in server.bodies]
     resources = [resource for message in messages for resource in message.resource_spans]
     [service] = {a.value.string_value for r in resources for a in r.resource.attributes if a.key == "service.name"}
     yield Told(folder, [one for r in resources for scope in r.scope_spans for one in scope.spans], service, scraped)
-    server.server_close()
 
 
 def free_port() -> int:
