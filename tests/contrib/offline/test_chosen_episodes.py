@@ -25,6 +25,7 @@ from agentrl.rollout.warm_start import transcript
 from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import CheckpointError, ConfigError
+from tests.contrib.offline.test_layouts import parquet
 
 TOKENIZER = packaged_tokenizer(512)
 RENDERER = make_renderer(TOKENIZER)
@@ -98,11 +99,6 @@ def test_tasks_of_one_id_and_seed_that_say_other_things_are_not_compared(whole: 
     assert (about.examples, about.tasks) == (2, 2)
 
 
-def test_files_whose_rows_are_all_bad_are_not_called_empty(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"in 1 rows:\n.*:1: data.loss = "):
-        written(tmp_path, [{"query": "q"}], max_bad=1.0)
-
-
 def rewarded(whole: Trajectory, *rewards: float, **changed: Any) -> list[dict[str, Any]]:
     return [replace(whole, reward=reward, seed=number, **changed).to_json() for number, reward in enumerate(rewards)]
 
@@ -140,6 +136,8 @@ def test_the_best_of_each_task_keep_the_files_order_and_a_bound_is_within(whole:
     assert [sum(map(len, one.ledgers)) for one in store.load(store.train)] == [len(cut(whole, number)[0]) for number in (0, 2, 3)]
     about, _ = written(tmp_path, rows, min_reward=0.5)
     assert about.examples == 3 and about.passed == {"below data.min_reward = 0.5": 1}
+    rows = [replace(whole, success=success, seed=n).to_json() for n, success in enumerate((True, None, False))]
+    assert written(tmp_path, rows, success=True)[0].examples == 1, "what is not known has not solved its task"
 
 
 def cut(whole: Trajectory, number: int) -> list[TokenLedger]:
@@ -147,11 +145,6 @@ def cut(whole: Trajectory, number: int) -> list[TokenLedger]:
     ledger = TokenLedger.from_json(whole.ledgers[0].to_json())
     ledger.append_context([5] * number, len(whole.turns) - 1)
     return [ledger]
-
-
-def test_of_an_unknown_success_it_is_not_known_that_it_solved_its_task(whole: Trajectory, tmp_path: Path) -> None:
-    rows = [replace(whole, success=success, seed=n).to_json() for n, success in enumerate((True, None, False))]
-    assert written(tmp_path, rows, success=True)[0].examples == 1
 
 
 def test_lines_without_anything_do_not_move_the_others(whole: Trajectory, tmp_path: Path) -> None:
@@ -178,13 +171,9 @@ def test_hidden_files_and_evaluations_of_a_run_are_not_read(tmp_path: Path) -> N
 
 
 def test_a_table_row_is_named_by_its_number_and_has_no_field_that_is_null(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
     said = [{"role": "user", "content": "?", "tool_calls": None}, {"role": "assistant", "content": "!", "weight": None}]
     rows = [{"messages": [*said, {"role": "user", "content": None}]}, {"messages": said}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    found = list(rows_of(tmp_path / "a.parquet"))
+    found = list(rows_of(parquet(tmp_path / "a.parquet", rows)))
     assert [str(place) for place, _ in found] == [f"{tmp_path}/a.parquet:1", f"{tmp_path}/a.parquet:2"]
     plain = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     assert [row for _, row in found] == [{"messages": [*plain, {"role": "user"}]}, {"messages": plain}]
@@ -198,6 +187,8 @@ def test_a_row_may_be_as_long_as_it_may_and_a_share_of_bad_rows_as_large(whole: 
     assert written(tmp_path, [*[whole.to_json()] * 3, {"text": "x"}], max_bad=0.25)[0].examples == 3
     with pytest.raises(ConfigError, match=r"1 of 4 rows cannot be used \(25.0%\), and data.max_bad = 0.24"):
         written(tmp_path, [*[whole.to_json()] * 3, {"text": "x"}], max_bad=0.24)
+    with pytest.raises(ConfigError, match=r"in 1 rows:\n.*:1: data.loss = "):  # all bad, and not called empty
+        written(tmp_path, [{"query": "q"}], max_bad=1.0)
 
 
 def test_a_pair_is_left_out_if_either_side_is_too_long(whole: Trajectory, tmp_path: Path) -> None:
@@ -277,12 +268,8 @@ def test_tokens_that_were_sampled_beside_images_are_refused_and_its_messages_are
 
 
 def test_episodes_in_parquet_are_refused_with_the_way_out(whole: Trajectory, tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
     row = {"task": {"id": "a", "seed": 1}, "env_id": "kv", "reward": 1.0, "ledgers": [{"token_ids": "AA=="}]}
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "episodes.parquet")
-    config = DataConfig(path=[str(tmp_path / "episodes.parquet")])
+    config = DataConfig(path=[str(parquet(tmp_path / "episodes.parquet", [row]))])
     with pytest.raises(ConfigError, match="episodes are read from JSON lines"):
         Preparation(config, RENDERER, TOKENIZER, 4096).write(tmp_path / "store", 0)
 

@@ -1,6 +1,7 @@
 """Each layout of chat data, read: roles, calls, tools, what is trained, and what is refused by name."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,14 @@ TOOLACE = {
         {"from": "assistant", "value": "1 and 2"},
     ],
 }
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    from pyarrow import Table
+    from pyarrow.parquet import write_table
+
+    write_table(Table.from_pylist(rows), path)
+    return path
 
 
 def test_openai_messages_weights_and_the_end_of_a_row() -> None:
@@ -132,6 +141,10 @@ def chat(**changed: Any) -> dict[str, Any]:
             "messages[1].content: a <tool_call> as text",
         ),
         (chat(messages=[*ASKED[:2], {**ASKED[2], "tool_call_id": ["x"]}, ASKED[5]]), "messages[2].tool_call_id: expected text"),
+        (
+            chat(messages=[ASKED[0], {**ASKED[5], "reasoning": "a", "thinking": "b"}]),
+            "messages[1]: reasoning and thinking differ",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_says_where_and_why(row: dict[str, Any], said: str) -> None:
@@ -277,7 +290,7 @@ def test_a_message_without_content_and_a_system_prompt_where_none_is_read_are_re
         sharegpt_chat({**HERMES, "system": ["Be brief."]})
 
 
-def test_a_row_is_refused_that_has_what_the_template_does_not_show() -> None:
+def test_a_row_is_refused_that_no_prompt_opens_or_that_the_template_does_not_show_all_of() -> None:
     template, tokens, bos, eos, *_ = FAMILIES["mistral"]
     mistral = make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos))
     qwen = make_renderer(build_tokenizer([*IM, "<think>", "</think>"], QWEN3))
@@ -286,6 +299,7 @@ def test_a_row_is_refused_that_has_what_the_template_does_not_show() -> None:
     for messages, renderer, fault in (
         (spoken, mistral, r"messages\[1\]: .* not show all of a message of role 'assistant' in its place: 'I add.'. Leave out"),
         (warned, qwen, "not show all of a message of role 'system' in its place: 'Be brief.'"),
+        (ASKED[5:6], qwen, "begins with an assistant's message, which no prompt precedes"),
     ):
         with pytest.raises(BadRowError, match=fault):
             render_chat(openai_chat({"messages": messages, "tools": TOOLS}), renderer)
@@ -327,11 +341,6 @@ def test_weights_and_tools_of_a_preference_are_those_of_its_messages() -> None:
         assert learned == ([["yes"], ["yes"]] if "prompt" not in row and "input" not in row else [["add", "yes"], ["add", "yes"]])
 
 
-def test_a_conversation_that_no_prompt_opens_is_refused() -> None:
-    with pytest.raises(BadRowError, match="begins with an assistant's message"):
-        render_chat(openai_chat(chat(messages=[{"role": "assistant", "content": "hi"}])), make_renderer(packaged_tokenizer(512)))
-
-
 def hermes(*said: tuple[str, str]) -> dict[str, Any]:
     turns = [{"from": who, "value": text} for who, text in said]
     return {"conversations": [HERMES["conversations"][0], {"from": "human", "value": "?"}, *turns], "tools": json.dumps(TOOLS)}
@@ -351,12 +360,8 @@ def test_a_call_that_is_only_thought_of_is_none(thought: str) -> None:
     message = sharegpt_chat(hermes(("gpt", thought + made))).messages[1]
     assert [call.arguments for call in message.tool_calls] == [{"a": 1}]
     assert "9" in str(message.reasoning) and "9" not in message.content
-
-
-def test_tags_of_thoughts_in_an_argument_are_its_text() -> None:
-    made = "<tool_call>{'name': 'add', 'arguments': {'a': '<think>x</think>'}}</tool_call>"
-    message = sharegpt_chat(hermes(("gpt", made))).messages[1]
-    assert message.tool_calls[0].arguments == {"a": "<think>x</think>"} and message.reasoning is None
+    message = sharegpt_chat(hermes(("gpt", made.replace("1", "'<think>x</think>'")))).messages[1]
+    assert message.tool_calls[0].arguments == {"a": "<think>x</think>"} and message.reasoning is None, "text of an argument"
 
 
 def test_results_of_both_text_layouts_are_ordered_by_the_names_that_they_have() -> None:

@@ -36,7 +36,7 @@ from agentrl.trainer.model_folder import export_run
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ConfigError
 from tests.conftest import proof
-from tests.contrib.offline.test_layouts import ASKED, HERMES, TOOLS
+from tests.contrib.offline.test_layouts import ASKED, HERMES, TOOLS, parquet
 
 MODEL = "model.init={layers=2,hidden=32,mlp=64,heads=4,kv_heads=2,head_dim=8}"
 USUAL = [MODEL, "optim.lr=3e-3", "trackers=[]"]
@@ -65,14 +65,9 @@ def numbered(row: dict[str, Any], count: int, key: str = "messages") -> list[dic
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve chats, of two layouts, in JSON lines and in Parquet: what data.path names."""
-    import pyarrow
-    import pyarrow.parquet
-
     folder = tmp_path_factory.mktemp("chats")
     written(folder / "a.jsonl", [*numbered({"messages": ASKED, "tools": TOOLS}, 5), HERMES])
-    others = numbered({"messages": ASKED, "tools": json.dumps(TOOLS)}, 11)[5:]
-    table = pyarrow.Table.from_pylist(others)
-    pyarrow.parquet.write_table(table, folder / "b.parquet")
+    parquet(folder / "b.parquet", numbered({"messages": ASKED, "tools": json.dumps(TOOLS)}, 11)[5:])
     return folder
 
 

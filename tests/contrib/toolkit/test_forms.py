@@ -13,6 +13,7 @@ from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchang
 from agentrl.contrib.agents.session import AgentSession
 from agentrl.contrib.offline.layouts import openai_chat, preference
 from agentrl.contrib.offline.prepare import render_chat
+from agentrl.contrib.offline.store import rows_of
 from agentrl.contrib.toolkit.chat_forms import call_result, calls_of, declaration, declarations, from_annotation, without_padding
 from agentrl.data.chat_forms import FormError
 from agentrl.data.trajectory import Message
@@ -21,6 +22,7 @@ from agentrl.env.catalog import make_env
 from agentrl.render import make_renderer
 from agentrl.utils.errors import BadRowError
 from tests.conftest import examples
+from tests.contrib.offline.test_layouts import parquet
 from tests.render.families import IM, QWEN3
 from tests.render.render_tokenizers import build_tokenizer
 
@@ -90,7 +92,8 @@ FORMS: dict[str, Any] = {
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_each_form_declares_the_parameter_with_its_type(form: Any) -> None:
     wanted = {"type": "function", "function": {"name": "f", "description": "d", "parameters": CITY}}
-    assert declarations([form]) == (wanted,)
+    assert (once := declarations([form])) == (wanted,)
+    assert json.dumps(declarations(list(once))) == json.dumps(once), "what was read is read as itself"
     row = {"messages": SAID, "tools": json.dumps([form])}
     assert openai_chat(row).tools == (wanted,)
 
@@ -227,12 +230,6 @@ def test_a_tool_of_agentrl_s_own_is_trained_as_it_is_played() -> None:
     assert RENDERER.start([Message("user", "hi")], read) == wanted
 
 
-def test_a_declaration_that_was_read_is_read_as_itself() -> None:
-    for form in FORMS.values():
-        once = declarations([form])
-        assert json.dumps(declarations(list(once))) == json.dumps(once)
-
-
 # -- calls and results -------------------------------------------------------------------------------
 
 GET = {"type": "function", "function": {"name": "get", "parameters": CITY}}
@@ -299,6 +296,8 @@ def test_an_id_that_each_turn_repeats_is_made_unique() -> None:
     ids = [call.id for message in chat.messages for call in message.tool_calls]
     assert len(set(ids)) == 2 and ids == [message.tool_call_id for message in chat.messages if message.role == "tool"]
     assert [message.name for message in chat.messages if message.role == "tool"] == ["get", "set"]
+    again = [*said, *turn("s", {"tool_call_id": "x", "content": "2"})[:-1]]
+    assert [one.name for one in asked(CHAT, messages=again).messages if one.role == "tool"] == ["get", "set"], "the endpoint, too"
 
 
 def test_the_endpoint_s_protocols_put_results_into_the_order_of_their_calls() -> None:
@@ -310,11 +309,6 @@ def test_the_endpoint_s_protocols_put_results_into_the_order_of_their_calls() ->
              *({"type": "function_call_output", "call_id": id, "output": text} for id, text in ("y2", "x1"))]  # fmt: skip
     for ask in (asked(CHAT, messages=chat), asked(ANTHROPIC, messages=anthropic, max_tokens=5), asked(RESPONSES, input=items)):
         assert [(one.tool_call_id, one.content, one.name) for one in ask.messages[2:]] == [("x", "1", "get"), ("y", "2", "get")]
-
-
-def test_an_id_that_a_later_turn_repeats_names_its_own_call_at_the_endpoint() -> None:
-    said = [*turn("g", {"tool_call_id": "x", "content": "1"}), *turn("s", {"tool_call_id": "x", "content": "2"})[:-1]]
-    assert [one.name for one in asked(CHAT, messages=said).messages if one.role == "tool"] == ["get", "set"]
 
 
 @pytest.mark.parametrize("key", ["arguments", "parameters", "input", "args"])
@@ -368,22 +362,12 @@ def test_the_nulls_of_a_client_s_dump_are_absent_keys() -> None:
     assert chat == openai_chat({"messages": SAID}) and chat.trained == (False, True) and not chat.unread
 
 
-def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return str(path)
-
-
 def test_a_table_keeps_the_null_that_a_tool_requires_and_no_other(tmp_path: Path) -> None:
-    from agentrl.contrib.offline.store import rows_of
-
     tools = [{"type": "function", "function": {"name": "set", "parameters": NULLABLE}}, GET]
     called = [{"name": "set", "arguments": {"need": None}}, {"name": "get", "arguments": {"city": "Rome"}}]
     said = [SAID[0], {"role": "assistant", "tool_calls": [{"id": str(n), "function": one} for n, one in enumerate(called)]}]
     file = parquet(tmp_path / "a.parquet", [{"messages": said, "tools": json.dumps(tools)}])
-    [(_, row)] = rows_of(Path(file))
+    [(_, row)] = rows_of(file)
     assert isinstance(row, dict)
     assert [call.arguments for call in openai_chat(row, table=True).messages[1].tool_calls] == [{"need": None}, {"city": "Rome"}]
 
@@ -394,7 +378,7 @@ def test_a_gold_null_of_a_table_is_a_gold_null(tmp_path: Path) -> None:
     calls = [{"name": "set", "arguments": {"need": None}}, {"name": "get", "arguments": {"city": "Rome"}}]
     row = {"prompt": "hi", "split": "train", "tools": json.dumps(tools), "gold": {"calls": calls},
            "answers": [{**call, "content": "ok"} for call in calls]}  # fmt: skip
-    env = make_env("own_tools", tasks=parquet(tmp_path / "a.parquet", [row]))
+    env = make_env("own_tools", tasks=str(parquet(tmp_path / "a.parquet", [row])))
     env.reset(seed=0)
     assert env.task.gold["calls"] == calls
     for message in env.gold_turns(env.task):
@@ -432,12 +416,6 @@ def test_reasoning_is_read_under_each_of_its_names(message: dict[str, Any]) -> N
     assert chat.messages[1].reasoning == "since" and chat.messages[1].content == "yes"
     [ledger] = render_chat(chat, RENDERER)
     assert "since" in RENDERER._text.decode(ledger.token_ids[ledger.sampled].tolist())  # type: ignore[attr-defined]
-
-
-def test_reasoning_that_two_keys_say_otherwise_is_refused() -> None:
-    said = [SAID[0], {**SAID[1], "reasoning": "a", "thinking": "b"}]
-    with pytest.raises(BadRowError, match=r"messages\[1\]: reasoning and thinking differ"):
-        openai_chat({"messages": said})
 
 
 def test_what_nothing_is_made_of_is_counted() -> None:
