@@ -12,13 +12,9 @@ def ray_cluster() -> Iterator[None]:
     from agentrl.cluster.ray_cluster import start_ray, stop_ray
     from agentrl.config.schema import ClusterConfig
 
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
-    stop_ray()  # another test's Ray could not import the modules next to this file
-    start_ray(ClusterConfig(), object_store_bytes=256 << 20)
-    yield
-    stop_ray()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        stop_ray()  # another test's Ray could not import the modules next to this file
+        start_ray(ClusterConfig(), object_store_bytes=256 << 20)
+        yield
+        stop_ray()

@@ -72,12 +72,11 @@ def test_a_wrong_config_says_where_and_what(file: Path, text: str, overrides: li
         assert part in str(caught.value)
 
 
-def test_a_missing_file_names_the_nearest(file: Path) -> None:
+def test_a_missing_file_names_the_nearest_and_a_name_without_its_ending_the_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"no such config file; did you mean .*run\.toml"):
         load_config(file.with_name("rum.toml"))
-
-
-def test_a_name_without_its_ending_names_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
     with pytest.raises(CatalogError, match=r"no config 'run' .*; did you mean the file 'run\.toml'\?"):
         find_config_file("run")

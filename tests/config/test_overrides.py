@@ -69,11 +69,8 @@ def test_both_alternatives_on_the_command_line_are_both_kept_for_the_check_to_re
     assert (url.url, url.command) == ("http://x", [])
     agent = read(tmp_path, 'agent.command=["a"]').agent
     assert agent is not None and agent.command == ["a"]
-
-
-def test_false_or_unset_alternatives_replace_nothing(tmp_path: Path) -> None:
     for text in ("model.path=false", "~model.path"):
-        assert read(tmp_path, text).model.init is not None
+        assert read(tmp_path, text).model.init is not None, "what is false or unset replaces nothing"
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [
@@ -136,6 +133,8 @@ def test_of_several_environments_one_is_taken_away_by_name(tmp_path: Path) -> No
     (TWO, ["~env.pythn"], ["override '~env.pythn'", "did you mean 'python'"]),
     (TWO, ["~env.python.rewards"], ["override '~env.python.rewards'", "did you mean 'env.reward'"]),
     (TWO, ["~env.0", "~env.0"], ["env: list should have at least 1 item"]),
+    (BASE, ["tools.mcp.shop.timeot=3"], ["tools.mcp.shop.timeot: unknown key; did you mean 'tools.mcp.shop.timeout'"]),
+    (BASE, ["cluster.pools.big.gpu=1"], ["cluster.pools.big.gpu: unknown key; did you mean 'cluster.pools.big.gpus'"]),
 ])  # fmt: skip
 def test_a_mistake_names_the_override(tmp_path: Path, text: str, overrides: list[str], said: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -150,13 +149,6 @@ def test_an_override_does_not_change_what_it_is_applied_to() -> None:
     table = {"env": {"id": "key_value", "params": {"calls": 2}}, "model": {"init": {}}}
     config_from(table, ["env.params.calls=5", "model.path=x", "rollout.groups=2"])
     assert table == {"env": {"id": "key_value", "params": {"calls": 2}}, "model": {"init": {}}}
-
-
-def test_unknown_keys_inside_named_tables_are_told_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tools\.mcp\.shop\.timeot: unknown key; did you mean 'tools\.mcp\.shop\.timeout'"):
-        read(tmp_path, "tools.mcp.shop.timeot=3")
-    with pytest.raises(ConfigError, match=r"cluster\.pools\.big\.gpu: unknown key; did you mean 'cluster\.pools\.big\.gpus'"):
-        read(tmp_path, "cluster.pools.big.gpu=1")
 
 
 def test_overrides_behind_an_option_are_taken() -> None:

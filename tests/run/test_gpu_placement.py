@@ -40,23 +40,19 @@ GPU = ROOT / "configs" / "gpu"
 def address() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
     stop_ray()
     node = {"num_cpus": 16, "num_gpus": 8, "object_store_memory": 96 << 20}
     # Else each node starts 16 processes in advance, for whoever comes: half a second of a core each, and nobody does.
     asked_for = {"prestart_worker_first_driver": False}
     head = {**node, "include_dashboard": False, "_system_config": asked_for}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(3):
-        cluster.add_node(**node)
-    yield cluster.address
-    stop_ray()
-    cluster.shutdown()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(3):
+            cluster.add_node(**node)
+        yield cluster.address
+        stop_ray()
+        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -230,13 +230,12 @@ def test_vllms_engine_loads_what_is_broadcast(engines: None, cards: Cards, monke
     sender.close()
 
 
-def test_vllms_processes_end_a_route_between_gpus_in_its_own_engine(engines: None, cards: Cards) -> None:
+def test_vllms_processes_end_a_route_between_gpus_in_its_own_engine_and_join_the_broadcast_alone(
+    engines: None, cards: Cards
+) -> None:
     worker = SimpleNamespace(parallel_config=None, model_config=None)
     offer, device = ipc.IpcSender(ROOM, 1).open(), SimpleNamespace(index=5)
     assert isinstance(open_end(offer, 0, worker, device, None), IpcTransfer)  # type: ignore[arg-type]
-
-
-def test_only_vllm_joins_the_broadcast(cards: Cards) -> None:
     offer = routes.Offer("nccl", ROOM, 1, ("127.0.0.1", "1"))
     with pytest.raises(ConfigError, match=r"weights.route = nccl: only the processes of a vLLM engine"):
         routes.open_receiver(offer, 0)

@@ -101,9 +101,11 @@ def test_a_verdict_becomes_a_value_with_its_reason(server):
     assert '{"user": ' in asked["messages"][1]["content"] and '"name": "get"' in asked["messages"][1]["content"]
 
 
-def test_the_profile_on_the_shelf(server):
+def test_the_profile_on_the_shelf_is_refused_by_a_run_without_a_judge(server):
     compiled = compile_spec(SHELF / "judge.json", context=Context(services={"judge": judge(server)}))
     assert compiled.score(episode("done")).value == pytest.approx(0.7)
+    with pytest.raises(RewardSpecError, match="judge asks 'judge', which this run does not provide"):
+        compile_spec(SHELF / "judge.json")
 
 
 @pytest.mark.parametrize(
@@ -261,11 +263,6 @@ def test_a_judge_leaf_that_cannot_work_is_refused(server, args, message):
     with pytest.raises(RewardSpecError, match="/root/args") as caught:
         scorer(judge(server), **args)
     assert message in str(caught.value)
-
-
-def test_a_run_without_a_judge_refuses_the_spec():
-    with pytest.raises(RewardSpecError, match="judge asks 'judge', which this run does not provide"):
-        compile_spec(SHELF / "judge.json")
 
 
 @pytest.mark.parametrize("place", ["transcript", "answer", "input", "calls"])

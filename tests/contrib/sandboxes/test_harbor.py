@@ -222,14 +222,6 @@ def test_a_script_that_the_tests_run_does_not_write_their_verdict(cheat: str, pr
     assert played(env, write, "Done.", seed=OWN["fix-script"]) == (0.0, True), verdict(env)
 
 
-def test_tests_that_were_ended_leave_no_verdict(tmp_path: Path) -> None:
-    for number, end in enumerate(("kill -9 $$", "kill -TERM $$", "sleep 60", "sh -c 'kill -9 $PPID'")):
-        settings = '[metadata.agentrl]\nfiles_only = true\nsplit = "train"\n[verifier]\ntimeout_sec = 1.0\n'
-        root = task_folder(tmp_path / str(number), "a", settings, f'echo 1 > "$LOGS_DIR/reward.txt"; {end}')
-        env = make_env("harbor", tasks=str(root))
-        assert played(env, "Done.") == (0.0, True) and verdict(env)["reason"].startswith("the tests were ended"), end
-
-
 @pytest.mark.parametrize(
     ("test", "reward", "reason"),
     [
@@ -246,6 +238,11 @@ def test_tests_that_were_ended_leave_no_verdict(tmp_path: Path) -> None:
         ('head -c 60000 /dev/zero | tr "\\0" "[" > "$LOGS_DIR/reward.json"', 0.0, "reward.json is no verdict: maximum recursion"),
         ("exit 1", 0.0, "the tests left no verdict"),
         ('echo 1 > "$LOGS_DIR/reward.txt.part"; sleep 60', 0.0, "the tests were ended (wall"),
+        ('echo 1 > "$LOGS_DIR/reward.txt"; sleep 60', 0.0, "the tests were ended (wall"),
+        *(
+            (f'echo 1 > "$LOGS_DIR/reward.txt"; {end}', 0.0, "the tests were ended")
+            for end in ("kill -9 $$", "kill -TERM $$", "sh -c 'kill -9 $PPID'")
+        ),
     ],
 )
 def test_how_a_verdict_is_read(tmp_path: Path, test: str, reward: float, reason: str | None) -> None:

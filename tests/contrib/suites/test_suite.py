@@ -294,9 +294,6 @@ def test_shared_contents_are_counted_by_kind() -> None:
     # Arguments are compared in any order; calls without arguments are in no count.
     assert (gold.shared, gold.tasks, gold.half, gold.of) == (1, 1, 1, 1)
     assert gold.examples == [('{"n": 1, "text": "a"}', "heldout/0", "train/0")]
-
-
-def test_ngrams() -> None:
     assert ngrams("A b, c d", 3) == {"a b c", "b c d"} and ngrams("A!", 3) == {"a"} and ngrams("...", 3) == set()
 
 
