@@ -2,16 +2,19 @@
 
 import math
 import re
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from agentrl.config.load import config_from
 from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, LossInput
 from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, value_loss
+from agentrl.trainer.optim import usual_rate
 from tests.sources import core_names
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -118,3 +121,26 @@ def test_value_loss() -> None:
     one = torch.ones(1)
     assert "prediction 1, return 2, old value 0, clip 0.5: 1.125" in TEXT
     assert value_loss(one, torch.zeros(1), 2 * one, 0.5).item() == pytest.approx(1.125)
+
+
+def test_the_column_of_our_defaults_is_what_a_config_gets() -> None:
+    """docs/hyperparameters.md, next to other trainers: a real model, and an adapter where the two differ."""
+    pages = Path(__file__).parents[2] / "docs"
+    text = (pages / "hyperparameters.md").read_text(encoding="utf-8").partition("## Defaults next to other trainers")[2]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert rows[0] == ["key", "agentrl", "verl", "TRL", "prime-rl", "why ours"] and all(map(all, rows[2:]))
+    plain = config_from({"env": {"id": "key_value"}, "model": {"path": "m"}})
+    adapter = config_from({"env": {"id": "key_value"}, "model": {"path": "m", "lora": {}}})
+    clip = [parameter.default for parameter in signature(POLICY_LOSSES["ppo_clip"]).parameters.values()][1:]
+    said = {
+        "optim.lr": f"{usual_rate('rl', plain.model):g}, LoRA {usual_rate('rl', adapter.model):g}".replace("e-0", "e-"),
+        "algorithm.loss": "ppo_clip: {:g}, {:g}, dual {:g}".format(*clip),
+        "model.lora.modules": "linear layers" if adapter.model.lora.modules is None else "",
+    }
+    for key, ours, *_ in rows[2:]:
+        value: Any = adapter
+        for name in key.strip("`").split("."):
+            value = getattr(value, name)
+        number = isinstance(value, (int, float))
+        shown = f"{value:g}" if number else "none" if value is None else getattr(value, "name", value)
+        assert ours == said.get(key.strip("`"), shown), key
