@@ -1,5 +1,6 @@
 """A reward spec is tried before the run: what makes it pointless is refused with its place, what is suspicious is said."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ MARK = {"use": "judge", "args": {"model": "openai/j-2026-01-01", "prompt": "{tra
 
 @pytest.fixture(autouse=True)
 def time_for_every_probe_on_a_loaded_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lint, "LINT_SECONDS", 60.0)
+    monkeypatch.setattr(lint, "LINT_SECONDS", {"start": 60.0, "dry run": 60.0})
 
 
 def notes(config: TrainConfig) -> list[str]:
@@ -97,9 +98,16 @@ def notes_of_remote(folder: Path) -> str:
     return check_lint(scored(there, scorer_of(config)))[-1]
 
 
-def test_no_probe_is_begun_after_the_time_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lint, "LINT_SECONDS", -1.0)
-    assert notes(with_spec(tmp_path, TYPO)) == []  # what gold is paid is then for `check_success` alone
+def test_a_dry_run_takes_time_for_enough_tasks_or_says_for_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lint, "LINT_SECONDS", {"start": -1.0, "dry run": 60.0})
+    start = scored(with_spec(tmp_path, TYPO))
+    assert check_lint(start) == [], "what gold is paid is then for `check_success` alone"
+    with pytest.raises(ConfigError, match="the gold solution could not be scored"):
+        check_lint(replace(start, planned=True))
+    monkeypatch.setattr(lint, "LINT_SECONDS", {"dry run": -1.0})
+    [line] = check_lint(replace(start, planned=True))
+    assert "'mine' was tried on 0 tasks of key_value in -1 s: what none of them shows, fewer than 100% of all do" in line
+    assert f"agentrl reward lint {tmp_path / 'mine.json'} --env key_value --tasks 59 tries more" in line
 
 
 IDLE = """

@@ -24,6 +24,7 @@ from agentrl.reward.leaves.answer import PythonFunction
 from agentrl.reward.lint import (
     ENOUGH,
     LintFinding,
+    bound_text,
     gold_episode,
     gold_fault,
     lint_idle,
@@ -31,6 +32,7 @@ from agentrl.reward.lint import (
     lint_spec,
     probe_episodes,
     reads_samples,
+    tried,
     whatever_judged,
 )
 from agentrl.reward.nodes import GateNode, LeafNode, Node, walk
@@ -217,7 +219,7 @@ def tasks_of(env: ToolEnv, split: str, endless: int) -> Iterator[Task]:
 
 # Lint
 
-LINT_SECONDS = 2.0
+LINT_SECONDS = {"start": 2.0, "dry run": 30.0}
 """No probe is begun after this many seconds, so that an environment that starts slowly costs a run little more than its gold."""
 
 UNSAID = frozenset({"never-varies", "escapes-scoring"})
@@ -244,9 +246,10 @@ def check_lint(start: RunStart) -> list[str]:
     why = None if env.at is None else f"the environment is at {env.at.url}"
     if config.agent is not None and config.agent.tools == "own":
         why = why or "the agent has tools of its own, which no script plays"
-    until = time.monotonic() + LINT_SECONDS
+    seconds = LINT_SECONDS["dry run" if start.planned else "start"]
+    until = time.monotonic() + seconds
 
-    def probe() -> list[LintFinding]:
+    def probe() -> tuple[list[LintFinding], int]:
         sound = without_chance(env)
         built = sound.build()
         order_free, idle_share = built.order_free, built.idle_share
@@ -261,17 +264,22 @@ def check_lint(start: RunStart) -> list[str]:
                 *(item for item in found if item.code not in unsaid and (item.level, item.code) != ("note", "cheap-success")),
             ]
 
-        return whatever_judged(scorer, probes, lint)
+        return whatever_judged(scorer, probes, lint), tried(probes)
 
     untried = [] if why is None else [f"reward spec {scorer.name!r} is not tried on episodes before the start: {why}"]
     if why is None:
         try:
-            probed = in_daemon_thread(probe, config.rollout.env_timeout + config.rollout.episode_timeout)
+            probed, count = in_daemon_thread(probe, seconds + config.rollout.env_timeout + config.rollout.episode_timeout)
         except Exception as error:  # the environment's own code; where gold is played, `check_success` has named its fault
             untried = [f"reward spec {scorer.name!r}: probe episodes of {env.id} failed: {error}"]
         else:
             _refuse(scorer, f"{word} --env {env.id}", [item for item in probed if item.code in REFUSED])
             findings = [*findings, *probed]
+            if start.planned and count < ENOUGH:
+                untried = [
+                    f"reward spec {scorer.name!r} was tried on {count} tasks of {env.id} in {seconds:g} s: {bound_text(count)}; "
+                    f"agentrl reward lint {word} --env {env.id} --tasks {ENOUGH} tries more"
+                ]
     return [*(f"reward spec {scorer.name!r} at {item.at}: {item.message}" for item in findings), *untried]
 
 
