@@ -58,13 +58,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # argparse gives optional words nothing after an option: the rest of `eval -n 5 ENV a.b=c` or `env play ENV --seed 1 a=b`.
     args: argparse.Namespace
     args, rest = parser.parse_known_args(words)
-    name = "params" if "params" in args else "overrides"
+    name = next((one for one in ("overrides", "params", "words") if one in args), "")
     if rest and "env" in args and name in args and args.env is None and not is_override(rest[0]) and rest[0][0] != "-":
         args.env = rest.pop(0)
-    if rest and (name not in args or any(text.startswith("-") or not is_override(text) for text in rest)):
+    if not rest:
+        return args
+    if not name or any(text.startswith("-") or not is_override(text) for text in rest):
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        setattr(args, name, [*getattr(args, name), *rest])
+    setattr(args, name, [*getattr(args, name), *rest])
     return args
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.arguments import COMMANDS, whole_number
+from agentrl.cli.env import PARAMS, reference
 from agentrl.utils.errors import CatalogError, UserError
-from agentrl.utils.parsing import json_text, read_json
+from agentrl.utils.parsing import json_text
 from agentrl.utils.terminal import console as safe_console
 from agentrl.utils.terminal import say
 
@@ -35,6 +36,7 @@ SHOWN = 20
 EPILOG = """examples:
   agentrl reward lint key_value                                  mistakes in the spec
   agentrl reward lint my_spec.json --env agentrl/KeyValue-v0     ... on gold, empty and spam episodes
+  agentrl reward lint my_spec.json --env key_value calls=4       ... of an environment with these parameters
   agentrl reward explain key_value runs/quickstart/trajectories/after_000010.jsonl --row 3
   agentrl reward score my_spec.json episodes.jsonl --workers 4 > scores.jsonl
   agentrl reward diff key_value my_spec.json episodes.jsonl      which episodes change rank or value
@@ -84,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pair, judge = "NAME=MODEL", 'the model of "engine:NAME", sampled in this process'
     for part in (lint, explain, score, diff):
         part.add_argument("--env", help=env_help)
-        part.add_argument("--param", action="append", default=[], metavar="a=b", help="a parameter of the environment")
+        part.add_argument("params", nargs="*", metavar="a=b", help=PARAMS)
         part.add_argument("--python", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="allow a python leaf")
         part.add_argument("--judge-url", help="base URL of an OpenAI-compatible server for judge leaves")
         part.add_argument("--judge-model", action="append", default=[], metavar=pair, help=judge)
@@ -102,7 +104,16 @@ _LINT_S = 30.0
 
 def run_lint(args: argparse.Namespace) -> int:
     """Print the findings; returns exit code 1 if one of them is an error."""
-    from agentrl.reward.lint import ENOUGH, LintFinding, lint_probes, lint_spec, probe_episodes, whatever_judged
+    from agentrl.reward.lint import (
+        ENOUGH,
+        LintFinding,
+        bound_text,
+        lint_probes,
+        lint_spec,
+        probe_episodes,
+        tried,
+        whatever_judged,
+    )
     from agentrl.reward.nodes import LeafNode, walk
 
     options = _options(args)
@@ -119,7 +130,7 @@ def run_lint(args: argparse.Namespace) -> int:
         built = ref.build()
 
         def lint(one: Scorer) -> list[LintFinding]:
-            return lint_probes(one, probes, built.order_free)
+            return lint_probes(one, probes, built.order_free, built.idle_share)
 
         if args.ask_judge or args.judge_url or args.judge_model:
             with options.asking(dict(scorer.spec)) as asking:
@@ -139,12 +150,11 @@ def run_lint(args: argparse.Namespace) -> int:
         low, high = scorer.range
         replays = any(isinstance(node, LeafNode) and "replay" in node.leaf.args for node in walk(scorer.root))
         unseen = "what it replays, gold and spam: not tried" if replays else "gold and spam: not tried"
-        tried = len(probes.get("shuffled", ())) if args.env else 0
-        bound = 1 - 0.05 ** (1 / tried) if tried else 1.0
-        seen = f", probed on {tried} tasks of {args.env}: what none of them shows, fewer than {bound:.0%} of all do (95 %)"
+        count = tried(probes)
+        seen = f", probed on {count} tasks of {args.env}: {bound_text(count)}"
         probed = seen if args.env else f" ({unseen}; --env ID does)"
-        count = sum(item.level != "note" for item in findings)
-        say(f"{scorer.name}: {_count(count, 'finding')}; reward within [{low:g}, {high:g}]{probed}")
+        faults = sum(item.level != "note" for item in findings)
+        say(f"{scorer.name}: {_count(faults, 'finding')}; reward within [{low:g}, {high:g}]{probed}")
     return 1 if any(item.level == "error" for item in findings) else 0
 
 
@@ -313,22 +323,18 @@ class _Options:
 
 def _options(args: argparse.Namespace) -> _Options:
     from agentrl.config.schema import JudgeConfig, JudgeEngineConfig, RewardConfig
-    from agentrl.env.catalog import EnvRef, check_ref, find_env
+    from agentrl.env.catalog import check_ref, find_env
 
-    params: dict[str, Any] = {}
-    for name, value in _pairs(args.param, "--param", "calls=4"):
-        params[key := name.removeprefix("env.params.")] = value
-        with suppress(ValueError):  # it is a text, and no JSON
-            params[key] = read_json(value)
+    words = args.params
     specs = [getattr(args, name) for name in ("spec", "spec_a", "spec_b") if hasattr(args, name)]
     for spec in specs:
         with suppress(UserError):  # a spec that is named by its environment is that one's own
             if args.env is None and find_env(spec).reward is not None:
                 args.env = spec
-    if params and args.env is None:
-        raise UserError("--param sets parameters of --env, which is not given")
-    if params and args.part != "lint" and not any('"replay": ' in json.dumps(_spec(spec)) for spec in specs):
-        raise UserError(f"--param: no gold calls are replayed by {' or '.join(specs)}, so no environment is made. Leave it out")
+    if words and args.env is None:
+        raise UserError(f"{words[0]}: a parameter of an environment, and none is named. Add --env ID")
+    if words and args.part != "lint" and not any('"replay": ' in json.dumps(_spec(spec)) for spec in specs):
+        raise UserError(f"{words[0]}: no gold calls are replayed by {' or '.join(specs)}, so nothing is played. Leave it out")
     models = tuple(_pairs(args.judge_model, "--judge-model", "strict=Qwen/Qwen3-0.6B"))
     if twice := [name for number, (name, _) in enumerate(models) if name in dict(models[:number])]:
         raise UserError(f"--judge-model {twice[0]}=...: given twice; a judge has one model")
@@ -337,8 +343,8 @@ def _options(args: argparse.Namespace) -> _Options:
     python = dict(_pairs(args.python, "--python", "polite=my_rewards:polite"))
     if args.env is not None:
         find_env(args.env)  # raises for an unknown one
-    env = None if args.env is None else EnvRef(args.env, params)
-    if env is not None and params:
+    env = None if args.env is None else reference(args.env, words)
+    if env is not None and words:
         check_ref(env)
     return _Options(env, RewardConfig(python=python, judge=JudgeConfig(engines=engines, **judge)))
 

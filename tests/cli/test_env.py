@@ -242,7 +242,9 @@ def test_a_parameter_is_written_in_one_way_for_all_commands(word: str, capsys: p
         ["env", "show", "key_value", word],
         ["env", "floor", "key_value", word, "-n", "2"],
         ["rollout", "key_value", word, "--policy", "gold", "-n", "1", "--out", "out"],
-        ["reward", "lint", "key_value", "--param", word, "-n", "2"],
+        ["reward", "lint", "key_value", word, "-n", "2"],
+        ["reward", "lint", "rewards/key_value.json", "--env", "key_value", "-n", "2", word],
+        ["env", "check", "key_value", "-n", "1", "--fuzz", "2", word],
     ]
     for words in commands:
         assert main(words) == 0, (words, capsys.readouterr().err)

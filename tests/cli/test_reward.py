@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agentrl.cli import reward as command
-from agentrl.cli.main import build_parser
+from agentrl.cli.main import _parse, build_parser
 from agentrl.config.schema import RewardConfig
 from agentrl.data.trajectory import Message, Task, ToolCall
 from agentrl.env import ToolEnv, tool
@@ -27,7 +27,7 @@ CALLS = {"expect": {"$": "/task/gold/calls"}}
 
 
 def agentrl(*argv):
-    args = build_parser().parse_args(["reward", *map(str, argv)])
+    args = _parse(["reward", *map(str, argv)])
     return args.run(args)
 
 
@@ -176,7 +176,7 @@ def test_lint_command(tmp_path, capsys):
     assert agentrl("lint", SHELF / "key_value.json", "--env", KEY_VALUE, "--tasks", 2) == 0
     assert "0 findings" in capsys.readouterr().out
     bad = write(tmp_path / "bad.json", spec({"op": "sum", "of": [ANSWER, leaf("calls.none")]}))
-    assert agentrl("lint", bad, "--env", KEY_VALUE, "--tasks", 2, "--param", "calls=2", "--json") == 1
+    assert agentrl("lint", bad, "--env", KEY_VALUE, "--tasks", 2, "calls=2", "--json") == 1
     found = json.loads(capsys.readouterr().out)["findings"]
     assert "do-nothing-floor" in [item["code"] for item in found]
 
@@ -343,11 +343,11 @@ def test_a_bad_row_in_a_worker_is_named(tmp_path):
     (["lint", "key_valu"], "key_value"),
     (["lint", "none.json"], "cannot be read"),
     (["lint", "key_value", "--env", "agentrl/KeyVal-v0"], "KeyValue"),
-    (["lint", "rewards/judge.json", "--param", "calls=2"], "--env"),
-    (["lint", "key_value", "--env", KEY_VALUE, "--param", "calls"], "NAME=VALUE"),
-    (["lint", "key_value", "--param", "cals=2"], "calls"),
-    (["score", "key_value", "none.jsonl", "--param", "calls=2"], "--param: no gold calls are replayed by key_value"),
-    (["score", "bfcl_multi_turn", "none.jsonl", "--env", KEY_VALUE, "--param", "cals=2"], "calls"),
+    (["lint", "rewards/judge.json", "calls=2"], "--env"),
+    (["lint", "key_value", "--env", KEY_VALUE, "calls="], "calls"),
+    (["lint", "key_value", "cals=2"], "calls"),
+    (["score", "key_value", "none.jsonl", "calls=2"], "calls=2: no gold calls are replayed by key_value"),
+    (["score", "bfcl_multi_turn", "none.jsonl", "--env", KEY_VALUE, "cals=2"], "calls"),
     (["score", "key_value", "none.jsonl"], "cannot be read"),
     (["explain", "key_value", "t.jsonl", "--row", 2], "has 1 rows"),
 ])  # fmt: skip
