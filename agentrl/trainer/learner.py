@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 STATE = "learner.json"
 COEFFICIENTS = ("kl_coef", "entropy_coef")
-"""Attributes of a learner that updates steer, and checkpoints hold."""
+"""Attributes of a learner that updates steer towards a target, and checkpoints hold, with where each began."""
 
 
 def adapted_entropy_coef(coef: float, measured: float, algorithm: AlgorithmConfig) -> float:
@@ -147,7 +147,7 @@ class Learner:
         self.reward_models: WorkerGroup[RewardModel] | None = None
         self.teachers: WorkerGroup[Reference] | None = None
         self.algorithm, self._own = config.settled_algorithm(), own_advantages(config.envs)
-        self.kl_coef, self.entropy_coef = config.algorithm.kl.coef, config.algorithm.entropy_bonus
+        self.kl_coef, self.entropy_coef = self._begun = config.algorithm.kl.coef, config.algorithm.entropy_bonus
         mode = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
         self.sharing = mode if "prefix_sharing" in TRAIN_ENGINES.entry(config.model.engine).traits else "off"
         self._skipped, self._name = 0, uuid4().hex
@@ -389,7 +389,7 @@ class Learner:
         """Write the state of all roles to `folder`, for `Checkpoints.writing`; returns when it is copied. See `is_saved`."""
         for name, group in self._kept_roles().items():
             await group.arun(SavedRole.begin_save, str(folder / name))
-        coefficients = json_text({name: getattr(self, name) for name in COEFFICIENTS})
+        coefficients = json_text({name: getattr(self, name) for name in COEFFICIENTS} | {"begun": self._begun})
         await in_thread("files", (folder / STATE).write_text, coefficients, "utf-8")
         for hook in self.hooks.values():
             await in_thread("files", ask_hook, hook, UpdateHook.save, folder)
@@ -413,7 +413,10 @@ class Learner:
         # An older checkpoint has fewer coefficients, or none, which nothing steered.
         path = folder / STATE
         found = read_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        for name in (name for name in COEFFICIENTS if name in found):
+        # One without a target is the config's, and one of another config begins anew.
+        targets = self.config.algorithm.kl.target, self.config.algorithm.entropy_target
+        kept = zip(COEFFICIENTS, self._begun, found.get("begun", self._begun), targets, strict=True)
+        for name in (name for name, now, then, target in kept if name in found and target is not None and now == then):
             if found[name] is None:
                 raise CheckpointError(f"{path}: {name} was not a number when it was saved; resume an older checkpoint")
             setattr(self, name, float(found[name]))

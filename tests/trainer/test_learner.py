@@ -75,6 +75,11 @@ def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path) -> None:
     save(broken, tmp_path)
     asyncio.run(resumed.load(tmp_path))
     assert resumed.kl_coef == broken.kl_coef != 0.1
+    # A coefficient that a resume changes, or that nothing steers any more, is the config's.
+    for kl, coef in ((KlConfig(coef=0.3, target=0.01, horizon=20), 0.3), (KlConfig(coef=0.1), 0.1)):
+        other = opened(tiny, config_of(algorithm=algorithm.model_copy(update={"kl": kl}), critic=toy_critic()))
+        asyncio.run(other.load(tmp_path))
+        assert other.kl_coef == coef
     for step in range(2, 4):
         again = asyncio.run(resumed.step(batches[step], step))
     assert torch.equal(flat(straight.actors), flat(resumed.actors))
