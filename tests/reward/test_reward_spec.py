@@ -123,7 +123,7 @@ def test_a_file_that_is_no_spec(tmp_path, text, says):
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path):
-    with pytest.raises(RewardSpecError, match="a JSON object or a path, not set$"):
+    with pytest.raises(RewardSpecError, match="a JSON object or a path, not set"):
         load_spec({1})
     with pytest.raises(RewardSpecError, match="cannot be read"):
         load_spec(tmp_path / "none.json")
