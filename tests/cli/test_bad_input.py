@@ -81,6 +81,7 @@ def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatc
     (["train", QUICKSTART, "name=../evil"], ["name", "'../evil' is not the name of one folder", "set out"]),
     (["train", QUICKSTART, "name=/tmp/evil", "--overwrite"], ["name", "not the name of one folder"]),
     (["train", QUICKSTART, "name=.."], ["name", "not the name of one folder"]),
+    (["train", QUICKSTART, "name=a\\b"], ["name", "not the name of one folder"]),
     (["train", "--resume", "runs/nothing"], ["runs/nothing: not a run folder"]),
     (["eval", "key_value", "--model", "./nowhere"], ["nowhere: no such model folder"]),
     (["sft", QUICKSTART, "seed=-1"], ["seed", "greater than or equal to 0"]),

@@ -73,9 +73,9 @@ def test_lint_of_a_spec_alone(root, code, at):
 def test_lint_of_an_unpinned_judge():
     def codes(model):
         node = leaf("judge", {"model": model, "prompt": "{answer}"})
-        return [item.code for item in lint_spec(command._Options(None, RewardConfig()).scorer(spec(node)))]
+        return [(item.level, item.code) for item in lint_spec(command._Options(None, RewardConfig()).scorer(spec(node)))]
 
-    assert codes("openai/gpt-4o") == ["unpinned-judge"]
+    assert codes("openai/gpt-4o") == [("warning", "unpinned-judge")]
     assert codes("openai/gpt-4o-2024-08-06") == []
 
 
@@ -238,7 +238,7 @@ def test_score_of_a_group_spec_compares_the_episodes_of_a_task(tmp_path, capsys)
 def test_diff(tmp_path, capsys):
     """By the answer rows 1 and 2 tie and row 3 is last; by turns row 2 (two turns) falls behind."""
     file = record(tmp_path / "t.jsonl", *(episode(*said, task_gold=TWO) for said in (["7"], [GET, "7"], ["8"])))
-    short = write(tmp_path / "short.json", SHORT)
+    short = write(tmp_path / "short.json", spec(leaf("cost.turns", {"max": 9}, scale=[1, 0])))
     assert agentrl("diff", SHELF / "key_value.json", short, file, "--json") == 0
     changed = json.loads(capsys.readouterr().out)["changed"]
     assert [(item["row"], item["rank_a"], item["rank_b"]) for item in changed] == [(2, 1, 3), (3, 3, 1)]

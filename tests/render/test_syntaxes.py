@@ -211,6 +211,10 @@ def test_each_malformation_is_named(name, text, reason):
     assert "".join(call.raw.split()) in "".join(text.split())
 
 
+def test_a_call_without_its_arguments_keeps_its_name() -> None:
+    assert [call.name for call in read("llama_json", '{"name": "get"}')[1]] == ["get"]
+
+
 @pytest.mark.parametrize("arguments", [{"s": "abc", "other": "abd"}, {"s": "abc", "o": {"s": "abc", "other": [1]}}])
 @pytest.mark.parametrize("name", sorted(WRITE))
 def test_a_key_given_twice_is_named(name, arguments):

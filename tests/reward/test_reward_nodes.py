@@ -60,6 +60,7 @@ def test_values(root, value):
     ({"op": "gate", "if": ONE, "then": NULL, "else": 1}, None),
     (op("sum", ONE, {**ONE, "when": {"$": "/episode/turns", "gt": 5}}), 1),
     (op("sum", ONE, {**ONE, "when": {"$": "/episode/turns", "gt": 1}}), 2),
+    (op("sum", ONE, {**ONE, "when": {"$": "/episode/errors", "eq": 0}}), 2),
     (op("sum", ONE, {**ONE, "when": {"$": "/task/gold/none", "eq": 1}}), None),
     (op("sum", ONE, {**ONE, "when": {"$": "/task/gold/none", "exists": True}}), 1),
     (op("sum", ONE, {**ONE, "when": {"not": {"any": [{"$": "/episode/stop", "eq": "done"}]}}}), 1),

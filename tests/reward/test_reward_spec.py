@@ -84,6 +84,7 @@ TURN = {"scope": "turn", "reduce": "sum"}
     (leaf("cost.turns", {"max": 2, "free": 2}), "/root/args", "must be below max"),
     (leaf("calls.none", when={"$": "/task/id", "eq": {"$": "/task/gold/a"}}), "/root/when/eq", "not a reference"),
     (leaf("text.contains", {"expect": "a", "mode": "any", "credit": "partial"}), "/root/args", "cannot be used with"),
+    (leaf("results.contains", {"expect": "a", "mode": "any", "credit": "partial"}), "/root/args", "cannot be used with"),
     ({"op": "mean", "of": [leaf("calls.none", weight=-1)]}, "/root/of", "weights of a mean"),
     (leaf("episode.stopped", scope="turn"), "/root", "sees episode, not a turn"),
     (leaf("calls.none", scope="group"), "/root/scope", "only for group.rank"),

@@ -18,6 +18,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import Context, compile_spec
 from agentrl.rollout.collector import Collector
+from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import Limits, Policy, score_group
 from agentrl.utils import event_loop as deadline
@@ -471,3 +472,10 @@ async def test_a_group_whose_comparison_hangs_is_unscored() -> None:
     for member in members:
         assert (member.stop, member.reward, member.metrics) == (StopReason.ENV_ERROR, None, {"best": None})
         assert member.error == "reward spec best: no end within 5 s" and member.cause == {"blame": "infrastructure"}
+
+
+def test_the_longest_wait_is_named_first_whatever_process_it_is_in() -> None:
+    watch = Watch()
+    watch.elsewhere["worker 1"] = ([("e9", "the tool", 50.0)], 0, time.monotonic())
+    with watch.waits("e1", lambda: "the engine"):
+        assert watch.waiting(1) == "episode e9 for 50 s on the tool (in worker 1); and 1 more"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionMessage
 
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
@@ -19,6 +20,7 @@ from agentrl.config.schema import ApiConfig, Choice, EnvConfig, TrainConfig
 from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Message
 from agentrl.engines.api_models import LiteLlmEngine, Transcript, retry_after
+from agentrl.render.litellm_calls import read_answer
 from agentrl.rollout.engine import Sampling
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.utils.errors import ConfigError, EngineError, EnvError
@@ -241,6 +243,13 @@ async def test_an_answer_that_was_cut_is_not_taken_for_a_whole_one() -> None:
         prompt = asked.renderer.start([Message("user", "q")], [])
         found = [(await asked.generate(prompt, Sampling(max_tokens=8), word)).finish for word in words]
     assert found == ["length"] * 4
+
+
+async def test_a_call_without_arguments_has_none() -> None:
+    message = ChatCompletionMessage.model_validate(
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "now", "arguments": ""}}]}
+    )
+    assert [(call.name, call.arguments) for call in read_answer(message)[2]] == [("now", {})]
 
 
 async def test_a_refusal_is_what_a_model_said() -> None:
