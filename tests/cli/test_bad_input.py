@@ -72,6 +72,7 @@ def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatc
     (["train", QUICKSTART, "rollout.mixture.name=by_success"], ["rollout.mixture", "is read with several environments"]),
     (["train", QUICKSTART, "env.weight=2.0"], ["env.weight = 2.0 is read with several environments, [[env]],"]),
     (["train", QUICKSTART, "env.eval.weight=2.0"], ["env.eval.weight = 2.0 is read with several environments, [[env]],"]),
+    (["train", QUICKSTART, "eval.split=heldot", *SMALL], ["the split 'heldot' has no task: ", "did you mean 'heldout'?"]),
     (["train", QUICKSTART, "sglang.seeds=false"], ['sglang.seeds = False is read with engine = "sglang" alone']),
     (["train", QUICKSTART, "weights.route=shared", "weights.folder=w"], ["weights.folder = ", 'weights.route = "disk" alone']),
     (["train", QUICKSTART, "reward.python.f=math:sqrt"], ["reward.python.f: no python leaf of 'key_value_exact' calls it"]),

@@ -52,9 +52,13 @@ def check_held_out(start: RunStart) -> None:
         for ref in refs:
             for task in _tasks(ref, TRAIN, env.called):
                 trained.setdefault(_content(task), (env.called, task))
-    for env in config.envs if trained else ():
+    for env in config.envs:
         called, split = env.called, config.alone(env).eval.split
-        for task in () if split == TRAIN else _tasks(EnvRef.of(env, config.tools), split, called):
+        tasks = _tasks(EnvRef.of(env, config.tools), split, called)
+        if not trained or split == TRAIN:
+            next(tasks, None)  # that there is one
+            continue
+        for task in tasks:
             if (found := trained.get(_content(task))) is not None:
                 trains, other = found
                 where = "" if trains == called else f" by {trains}"
@@ -70,12 +74,13 @@ def _tasks(ref: EnvRef, split: str, called: str) -> Iterator[Task]:
     if ref.at is not None:
         return
     with closing(replace(ref, wrappers=()).build()) as env:
-        if env.task_count(split) == 0:
-            said = ""
+        count, said = env.task_count(split), ""
+        if not count:
             try:
                 env.make_task(0, split)
-            except TaskDataError as problem:
-                said = f": {problem}"
+            except Exception as problem:  # whatever else its own code raises is named when gold is played
+                said = f": {problem}" if isinstance(problem, TaskDataError) else ""
+        if count == 0 or said:
             ways = "" if split == TRAIN else ', or eval.split = "train" if the run may be evaluated on what it trains on'
             raise ConfigError(f"env ({called}): the split {split!r} has no task{said}. Choose other env.params{ways}")
         yield from tasks_of(env, split, endless=0)
