@@ -25,7 +25,7 @@ from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import Limits
 from agentrl.rollout.mixtures import pick
 from agentrl.rollout.starts import scripted_ids
-from agentrl.utils.errors import ConfigError
+from agentrl.utils.errors import ConfigError, raised_text
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,15 @@ async def transcript(
         turn, seen, rest = 0, list(observation), list[list[int]]()
         while True:
             if not rest:
-                if (said := policy.act(seen)) is None:
+                try:
+                    said = policy.act(seen)
+                except (TypeError, ValueError) as problem:
+                    if not teacher:
+                        raise
+                    raise ConfigError(
+                        f"sft.teacher = {teacher}: its teacher {raised_text(problem, type(policy).act)}"
+                    ) from problem
+                if said is None:
                     break
                 rest, seen = scripted_ids(renderer, said), []
             ids = rest.pop(0)
