@@ -78,7 +78,7 @@ def test_a_misspelt_key_is_told_with_the_nearest() -> None:
     ("env.weight", "number >= 0 or list of pairs of integer >= 0 and number >= 0", "unset", "1"),
     ("algorithm.loss", "table of name and args", '{ name = "ppo_clip" }', None),
     ("trackers", "list of tables of name and args", '[{ name = "tensorboard" }]', None),
-    ("reward.judge.usd_per_million", "pair of numbers", "unset", "USD per million tokens"),
+    ("reward.judge.usd_per_million", "pair of numbers >= 0", "unset", "USD per million tokens"),
     ("cluster.roles", "table of strings", "{}", None),
 ])  # fmt: skip
 def test_type_default_and_unit(name: str, type: str, default: str, unit: str | None) -> None:
