@@ -12,6 +12,8 @@ from agentrl.contrib.offline.layouts import messages_of
 from agentrl.data.chat_forms import FormError, pair_results
 from agentrl.data.trajectory import Json, Message
 from agentrl.env.call_options import call_fault
+from agentrl.reward.call_matching import AllowedValues, gold_calls
+from agentrl.reward.values import UnscorableError
 
 NO_FUNCTION = "NO FUNCTION"
 MISSING = "MISSING"
@@ -106,6 +108,12 @@ def check_row(row: Row) -> Row:
         if call_name(call) not in names:
             bad("calls", f"{call_name(call)!r} is not one of the tools ({', '.join(names[:8]) or 'there are none'})")
         if row.scoring == "sets":
+            try:
+                (read,) = gold_calls([call], AllowedValues)
+            except UnscorableError as problem:
+                bad(f"calls[{number}]", str(problem))
+            if read.by == "user":
+                bad(f"calls[{number}].by", "no user makes calls here, so that none at all would be right. Leave it out")
             tool = row.tools[names.index(call_name(call))]["function"]
             if (wrong := fitting_arguments(call, tool["parameters"])[1]) is not None:
                 bad(
@@ -114,6 +122,8 @@ def check_row(row: Row) -> Row:
                 )
     if row.scoring in ("sets", "bfcl") and not row.calls:
         bad("calls", "expected at least one call")
+    if row.scoring == "answer" and not row.answers:
+        bad("answers", "expected at least one text, or no such key")
     if row.scoring == "any" and not names:
         bad("tools", "expected at least one tool")
     return row

@@ -124,6 +124,10 @@ def check_task(where: str, data: Mapping[str, Json], gold: Mapping[str, Json], f
                 wrong := call_fault(call["name"], call["arguments"], schemas[call["name"]], shown=shown)
             ):
                 bad(f"{field}/{number}", f"no call of {call['name']!r} has these arguments: {wrong}")
+    if not gold.get("calls", True) and "answer" not in gold:
+        bad("gold/calls", "expects no call and no answer, so that anything would be right. Name a call, or give an answer")
+    if not str(gold.get("answer", "x")).strip():
+        bad("gold/answer", "is blank, which no episode can be scored by. Give a text, or leave it out")
     recorded = [(item["name"], item["arguments"]) for item in data.get("answers", ())]
     for number, call in enumerate(gold.get("calls", ())):
         if call["name"] in schemas and call["name"] not in functions and (call["name"], call["arguments"]) not in recorded:

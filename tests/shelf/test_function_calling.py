@@ -391,7 +391,10 @@ def test_the_native_layout(tmp_path: Path) -> None:
     (native_row(calls=[{"name": "f", "arguments": {"x": ["1", 1.5]}}]), r"'calls\[0\]': no call of 'f' .* expected integer, got"),
     (native_row(calls=[{"name": "f", "arguments": {"x": [1], "y": [2]}}]), r"'calls\[0\]': .* no argument 'y'"),
     (native_row(calls=[{"name": "f", "arguments": {}}]), r"'calls\[0\]': .* missing argument 'x'.* Write such as"),
+    (native_row(calls=[{**native_row()["calls"][0], "by": "user"}]), r"'calls\[0\].by': no user"),
+    (native_row(calls=[{**native_row()["calls"][0], "compare": "x"}]), r"'calls\[0\]': .*compare must be a list"),
     (native_row(calls=[], answers=[" "]), "field 'answers'"),
+    (native_row(calls=[], answers=[]), "field 'answers': expected at least one"),
     ("{", "row 2: not JSON"),
     ([1], "row 2: expected an object"),
 ])  # fmt: skip

@@ -207,6 +207,8 @@ BAD = {
         {"tools": [{**AGE, "parameters": {"properties": {"who": {}}}}, CITY]},
         "gold/calls/0: no call of 'age' .* no argument 'name'; known: who",
     ),
+    "gold of nothing": ({"gold": {"calls": []}}, "gold/calls: expects no call and no answer"),
+    "a blank answer": ({"gold": {"answer": " "}}, "gold/answer: is blank"),
     "gold that nothing answers": (
         {"gold": {"calls": [*ROW["gold"]["calls"], {"name": "age", "arguments": {"name": "eve"}}]}},
         "gold/calls/1: nothing answers this call of 'age'",
