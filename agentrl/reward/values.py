@@ -27,6 +27,7 @@ class UnscorableError(Exception):
 Normalizer = Callable[[str], str]
 
 _SPACES = re.compile(r"\s+")
+_UNSEEN = re.compile("[\u00ad\u200b-\u200d\u2060\ufeff]")
 _RAISED = {"<super>": "^", "<sub>": "_"}
 _SAME_DIGIT = frozenset({"<wide>", "<font>", "<narrow>", "<noBreak>"})
 _BFCL_TABLE = str.maketrans("'", '"', " ,./-_*^")
@@ -36,7 +37,7 @@ exact = nfc
 
 def _fold(text: str) -> str:
     if not text.isascii():
-        text = unicodedata.normalize("NFKC", "".join(map(_apart, text)))
+        text = unicodedata.normalize("NFKC", "".join(map(_apart, _UNSEEN.sub("", text))))
     return _SPACES.sub(" ", text).strip().casefold()
 
 
@@ -62,7 +63,8 @@ NORMALIZERS: Mapping[str, Normalizer] = {
     "bfcl_said": lambda text: text.translate(_BFCL_SAID_TABLE).lower(),
     "tau": lambda text: text.lower().replace(",", ""),
 }
-"""`exact`: unchanged but for Unicode NFC. `fold`: NFKC, case-folded, runs of white space as one space, ends trimmed.
+"""`exact`: unchanged but for Unicode NFC. `fold`: NFKC, case-folded, without characters that nobody sees (a zero-width
+space, a soft hyphen), runs of white space as one space, ends trimmed.
 `bfcl`: spaces and `, . / - _ * ^` removed, lower case, ' as " (the Berkeley leaderboard's rule for arguments).
 `bfcl_said`: `, . / - _ * ^ ( )` removed, lower case, ' as " (its rule for answers in words).
 `tau`: lower case, commas removed (tau-bench)."""

@@ -567,6 +567,15 @@ def test_a_query_s_whole_numbers_are_exact(said, gold, truth):
     assert found.value == truth
 
 
+def test_what_nobody_sees_of_a_text_is_folded_away():
+    """A page's zero-width space, copied with a name, made a right answer wrong."""
+    for said in ("New\u200b York\ufeff", "\u2060new yo\u00adrk"):
+        for expect, answer in ((said, "New York"), ("New York", said)):
+            assert value("text.equals", {"expect": expect, "strings": "fold"}, episode(answer)) == 1
+            assert value("text.equals", {"expect": expect}, episode(answer)) == 0
+    assert value("text.equals", {"expect": "\u200b", "strings": "fold"}, episode("")) is None
+
+
 def test_a_text_is_the_same_in_both_spellings_of_unicode():
     """A gold text from a file name of macOS, say, is decomposed, and no model writes it so."""
     one, other = "caf\u00e9", "cafe\u0301"
