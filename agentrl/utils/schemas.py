@@ -445,7 +445,7 @@ def _at_once(node: dict[str, Any], targets: Mapping[tuple[int, str], Any]) -> It
 
 
 def _beside(node: Mapping[str, Any], ones: Sequence[str]) -> list[Any]:
-    """What alternatives, `ones` and dependencies of a schema say of the same value."""
+    """Parts of a schema for the same value: alternatives, `ones` and dependencies."""
     found = [node[key] for key in ones if key in node]
     for key in ALTERNATIVES:
         found += node[key] if isinstance(node.get(key), list) else []
