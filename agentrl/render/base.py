@@ -116,6 +116,9 @@ class Codec:
             if entry.special or (entry.content in template and not entry.content.isspace())
         )
         self.special = {entry.content for entry in entries.values() if entry.special}
+        # A model also ends turns with its end of a text (a base model knows no other), and Llama calls with its end of a message.
+        known = {tokenizer.eos_token_id, *getattr(tokenizer, "model_ends", ())}
+        self.ends = [number for number, entry in entries.items() if entry.special and number in known]
         self._strip_after = {entry.content for entry in entries.values() if entry.rstrip}
         self._strip_before = {entry.content for entry in entries.values() if entry.lstrip}
         # The unknown token is what ordinary text may become, and it ends no turn.

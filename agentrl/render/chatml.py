@@ -102,7 +102,7 @@ class ChatML(Renderer):
         for token in (START, END):
             if token not in self.codec.added:
                 raise ModelError(f"ChatML needs the added token {token!r}, which the tokenizer does not have")
-        self.stop_token_ids = (self.codec.added[END],)
+        self.stop_token_ids = tuple(dict.fromkeys([self.codec.added[END], *self.codec.ends]))
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         if tools:
@@ -119,8 +119,9 @@ class ChatML(Renderer):
     def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
         if any(message.role == "assistant" for message in messages):
             raise RenderError("an assistant turn is sampled, never appended as a message")
-        # A turn cut by a budget has no end token in its sampled ids, so the suffix supplies it.
-        return self.codec.encode(Markup("\n") if finish == "stop" else _CLOSE_TURN, *_turns(messages), _OPEN_TURN)
+        # A turn cut by a budget, or that another token ended, lacks the end token in its sampled ids, so the suffix supplies it.
+        ended = finish == "stop" and last in (None, self.stop_token_ids[0])
+        return self.codec.encode(Markup("\n") if ended else _CLOSE_TURN, *_turns(messages), _OPEN_TURN)
 
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
         # A cut turn may end in any token, which is then part of its text.

@@ -74,8 +74,8 @@ class TemplateRenderer(Renderer):
         self._callable: set[str] = set()
         self._verify(_SAID)
         self.syntax, self.no_tools = self._find_syntax(parser)
-        stops = dict.fromkeys((self._turns.stop, self._turns.call_stop))
-        self.stop_token_ids = tuple(self.codec.added[stop] for stop in stops)
+        self._own_stops = [self.codec.added[stop] for stop in (self._turns.stop, self._turns.call_stop)]
+        self.stop_token_ids = tuple(dict.fromkeys([*self._own_stops, *self.codec.ends]))
         known = SYNTAXES.get(self.syntax)
         self._parser = parser.parser if isinstance(parser, Syntax) else parser or (known or SYNTAXES["hermes"]).parser
         self._parse_calls = self._parser.bind(()) if isinstance(self._parser, ForTools) else self._parser
@@ -173,11 +173,14 @@ class TemplateRenderer(Renderer):
 
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
         stopped = finish == "stop" and bool(token_ids) and token_ids[-1] in self.stop_token_ids
-        if self.syntax == HARMONY.name:  # in which the stop token tells a call from one that was cut
-            reasoning, content, calls = harmony_parts(self._text.decode(token_ids))
+        # In harmony its own stop token tells a call from one that was cut.
+        harmony = self.syntax == HARMONY.name
+        bare = stopped and not (harmony and token_ids[-1] in self._own_stops)
+        text = self._text.decode(token_ids[:-1] if bare else token_ids)
+        if harmony:
+            reasoning, content, calls = harmony_parts(text)
         else:
             frame = self._text.form.frame
-            text = self._text.decode(token_ids[:-1] if stopped else token_ids)
             reasoning, rest = frame.split(frame.open + text if self._turns.in_reasoning else text)
             content, calls = self._parse_calls(rest)
         if finish == "length":

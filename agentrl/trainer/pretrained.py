@@ -144,7 +144,19 @@ def load_tokenizer(path: str, trust: bool = False, chat_template: str | None = N
         raise ModelError(f"{path}: no tokenizer can be loaded from it: its files are missing. Copy them, such as tokenizer.json")
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
+    tokenizer.model_ends = _ends_of(path)
     return tokenizer
+
+
+def _ends_of(path: str) -> list[int]:
+    """Ids that the model's generation config ends a text with; without one none."""
+    from transformers import GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(path).eos_token_id
+    except (OSError, ValueError):
+        return []
+    return [found] if isinstance(found, int) else found or []
 
 
 def load_model_config(path: str, trust: bool = False) -> Any:

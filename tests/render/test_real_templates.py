@@ -200,6 +200,18 @@ def test_a_cut_or_random_turn_never_breaks_a_parser_and_can_be_gone_on_from(real
         renderer.start([Message("user", "x"), message, *(answers or [Message("user", "More")])], TOOLS)
 
 
+@by_template
+def test_an_end_of_the_model_s_own_is_no_part_of_a_turn(real):
+    tokenizer = tokenizer_of(real)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|own_end|>"]})
+    tokenizer.model_ends = [tokenizer.convert_tokens_to_ids("<|own_end|>")]
+    renderer, said = TemplateRenderer(tokenizer), Message("assistant", "Well, yes")
+    ended = [*renderer.assistant(said)[:-1], *tokenizer.model_ends]
+    assert ended[-1] in renderer.stop_token_ids and renderer.parse(ended, "stop").content == said.content
+    after = [Message("user", "Go on")]
+    assert renderer.extend("stop", after, ended[-1]) == renderer.extend("length", after)
+
+
 @pytest.mark.parametrize("real", [r for r in HERE if r.hides_tools], ids=lambda real: f"{real.source}/{real.file}")
 def test_a_template_that_shows_no_tools_is_refused_with_tools(real):
     renderer = TemplateRenderer(tokenizer_of(real, shown=False))

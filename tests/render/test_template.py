@@ -8,11 +8,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
+from transformers import GenerationConfig, LlamaConfig
 
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer, template_text
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
 from agentrl.render.template import TemplateRenderer
+from agentrl.trainer.pretrained import load_tokenizer
 from agentrl.utils.errors import ModelError, RenderError
 from tests.render.families import FAMILIES, IM, PIECES, QWEN25, family_of
 from tests.render.render_conversations import LOOKALIKES, TOOLS, appended, as_dicts, conversations, plain, same_control_tokens
@@ -458,3 +460,27 @@ def test_a_template_that_does_not_end_is_refused_with_its_line(chatml_tokenizer,
     ):
         make_renderer(tokenizer)
     assert sys.gettrace() is traced
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "eos", "end"),
+    [
+        (QWEN25, IM, "<|endoftext|>", "<|endoftext|>"),
+        (CHATML_TEMPLATE, IM, "<|endoftext|>", "<|endoftext|>"),
+        (FAMILIES["llama3"][0], FAMILIES["llama3"][1], "<|eot_id|>", "<|eom_id|>"),
+    ],
+    ids=["base model", "base model, ChatML", "Llama 3.1"],
+)
+def test_a_turn_also_ends_with_the_models_own_tokens(template, tokens, eos, end, tmp_path):
+    made = build_tokenizer([*tokens, end], template, eos=eos)
+    made.save_pretrained(tmp_path)
+    LlamaConfig().save_pretrained(tmp_path)
+    GenerationConfig(eos_token_id=made.convert_tokens_to_ids([eos, end])).save_pretrained(tmp_path)
+    renderer = make_renderer(load_tokenizer(str(tmp_path)))
+    call = Message("assistant", "", (ToolCall("get", {"key": "a"}, id="call_0"),))
+    for said, after in ((Message("assistant", "Yes."), Message("user", "Go on")), (call, RESULT)):
+        ids, own = renderer.assistant(said), renderer.codec.added[end]
+        assert own in renderer.stop_token_ids and ids[-1] == renderer.stop_token_ids[0]
+        assert renderer.parse([*ids[:-1], own], "stop") == renderer.parse(ids, "stop")
+        assert renderer.extend("stop", [after], own) == renderer.extend("length", [after]), "the template's own end follows"
+        assert renderer.extend("stop", [after], ids[-1]) == renderer.extend("stop", [after])
