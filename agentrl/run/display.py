@@ -198,6 +198,7 @@ class Display:
     ) -> None:
         self.console = console or safe_console(gone=_GONE, file=sys.stdout, highlight=False, soft_wrap=True)
         self.trouble: Callable[[], str] = str
+        self._respawns = 0.0
         self._wanted = animates(self.console) if live is None else live
         self._now = now
         self._live: Live | None = None
@@ -277,9 +278,12 @@ class Display:
             shown.held = held
             shown.best_held = held if shown.best_held is None or success > shown.best_held[0] else shown.best_held
 
-    def engine(self, what: str) -> None:
-        """The engine's activity, for the frame; "": nothing that matters."""
+    def engine(self, what: str, respawns: float = 0) -> None:
+        """The engine's activity, for the frame; "": nothing that matters. More `respawns` than before are said."""
         self._shown.engine = what
+        if respawns > self._respawns:
+            self._respawns = respawns
+            self.say("warning: a replica of the engine died and another is started; log.txt has the cause")
 
     def say(self, text: str) -> None:
         """Print a line that stays."""

@@ -491,5 +491,6 @@ async def _look(session: Session) -> None:
         now = time.monotonic()
         speed = f", {(stats.sampled_tokens - last) / (now - when):,.0f} tokens/s" if when else ""
         used = "" if stats.kv_used is None else f", KV cache {percent(stats.kv_used)}"
-        session.display.engine(f"{stats.running} running, {stats.waiting} waiting{speed}{used}")
+        said = f"{stats.running} running, {stats.waiting} waiting{speed}{used}"
+        session.display.engine(said, stats.extra.get("respawns", 0))
         last, when = stats.sampled_tokens, now

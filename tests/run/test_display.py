@@ -283,7 +283,10 @@ def test_a_warning_is_said_once_where_no_log_is_kept() -> None:
 def test_the_display_is_told_what_the_engine_does_and_a_failed_look_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "LOOK_S", 0.001)
     said: list[str] = []
-    answers: Any = iter([EngineError("a replica is started again"), EngineStats(2, 1, kv_used=0.45), EngineStats(3, 0)])
+    new = EngineStats(3, 0, extra={"respawns": 1})
+    answers: Any = iter([EngineError("a replica is started again"), EngineStats(2, 1, kv_used=0.45), new, new])
+    display, _, out = plain(monkeypatch)
+    monkeypatch.setattr(display, "engine", lambda *told: (said.append(told[0]), Display.engine(display, *told)))
 
     async def stats() -> EngineStats:
         answer = next(answers, EngineStats())
@@ -301,8 +304,9 @@ def test_the_display_is_told_what_the_engine_does_and_a_failed_look_ends_nothing
     session: Any = SimpleNamespace(
         config=SimpleNamespace(rollout=SimpleNamespace(max_staleness=0)),
         engine=SimpleNamespace(stats=stats),
-        display=SimpleNamespace(engine=said.append),
+        display=display,
     )
     assert asyncio.run(feed.republish_to_new_replicas(session, work())) == "episodes"
     assert said[:2] == ["2 running, 1 waiting, KV cache 45.0 %", "3 running, 0 waiting, 0 tokens/s"]
     assert said[-1] == "", "nothing that matters any more"
+    assert out.getvalue().count("a replica of the engine died") == 1
