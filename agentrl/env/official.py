@@ -42,25 +42,23 @@ def success_rates(counts: Sequence[tuple[int, int]], samples: int) -> dict[str, 
     for k in range(1, samples + 1):
         usable = [(n, c) for n, c in counts if n >= k]
         for name, rate in (("pass@", pass_at_k), ("pass^", pass_hat_k)):
-            found = mean_with_interval([rate(n, c, k) for n, c in usable]) if usable else None
-            rates[f"{name}{k}"] = None if found is None else dict(zip(("mean", "low", "high"), found, strict=True))
+            rates[f"{name}{k}"] = rate_of([rate(n, c, k) for n, c in usable])
     return rates
 
 
-def mean_with_interval(values: Sequence[float], least: float = 0.0) -> tuple[float, float, float]:
-    """Mean over tasks and its normal-approximation 95 % interval (mean, low, high), clipped to [`least`, 1].
+def rate_of(values: Sequence[float], least: float = 0.0) -> dict[str, float] | None:
+    """Mean over tasks, and low and high of its normal-approximation 95 % interval, clipped to [`least`, 1]; None without values.
 
     `least` -1: of paired differences, one for each task, whose spread, and not that of the two rates, says how sure the mean is.
     If all values are equal, for which the approximation gives a width of 0, the half-width is 3 / tasks (rule of
-    three). Raises ValueError without values.
+    three).
     """
-    n = len(values)
-    if not n:
-        raise ValueError("no values to average")
+    if not (n := len(values)):
+        return None
     mean = sum(values) / n
     spread = 1.96 * math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, n - 1) / n)
     width = 3.0 / n if len(set(values)) == 1 else spread
-    return mean, max(least, mean - width), min(1.0, mean + width)
+    return {"mean": mean, "low": max(least, mean - width), "high": min(1.0, mean + width)}
 
 
 def _check(n: int, c: int, k: int) -> None:

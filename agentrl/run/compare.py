@@ -15,7 +15,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.identity import changes
 from agentrl.data.trajectory import Trajectory
 from agentrl.env.catalog import EnvRef
-from agentrl.env.official import WHOLE, Benchmark, mean_with_interval, played_of
+from agentrl.env.official import WHOLE, Benchmark, played_of, rate_of
 from agentrl.run.digests import suite_env
 from agentrl.run.folder import stored_object
 from agentrl.run.outcomes import label_of, order
@@ -174,11 +174,6 @@ def mean_of(values: Iterable[float | None]) -> float | None:
     """The mean of the known values; None without any."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
-
-
-def rate_of(values: Sequence[float], least: float = 0.0) -> dict[str, float] | None:
-    """Mean, and low and high of its 95 % interval, as `mean_with_interval`; None without values."""
-    return dict(zip(("mean", "low", "high"), mean_with_interval(values, least), strict=True)) if values else None
 
 
 def compare(results: Sequence[Results]) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from agentrl.config.envs import eval_weights, one_temperature
 from agentrl.config.identity import check_same_identity, identity_of
 from agentrl.data.trajectory import Trajectory
 from agentrl.engines.makers import api_name
-from agentrl.env.official import success_rates
+from agentrl.env.official import rate_of, success_rates
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.player import SCRIPTS, end_of, fault_of, run_tasks, success_rate
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks.env_checks import suite_notes
-from agentrl.run.compare import mean_of, official, rate_of
+from agentrl.run.compare import mean_of, official
 from agentrl.run.digests import contents_of
 from agentrl.run.display import Display
 from agentrl.run.engine_choice import EngineChoice, claiming_engine

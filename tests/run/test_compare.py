@@ -11,7 +11,7 @@ from rich.console import Console
 
 from agentrl.cli.main import main
 from agentrl.data.trajectory import Task, Trajectory
-from agentrl.env.official import mean_with_interval
+from agentrl.env.official import rate_of
 from agentrl.run.compare import compare, compare_all, print_comparison, read_results
 from agentrl.utils.errors import ConfigError
 
@@ -79,8 +79,9 @@ def test_success_is_told_by_the_calls_of_the_solution_and_the_difference_over_th
 
 
 def test_an_interval_of_equal_differences_is_that_of_the_rule_of_three_and_stays_within_bounds() -> None:
-    assert mean_with_interval([0.0] * 60, -1.0) == (0.0, -0.05, 0.05)
-    assert mean_with_interval([1.0] * 2, -1.0) == (1.0, -0.5, 1.0) and mean_with_interval([-1.0], -1.0) == (-1.0, -1.0, 1.0)
+    assert rate_of([0.0] * 60, -1.0) == {"mean": 0.0, "low": -0.05, "high": 0.05}
+    assert rate_of([1.0] * 2, -1.0) == {"mean": 1.0, "low": -0.5, "high": 1.0}
+    assert rate_of([-1.0], -1.0) == {"mean": -1.0, "low": -1.0, "high": 1.0}
 
 
 def test_unscored_episodes_are_in_no_difference(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentrl.contrib.suites.benchmarks import mean_row, pass_hat_rows, pass_hat_table, weighted_row
 from agentrl.data.trajectory import StopReason
-from agentrl.env.official import OfficialRow, Played, mean_with_interval, pass_at_k, pass_hat_k
+from agentrl.env.official import OfficialRow, Played, pass_at_k, pass_hat_k, rate_of
 
 
 def played(task: str, sample: int, success: bool | None, family: str = "a") -> Played:
@@ -68,6 +68,5 @@ def test_impossible_counts_are_refused(n: int, c: int, k: int) -> None:
 
 
 def test_interval() -> None:
-    mean, low, high = mean_with_interval([0, 1] * 50)
-    assert (mean, round(low, 3), round(high, 3)) == (0.5, 0.402, 0.598)
-    assert mean_with_interval([1.0] * 100) == (1.0, 0.97, 1.0)
+    assert rate_of([0, 1] * 50) == pytest.approx({"mean": 0.5, "low": 0.402, "high": 0.598}, abs=5e-4)
+    assert rate_of([1.0] * 100) == {"mean": 1.0, "low": 0.97, "high": 1.0}
