@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from agentrl.cli.arguments import COMMANDS
 from agentrl.run.config_file import find_config_file, is_override, load_whole
 from agentrl.utils.errors import ConfigError, hint_text
-from agentrl.utils.terminal import say
+from agentrl.utils.terminal import columns, say
 
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
@@ -150,10 +150,8 @@ def run_diff(args: argparse.Namespace) -> int:
         say(json.dumps({key: list(pair) for key, pair in found.items()}, indent=2))
         return 0
     shown = {key: ["unset" if value is None else inline(value) for value in pair] for key, pair in found.items()}
-    width = max((len(key) for key in shown), default=0)
-    first = max((len(pair[0]) for pair in shown.values()), default=0)
-    for key, (before, after) in shown.items():
-        say(f"{key:{width}}  {before:{first}}  ->  {after}")
+    for line in columns([(key, before, "->", after) for key, (before, after) in shown.items()]):
+        say(line)
     if not shown:
         say("no key differs")
     return 0

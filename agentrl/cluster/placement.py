@@ -27,6 +27,7 @@ from agentrl.cluster.worker import Mesh, Worker
 from agentrl.config.schema import ClusterConfig, PoolConfig
 from agentrl.utils.errors import ConfigError, ResourceError, did_you_mean
 from agentrl.utils.processor import usable_cpus
+from agentrl.utils.terminal import columns
 
 # Pools
 
@@ -135,8 +136,7 @@ def table(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode], unpoole
     rows += [(one.key, "any", f"{one.count} in all", f"{one.cpus:g} each", f"{one.gpus:g} each") for one in unpooled]
     rows.append(("supply", "", "", "CPU slots", "GPUs"))
     rows += [(f"node {node.name}", "", "", f"{node.cpus:g}", f"{node.gpus:g}") for node in nodes]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(columns(rows))
 
 
 # Roles without a pool, over nodes

@@ -42,6 +42,7 @@ from agentrl.trainer.optim import optims_of
 from agentrl.trainer.pretrained import head_dim, model_context, shape_folder
 from agentrl.trainer.train_engine import check_train_engine, mesh_of
 from agentrl.trainer.weight_files import has_weights
+from agentrl.utils.terminal import columns
 
 # The plan
 
@@ -358,8 +359,7 @@ def lines(plan: RunPlan) -> list[str]:
         ("on disk", f"about {_size(disk)}: checkpoints and the final model, without episodes"),
         ("episodes", f"in trajectories/, {_schedule_text(plan.trajectories)}"),
     ]
-    width = max(len(name) for name, _ in rows)
-    return [f"{name:{width}}  {text}" for name, text in rows]
+    return columns(rows)
 
 
 def _size(count: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ from agentrl.trainer.pretrained import model_context
 from agentrl.trainer.train_engine import TRAIN_ENGINES, mesh_of, rests, separate_reference
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError, ResourceError
 from agentrl.utils.processor import usable_memory
+from agentrl.utils.terminal import columns
 
 if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
@@ -136,13 +137,13 @@ class RunRoles:
         if not (self.with_pool or self.without_pool):
             return {}
         roles = [*self.names, *(one.name for one, _ in self.side)]
+        size = self.engine.gpus if self.engine is not None else 0
         if is_planned():
             table, unpooled, others = pools_of_roles(self.cluster, self.with_pool), self.without_pool, self.beside
             by_name = dict(table.values())
             shares = assign(by_name, list(unpooled.values()), nodes_of(self.cluster, "actor"))
             gpus = {name: pool.gpus for name, pool in by_name.items()} | {one.key: one.gpus for one in unpooled.values()}
             places, keys = locations(shares, gpus), keys_of_roles(table, unpooled, others)
-            size = self.engine.gpus if self.engine is not None else 0
             own = {
                 role: join_locations(places[key], size) if role in others and gpus[key] else places[key]
                 for role, key in keys.items()
@@ -153,7 +154,6 @@ class RunRoles:
                 pools = self.open_pools()
                 assert pools is not None
                 try:
-                    size = self.engine.gpus if self.engine is not None else 0
                     own = {role: pools.locations(role, size) for role in roles if role in pools}
                 finally:
                     pools.close()
@@ -197,12 +197,7 @@ def placement_table(locations: Mapping[str, Sequence[Location]]) -> str:
             at = f"{address} ({node[:8]})" if node else address
             rows.append((role, f"{first}-{last}" if last > first else str(first), at, " ".join(cards)))
             first = last + 1
-    return "\n".join(_columns(rows, str.ljust))
-
-
-def _columns(rows: Sequence[Sequence[str]], justify: Callable[[str, int], str]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(justify, row, widths)).rstrip() for row in rows]
+    return "\n".join(columns(rows))
 
 
 # Memory
@@ -453,7 +448,7 @@ def table_of(placed: list[RolePlacement]) -> str:
     for one in placed:
         sizes = [*(getattr(one.memory, column) for column in COLUMNS), one.memory.resident + one.memory.turn]
         rows.append((one.device, one.role, str(one.ranks), *(f"{size / GIB:.2f}" for size in sizes)))
-    return "\n".join(["memory on each device, GiB", *_columns(rows, str.rjust)])
+    return "\n".join(["memory on each device, GiB", *columns(rows, str.rjust)])
 
 
 def memory_text(peak: Peak) -> str:

@@ -8,6 +8,7 @@ import sys
 import threading
 import unicodedata
 import warnings
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -44,6 +45,12 @@ def safe(value: object, most: int = 0) -> str:
             character = f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 65536 else f"\\U{number:08x}"
         shown.append(character)
     return "".join(shown)
+
+
+def columns(rows: Sequence[Sequence[str]], justify: Callable[[str, int], str] = str.ljust) -> list[str]:
+    """A line for each row, whose cells stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(justify, row, widths)).rstrip() for row in rows]
 
 
 def say(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:

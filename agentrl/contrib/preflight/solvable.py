@@ -25,6 +25,7 @@ from agentrl.run.checks.reward_checks import in_daemon_thread
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.outcomes import label_of
 from agentrl.utils.errors import ConfigError, fault_text
+from agentrl.utils.terminal import columns
 
 SOLVABLE_SECONDS = 3.0
 """No solution of an environment is begun after this many seconds."""
@@ -236,5 +237,4 @@ def _table(needs: Sequence[TaskNeed], limits: dict[str, int]) -> list[str]:
         members = [need for need in needs if labels[need.horizon] == label]
         most = [f"{max(need.needs[key] for need in members):,} of {given:,}" for key, given in limits.items()]
         rows.append([label, str(len(members)), *most, f"{1 - sum(bool(n.over) for n in members) / len(members):.0%}"])
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)) for row in rows]
+    return ["  " + line for line in columns(rows, str.rjust)]
