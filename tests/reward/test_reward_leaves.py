@@ -468,6 +468,8 @@ def test_unscored_members_take_no_part_in_a_group():
     members = turns_used(1, 2, 3)
     members[1].stop = StopReason.ENGINE_ERROR
     assert group_values("group.rank", {"of": leaf("cost.turns", {"max": 10})}, members) == [0, None, 1]
+    null = {"op": "sum", "of": [leaf("cost.turns", {"max": 10}) | {"when": {"$": "/episode/turns", "gte": 2}}]}
+    assert group_values("group.rank", {"of": null}, turns_used(1, 2, 3)) == [None, 0, 1]
 
 
 async def test_a_group_scored_alone_is_null_and_awaited_is_the_same():

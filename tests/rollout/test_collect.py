@@ -195,14 +195,6 @@ async def test_a_resumed_run_that_had_scored_episodes_bears_as_many_failures_as_
         await only_update(again)
 
 
-async def test_a_hanging_engine_ends_as_a_typed_outcome_and_not_as_reward_zero(renderer: Renderer) -> None:
-    engine = FaultyEngine(renderer.stop_token_ids[0], hang=0.15, seed=3)
-    updates = await run(collector(renderer, engine, turn_timeout=0.2, retries=0, group_size=4), 3)
-    members = [t for groups in updates for group in groups for t in group.trajectories]
-    hung = [t for t in members if t.stop is StopReason.ENGINE_TIMEOUT]
-    assert hung and all(t.reward is None and "no token came for 0.2 s" in (t.error or "") for t in hung)
-
-
 async def test_attempts_that_came_to_no_score_are_counted_wherever_they_ended(renderer: Renderer) -> None:
     """One of a member that was tried again, six of a group that was dropped: none of them is a member of the update."""
     engine = FaultyEngine(renderer.stop_token_ids[0], lost=("g0.m0.a0", "g1."))
@@ -239,12 +231,6 @@ async def test_a_collector_says_how_far_the_next_update_is(renderer: Renderer) -
     before, begun, waits = said
     assert before == begun == "0/6 episodes"
     assert waits.startswith("episode g1.m2.a0 for 0 s on ")
-
-
-async def test_the_watchdog_names_what_it_waits_for(renderer: Renderer) -> None:
-    engine = FaultyEngine(renderer.stop_token_ids[0], hang=1.0)
-    with pytest.raises(StalledError, match=r"update 0 waits for group 0, group 1"):
-        await only_update(collector(renderer, engine, stall_timeout=0.3))
 
 
 class Solved(FaultyEngine):

@@ -176,17 +176,3 @@ async def test_a_member_that_failed_is_not_compared(renderer: Renderer) -> None:
         for member, mine in zip(left, sizes, strict=True):
             assert member.reward == pytest.approx(rank(mine, sizes))
             assert member.evidence["root"]["members"] == len(left)
-
-
-async def test_a_member_whose_value_is_null_is_not_compared(renderer: Renderer) -> None:
-    reward = spec("group.rank")
-    # Null (nothing left to add up) if fewer than three tokens were sampled.
-    reward["root"]["args"]["of"] = {"op": "sum", "of": [{**LENGTH, "when": {"$": "/episode/sampled_tokens", "gte": 3}}]}
-    members = 0
-    for group in await collected(renderer, reward):
-        assert [m.reward is None for m in group.trajectories] == [n < 3 for n in lengths(group.trajectories)]
-        left = group.scored()
-        members += len(left)
-        for member, mine in zip(left, lengths(left), strict=True):
-            assert member.reward == pytest.approx(rank(mine, lengths(left)))
-    assert 0 < members < 24
