@@ -189,7 +189,6 @@ class AgentSession:
         self._keys = 0
         self._newest: Branch | None = None
         self._running = OwnedTasks()
-        self._asking: set[str] = set()
         self._closed = False
 
     @property
@@ -215,11 +214,6 @@ class AgentSession:
     def sampling(self) -> Sampling:
         """Sampling parameters of its turns; `max_tokens` is a turn's limit."""
         return self._served.sampling
-
-    @property
-    def asking(self) -> frozenset[str]:
-        """The keys of the engine's requests under way, for `Engine.progress`."""
-        return frozenset(self._asking)
 
     def begin(self, ask: Ask, hear: Hear | None = None) -> asyncio.Task[list[Answer]]:
         """Answer a request, in a task that `close` ends; see `answer`."""
@@ -318,11 +312,9 @@ class AgentSession:
             else [engine.stream(prompt, one, key, tell) for one, key, tell in zip(samplings, keys, told, strict=True)]
         )
         tasks = [asyncio.ensure_future(turn) for turn in turns]
-        self._asking.update(keys)
         try:
             generations = await asyncio.gather(*tasks)
         finally:
-            self._asking.difference_update(keys)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

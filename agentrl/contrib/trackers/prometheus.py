@@ -67,7 +67,6 @@ class MetricsEndpoint:
         self._lock, self._trackers = threading.Lock(), trackers
         self._rows: dict[str, tuple[int, dict[str, float | None]]] = {}
         self._counts: Counter[tuple[str, Labels]] = Counter()
-        self._seconds: Counter[str] = Counter()
         self._session: Session | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         registry = CollectorRegistry()
