@@ -295,10 +295,10 @@ def measure_export_run(path: str, tiny: str, saved: Path, out: Path) -> dict[str
     """The peak of `agentrl export`: one process, from the checkpoint that all ranks wrote."""
     for name, state in ((tiny, saved / "warm" / "saved"), (path, saved / "full" / "saved")):
         run = out / f"run_{name == tiny}"
-        run.mkdir()
+        checkpoints = Checkpoints(run / "checkpoints", keep=1)
+        shutil.copytree(state, checkpoints.begin(1) / "actor")
+        checkpoints.commit(1)
         (run / "config.toml").write_text(to_toml(TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=name))))
-        with Checkpoints(run / "checkpoints", keep=1).writing(1) as aside:
-            shutil.copytree(state, aside / "actor")
     child = os.fork()
     if not child:
         try:

@@ -7,9 +7,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
@@ -169,16 +168,6 @@ class Checkpoints:
         if not full:
             raise error
         raise DiskFullError(text) from error
-
-    @contextmanager
-    def writing(self, step: int, score: float | None = None) -> Iterator[Path]:
-        """`begin`, and `commit` when the block ends without an error; see there."""
-        folder = self.begin(step)
-        try:
-            yield folder
-        except BaseException as error:
-            self.give_up(step, error)
-        self.commit(step, score)
 
     def rate(self, step: int, score: float) -> None:
         """Give the checkpoint of `step` a score that was not known when it was written.

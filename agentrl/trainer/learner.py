@@ -386,7 +386,7 @@ class Learner:
         return {name: group for name, group in groups.items() if group is not None}
 
     async def begin_save(self, folder: Path) -> None:
-        """Write the state of all roles to `folder`, for `Checkpoints.writing`; returns when it is copied. See `is_saved`."""
+        """Write the state of all roles to `folder`, for `Checkpoints.begin`; returns when it is copied. See `is_saved`."""
         for name, group in self._kept_roles().items():
             await group.arun(SavedRole.begin_save, str(folder / name))
         coefficients = json_text({name: getattr(self, name) for name in COEFFICIENTS} | {"begun": self._begun})

@@ -29,6 +29,7 @@ from tests.conftest import proof
 from tests.run import damage
 from tests.run.damage import COMMANDS, KINDS, Runs, cases, make_runs, tried, warmed
 from tests.run.made_folders import episode, run_folder
+from tests.trainer.test_checkpoints import writing
 
 READ = ("config.toml", "metrics.jsonl", "summary.json", "trajectories/step_000002.jsonl", "trajectories")
 MADE: list[Runs] = []
@@ -89,7 +90,7 @@ def config(out: Path, **more: object) -> TrainConfig:
 
 
 def checkpoint(folder: RunFolder, step: int, **state: object) -> Path:
-    with Checkpoints(folder.checkpoints, keep=3).writing(step) as path:
+    with writing(Checkpoints(folder.checkpoints, keep=3), step) as path:
         (path / "driver.json").write_text(json.dumps({"step": step, **state}))
     return folder.checkpoints / f"step_{step:06d}"
 

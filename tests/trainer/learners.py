@@ -17,6 +17,7 @@ from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, Mod
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.learner import Learner, policy_updates
+from tests.trainer.test_checkpoints import writing
 from tests.trainer.train_batches import make_batch, toy_optim, train_batch
 
 
@@ -54,7 +55,7 @@ def saved_run(folder: Path, model: ModelConfig, steps: int = 2, **optim: Any) ->
     actors = start(model.path, model, **optim)
     for step in range(1, steps + 1):
         train_batch(actors, Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
-        with Checkpoints(folder / "checkpoints", keep=steps).writing(step) as aside:
+        with writing(Checkpoints(folder / "checkpoints", keep=steps), step) as aside:
             actors.run(Actor.save, str(aside / "actor"))
         actors.run(Actor.export_hf, str(folder / f"direct{step}"))
     return actors

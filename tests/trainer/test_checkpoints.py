@@ -5,6 +5,8 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,20 @@ from agentrl.utils.errors import CheckpointError, ResourceError
 from agentrl.utils.files import disk_full
 
 
+@contextmanager
+def writing(checkpoints: Checkpoints, step: int, score: float | None = None) -> Iterator[Path]:
+    """The folder of a checkpoint, which is complete when the block ends without an error."""
+    folder = checkpoints.begin(step)
+    try:
+        yield folder
+    except BaseException as error:
+        checkpoints.give_up(step, error)
+    checkpoints.commit(step, score)
+
+
 def write(checkpoints: Checkpoints, *steps: int) -> Checkpoints:
     for step in steps:
-        with checkpoints.writing(step) as folder:
+        with writing(checkpoints, step) as folder:
             (folder / "actor").mkdir()
             (folder / "actor" / "data.bin").write_bytes(b"x" * step)
     return checkpoints
@@ -39,10 +52,10 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_older_ones_and_a_full_disk_is_a_resource_error(tmp_path: Path) -> None:
     checkpoints = write(Checkpoints(tmp_path, keep=1), 10)
-    with pytest.raises(ValueError), checkpoints.writing(20) as folder:
+    with pytest.raises(ValueError), writing(checkpoints, 20) as folder:
         (folder / "half").write_text("x")
         raise ValueError("the actor died")
-    with pytest.raises(ResourceError, match="disk is full"), checkpoints.writing(20):
+    with pytest.raises(ResourceError, match="disk is full"), writing(checkpoints, 20):
         raise RuntimeError("writer failed") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert names(tmp_path) == ["step_000010"] and checkpoints.newest() == tmp_path / "step_000010"
 
@@ -65,7 +78,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
 def test_the_same_step_again_replaces_and_of_equal_scores_the_newer_is_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1, keep_best=1)
     for step, score, file in ((1, 0.5, "x"), (2, 0.5, "x"), (3, 0.1, "x"), (3, 0.1, "y")):
-        with checkpoints.writing(step, score) as folder:
+        with writing(checkpoints, step, score) as folder:
             (folder / file).touch()
     assert names(tmp_path) == ["step_000002", "step_000003"] and names(tmp_path / "step_000003") == [MANIFEST, "y"]
 

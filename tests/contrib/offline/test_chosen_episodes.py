@@ -26,6 +26,7 @@ from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import CheckpointError, ConfigError
 from tests.contrib.offline.test_layouts import parquet
+from tests.trainer.test_checkpoints import writing
 
 TOKENIZER = packaged_tokenizer(512)
 RENDERER = make_renderer(TOKENIZER)
@@ -326,7 +327,7 @@ async def test_a_run_goes_on_from_a_checkpoint_that_was_moved_aside(tmp_path: Pa
     """A kill between the two renames with which a checkpoint takes the place of one of the same step."""
     checkpoints, loaded = Checkpoints(tmp_path / "checkpoints", keep=3), []
     for step in (1, 2):
-        with checkpoints.writing(step) as folder:
+        with writing(checkpoints, step) as folder:
             (folder / "driver.json").write_text(json.dumps({"step": step}))
     folder.with_name("step_000002").rename(folder.with_name(".old_step_000002"))
 
