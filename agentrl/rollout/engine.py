@@ -413,10 +413,6 @@ class RequestRouter(Generic[Host]):
         for home in self._homes.values():
             home.tokens = 0
 
-    def homes(self) -> dict[str, Host]:
-        """The host of each remembered session."""
-        return {key: home.host for key, home in self._homes.items()}
-
     def forecast(self, most: int) -> float:
         """Tokens that a request of at most `most` will probably sample: what requests did of late."""
         return float(most) if self._mean is None else min(self._mean, float(most))

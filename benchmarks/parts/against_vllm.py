@@ -173,7 +173,7 @@ async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str
             await pool.start()
             weights = publisher(folder, engine)
             ways = {"driver": collector(policy, config), "worker": collector_of(pool, run_env(policy, config), config)}
-            agentrl = Processor(engine.pids[0], os.getpid())
+            agentrl = Processor(engine._replicas.every[0].pid, os.getpid())
             processors = {name: Processor(peer.pid) for name, peer in peers.items()}
             for number in range(rounds + 1):
                 for way, driver in ways.items():

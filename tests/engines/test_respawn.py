@@ -20,6 +20,7 @@ from agentrl.trainer.publish import Publisher
 from agentrl.utils.errors import EngineError
 from tests.engines.contract import until as until_stats
 from tests.engines.engine_models import parameters
+from tests.engines.vllm_parts import homes
 from tests.publishing import Held, Holder, publish
 from tests.rollout.conftest import until
 
@@ -45,9 +46,9 @@ async def test_a_new_replica_has_the_newest_weights_before_it_takes_requests(sta
     assert fresh.version == 2 and fresh.calls.count("load") == 1
     assert "replica 0 (pid 1000) died" in caplog.text and "replica 0 (pid 1002) has replaced" in caplog.text
     # it takes part: the next new episodes go to both
-    homes = [engine.generate([5], SHORT, f"n{i}") for i in range(4)]
-    assert {generation.versions[0] for generation in await asyncio.gather(*homes)} == {2}
-    assert {engine.homes[f"n{i}"] for i in range(4)} == {0, 1}
+    asked = [engine.generate([5], SHORT, f"n{i}") for i in range(4)]
+    assert {generation.versions[0] for generation in await asyncio.gather(*asked)} == {2}
+    assert {homes(engine)[f"n{i}"] for i in range(4)} == {0, 1}
 
 
 async def test_a_stream_moves_to_another_replica_only_while_nothing_was_told(started, spawned):
@@ -102,7 +103,7 @@ async def test_a_replica_that_comes_back_during_a_pause_waits_like_the_others(st
     other = asyncio.ensure_future(engine.generate([5], SHORT, "b"))
     await asyncio.sleep(0.03)
     assert not request.done() and not other.done()
-    assert {engine.homes["a"], engine.homes["b"]} == {0, 1}
+    assert {homes(engine)["a"], homes(engine)["b"]} == {0, 1}
     await engine.resume()
     await asyncio.gather(request, other)
 
@@ -246,7 +247,7 @@ async def test_a_replica_that_hangs_is_replaced_and_its_requests_move(started, m
     spawned[0].hang_at = "pause"
     stuck = asyncio.ensure_future(engine.generate([5], SHORT, "a"))
     await asyncio.sleep(0.02)
-    assert engine.homes["a"] == 0
+    assert homes(engine)["a"] == 0
     await publish(engine, 1, parameters(model))
     assert (await asyncio.wait_for(stuck, 5)).versions == [1, 1]
     assert "no answer to pause within 0.1 s" in caplog.text
@@ -270,7 +271,7 @@ async def test_the_same_tokens_are_sampled_whatever_the_routing(started, model, 
         engine = await started(replicas=count)
         keys = [(f"{group}.{member}", group) for group in range(4) for member in range(3)]
         found.append(await asyncio.gather(*(session(engine, *each) for each in keys)))
-        used.append(len(set(engine.homes.values())))
+        used.append(len(set(homes(engine).values())))
         await engine.close()
     assert used == [1, 2, 3] and found[0] == found[1] == found[2]
 
@@ -287,7 +288,7 @@ async def test_without_a_copy_a_replacement_waits_for_the_next_publish(started, 
     keys = [f"e{i}" for i in range(6)]
     assert [one.versions for one in await asyncio.gather(*(engine.generate([5], SHORT, key) for key in keys))] == [[1, 1]] * 6
     await settle(engine, 2)
-    assert set(engine.homes.values()) == {1} and "load" not in spawned[2].calls and "generate" not in spawned[2].calls
+    assert set(homes(engine).values()) == {1} and "load" not in spawned[2].calls and "generate" not in spawned[2].calls
     assert "and waits for a publish" in caplog.text
     await publish(engine, 2, parameters(model))
     found = await asyncio.gather(*(engine.generate([5], SHORT, f"new{i}") for i in range(6)))

@@ -24,7 +24,7 @@ from tests.conftest import PROOFS, proof
 from tests.engines.contract import UNUSED, EngineContract, off, prompt_of, until
 from tests.engines.engine_models import CHAT_REWARD, Chat, changed, ledger_error, parameters
 from tests.engines.text_contract import TextContract
-from tests.engines.vllm_parts import CONTEXT, running_vllm, skip_without_vllm
+from tests.engines.vllm_parts import CONTEXT, homes, pids, running_vllm, skip_without_vllm
 from tests.players import collector_of
 from tests.publishing import exchange, publish
 
@@ -95,13 +95,13 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
     )  # fmt: skip
     policy = Policy(engine, make_renderer(packaged_tokenizer(2048)))
     collector = collector_of(Chat, policy, compile_spec(CHAT_REWARD), config, context=2048, seed=0)
-    victim, survivor = engine.pids
+    victim, survivor = pids(engine)
     trained, before = [], {}
     for update in range(UPDATES):
         collecting = asyncio.ensure_future(collector.collect())
         if update == 1:
-            await until(engine, lambda stats: stats.running >= 4 and set(engine.homes.values()) == {0, 1})
-            before = engine.homes
+            await until(engine, lambda stats: stats.running >= 4 and set(homes(engine).values()) == {0, 1})
+            before = homes(engine)
             os.kill(victim, signal.SIGKILL)
         trained += (groups := await asyncio.wait_for(collecting, 120))
         collector.trained(groups)
@@ -117,7 +117,7 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
     assert all(t.reward is not None and not t.stop.infrastructure for t in members)
     assert all(len(t.turns) == 6 for t in members)
     # asked at the end: this update's own groups may have been complete when the replica died
-    moved = {key for key, home in engine.homes.items() if before.get(key) == 0 and home == 1}
+    moved = {key for key, home in homes(engine).items() if before.get(key) == 0 and home == 1}
     assert moved & {f"g{group.index}.m{t.member}.a0" for group in trained for t in group.trajectories}
     # ids kept: each token has the probability that its version gives it after exactly the ids before it
     ledgers = [ledger for trajectory in members for ledger in trajectory.ledgers]
@@ -125,8 +125,8 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
     assert min(ledger_error(model, weights, ledger, shift=1) for ledger in ledgers) > 0.05
     assert f"vLLM replica 0 (pid {victim}) died" in caplog.text and "1 of max_respawns = 1" in caplog.text
     await until(engine, lambda stats: stats.extra["replicas"] == 2, 120)
-    assert engine.pids[0] != victim and engine.pids[1] == survivor
-    assert f"replica 0 (pid {engine.pids[0]}) has replaced" in caplog.text
+    assert pids(engine)[0] != victim and pids(engine)[1] == survivor
+    assert f"replica 0 (pid {pids(engine)[0]}) has replaced" in caplog.text
     # without another publish, what comes back serves the newest weights under their version
     model.load_state_dict(weights[UPDATES], strict=False)
     for i in range(2):
@@ -135,7 +135,7 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
         assert off(model, prompt_of(30), generation) < 1e-3
         assert off(model, prompt_of(30), generation, weights=weights[0]) > 0.05
         model.load_state_dict(weights[UPDATES], strict=False)
-    assert sum(engine.homes[f"new{i}"] == 0 for i in range(2)) >= 1
+    assert sum(homes(engine)[f"new{i}"] == 0 for i in range(2)) >= 1
 
 
 @proof
@@ -143,17 +143,17 @@ async def test_load_is_shared_and_a_death_beyond_the_limit_is_final(engine, mode
     # an episode stays where its cache is; new ones go where least is running
     first = [asyncio.ensure_future(engine.generate(prompt_of(40), Sampling(max_tokens=1500, seed=i), f"e{i}")) for i in range(8)]
     await until(engine, lambda stats: stats.running == 8)
-    assert sorted(engine.homes[f"e{i}"] for i in range(8)) == [0] * 4 + [1] * 4
-    victim = psutil.Process(engine.pids[0])
+    assert sorted(homes(engine)[f"e{i}"] for i in range(8)) == [0] * 4 + [1] * 4
+    victim = psutil.Process(pids(engine)[0])
     children = victim.children(recursive=True)
     counted = await engine.stats()
     assert counted.kv_used is not None and 0 < counted.kv_used < 1, "eight prompts of 40 tokens and what was sampled"
-    os.kill(engine.pids[0], signal.SIGKILL)
+    os.kill(pids(engine)[0], signal.SIGKILL)
     generations = await asyncio.wait_for(asyncio.gather(*first), 240)
     for generation in generations[:2]:
         assert len(generation.token_ids) == 1500
         assert off(model, prompt_of(40), generation) < 1e-3
-    assert {engine.homes[f"e{i}"] for i in range(8)} == {1}
+    assert {homes(engine)[f"e{i}"] for i in range(8)} == {1}
     stats = await engine.stats()
     assert stats.extra == {"replicas": 1, "respawns": RESPAWNS}
     # the dead one's work stays in the counters, and it runs nothing
@@ -170,7 +170,7 @@ async def test_load_is_shared_and_a_death_beyond_the_limit_is_final(engine, mode
 
 @pytest.mark.skipif(PROOFS, reason="the test before has the death of two")
 async def test_the_death_of_the_only_replica_is_an_error_that_names_it_and_leaves_no_process(engine):
-    children = psutil.Process(engine.pids[0]).children(recursive=True)
+    children = psutil.Process(pids(engine)[0]).children(recursive=True)
     assert children, "vLLM computes in a process of its own"
     await dies(engine, 0)
     _, orphans = psutil.wait_procs(children, timeout=30)
@@ -179,6 +179,6 @@ async def test_the_death_of_the_only_replica_is_an_error_that_names_it_and_leave
 
 async def dies(engine, last):
     """The last replica, killed; what is asked then is an error that names it."""
-    os.kill(engine.pids[last], signal.SIGKILL)
-    with pytest.raises(EngineError, match=rf"replica {last} \(pid {engine.pids[last]}\) died"):
+    os.kill(pids(engine)[last], signal.SIGKILL)
+    with pytest.raises(EngineError, match=rf"replica {last} \(pid {pids(engine)[last]}\) died"):
         await engine.generate(prompt_of(9), Sampling(max_tokens=8), "e1")

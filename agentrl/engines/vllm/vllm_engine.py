@@ -357,16 +357,6 @@ class VllmEngine(StreamingEngine, WeightTarget):
             self._own = None
         self._newest = []
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the replicas, for users and tests."""
-        return [replica.pid for replica in self._replicas.every]
-
-    @property
-    def homes(self) -> dict[str, int]:
-        """The replica that each episode's requests go to, for users and tests."""
-        return {key: replica.number for key, replica in self._replicas.router.homes().items()}
-
     def _running(self) -> Expected:
         if self._expected is None:
             raise EngineError("the engine is not started or already closed")

@@ -127,12 +127,12 @@ async def test_a_turn_moves_when_its_server_dies_and_a_server_that_is_back_gets_
         port = int(one.address.rsplit(":", 1)[1])
         async with client(model_folder, one, two) as engine:
             whole = await engine.generate(prompt, sampling, "first")
-            assert engine.homes["first"] == one.address
+            assert engine._servers.home["first"].address == one.address
             task = asyncio.ensure_future(engine.generate(prompt, sampling, "first"))
             await until(engine, lambda stats: stats.sampled_tokens >= 650)
             await asyncio.get_running_loop().run_in_executor(None, one.kill)
             moved = await asyncio.wait_for(task, 60)
-            assert moved.token_ids == whole.token_ids and engine.homes["first"] == two.address
+            assert moved.token_ids == whole.token_ids and engine._servers.home["first"].address == two.address
             assert (await engine.stats()).extra == {"servers": 1}
             assert one.address in caplog.text and "requests move on" in caplog.text
             with StandIn(model_folder, port=port) as back:
@@ -141,7 +141,8 @@ async def test_a_turn_moves_when_its_server_dies_and_a_server_that_is_back_gets_
                 assert (await engine.stats()).extra == {"servers": 2}
                 asked = (engine.generate(prompt, Sampling(max_tokens=9, seed=n), f"n{n}") for n in range(4))
                 turns = await asyncio.gather(*asked)
-                assert back.posts("/generate") and set(engine.homes.values()) == {two.address, back.address}
+                assert back.posts("/generate")
+                assert {server.address for server in engine._servers.home.values()} == {two.address, back.address}
                 plain = load(model_folder)
                 assert all(off(plain, prompt, turn, weights=new) < 1e-5 and set(turn.versions) == {3} for turn in turns)
                 for server in (back, two):
