@@ -43,7 +43,7 @@ EPILOG = """examples:
   agentrl reward leaves                                          every leaf with its formula and an example
   agentrl reward schema --out rewards/schema.json                the grammar as JSON Schema, for an editor
 
-SPEC is the name of a spec on the shelf (rewards/) or a path to a JSON file. A spec that replays gold calls
+SPEC is the name of a spec on the shelf (rewards/) or of an environment, or a path to a JSON file. A spec that replays gold calls
 needs --env; one with a judge asks the model that it names, at --judge-url if given (lint only with that, --judge-model or
 --ask-judge).
 """
@@ -358,7 +358,7 @@ def _pairs(texts: list[str], option: str, example: str) -> Iterator[tuple[str, s
 
 
 def _spec(name: str) -> dict[str, Any]:
-    from agentrl.env.catalog import find_reward
+    from agentrl.env.catalog import EnvRef, find_env, find_reward, find_spec
     from agentrl.reward import load_spec
     from agentrl.reward.compile import given_spec
     from agentrl.utils.search_path import is_given
@@ -371,7 +371,10 @@ def _spec(name: str) -> dict[str, Any]:
     try:
         return load_spec(find_reward(name))
     except CatalogError as error:
-        raise UserError(f"{name!r} is neither a file nor a spec on the shelf: {error}") from error
+        with suppress(CatalogError):  # of an environment its own, which may lie beside it
+            find_env(name)
+            return find_spec(EnvRef(name), None)
+        raise UserError(f"{name!r} is neither a file nor an environment nor a spec on the shelf: {error}") from error
 
 
 def _score_rows(args: argparse.Namespace, name: str, *beside: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agentrl.cli import reward as command
-from agentrl.cli.main import _parse, build_parser
+from agentrl.cli.main import _parse, build_parser, main
 from agentrl.config.schema import RewardConfig
 from agentrl.data.trajectory import Message, Task, ToolCall
 from agentrl.env import ToolEnv, tool
@@ -276,6 +276,17 @@ def test_a_difference_by_rounding_is_no_rank(tmp_path, capsys):
 def test_an_environment_s_own_spec_is_replayed_on_it_in_each_command():
     for argv in (["score", "key_value", "t"], ["diff", "key_value", "x.json", "t"], ["diff", "x.json", "key_value", "t"]):
         assert command._options(build_parser().parse_args(["reward", *argv])).env == EnvRef("key_value")
+
+
+def test_the_name_of_an_environment_is_its_own_spec_wherever_that_lies(here, capsys):
+    assert main(["env", "new", "todo"]) == 0
+    rows = record(here / "t.jsonl", episode("7", task_gold=TWO))
+    for word in ("todo", "my/Todo-v0", KEY_VALUE):
+        assert agentrl("explain", word, rows) == 0
+        assert agentrl("lint", word, "-n", 1) in (0, 1)
+        assert "success is decided by" in capsys.readouterr().out
+    with pytest.raises(UserError, match="'tod' is neither a file nor an environment nor a spec on the shelf"):
+        agentrl("lint", "tod")
 
 
 def test_diff_of_one_episode_a_task_says_what_changes_in_value_and_success(tmp_path, capsys):
