@@ -68,7 +68,8 @@ class Customer:
         text = _CLOSING.sub(" ", text)
         if self.waiting:
             self.waiting = False
-            self.figures[str(self.goal)] = sorted(amounts(text))
+            # A record that is read out is no answer, although one amount may stand in it.
+            self.figures[str(self.goal)] = [] if '{"' in text else sorted(amounts(text))
             return self._next(), None
         if not text.strip():
             return self._tire("Hello? Are you still there?"), None

@@ -175,6 +175,7 @@ def test_the_figure_must_be_named_exactly_and_alone():
         " ".join(f"{n}.{c:02d}" for n in range(80) for c in range(100)): 0.0,
         "I do not know.": 0.0,
         f"1{figure}": 0.0,
+        f'{{"order_id": "W9102"}}\n{figure} will be paid back': 0.0,
         "": 0.0,
     }
     for text, reward in said.items():
