@@ -413,10 +413,10 @@ class Learner:
         # An older checkpoint has fewer coefficients, or none, which nothing steered.
         path = folder / STATE
         found = read_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        # One without a target is the config's, and one of another config begins anew.
+        # One without a target is the config's, and one of another config begins anew; an older checkpoint has 0 for none.
         targets = self.config.algorithm.kl.target, self.config.algorithm.entropy_target
         kept = zip(COEFFICIENTS, self._begun, found.get("begun", self._begun), targets, strict=True)
-        for name in (name for name, now, then, target in kept if name in found and target is not None and now == then):
+        for name in (name for name, now, then, target in kept if target is not None and now == then and found.get(name, 0) != 0):
             if found[name] is None:
                 raise CheckpointError(f"{path}: {name} was not a number when it was saved; resume an older checkpoint")
             setattr(self, name, float(found[name]))

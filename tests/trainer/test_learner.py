@@ -75,10 +75,15 @@ def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path) -> None:
     save(broken, tmp_path)
     asyncio.run(resumed.load(tmp_path))
     assert resumed.kl_coef == broken.kl_coef != 0.1
-    # A coefficient that a resume changes, or that nothing steers any more, is the config's.
-    for kl, coef in ((KlConfig(coef=0.3, target=0.01, horizon=20), 0.3), (KlConfig(coef=0.1), 0.1)):
+    # A coefficient that a resume changes, or that nothing steers any more, is the config's; so is one that an older run had not.
+    (tmp_path / "older").mkdir()
+    for role in ("actor", "critic"):
+        (tmp_path / "older" / role).symlink_to(tmp_path / role)
+    (tmp_path / "older" / "learner.json").write_text('{"kl_coef": 0.0, "entropy_coef": 0.0}')
+    changed = KlConfig(coef=0.3, target=0.01, horizon=20)
+    for folder, kl, coef in ((tmp_path, changed, 0.3), (tmp_path, KlConfig(coef=0.1), 0.1), (tmp_path / "older", changed, 0.3)):
         other = opened(tiny, config_of(algorithm=algorithm.model_copy(update={"kl": kl}), critic=toy_critic()))
-        asyncio.run(other.load(tmp_path))
+        asyncio.run(other.load(folder))
         assert other.kl_coef == coef
     for step in range(2, 4):
         again = asyncio.run(resumed.step(batches[step], step))
