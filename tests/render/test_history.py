@@ -85,7 +85,7 @@ def test_reasoning_that_a_template_has_no_key_for_stays_in_what_was_said():
 def test_the_stop_token_that_opens_what_follows_is_not_repeated():
     tokenizer, renderer = made(HEADS, tuple(HEAD_TOKENS), "<eos>")
     user, observation = (tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("user", "observation"))
-    assert renderer.stop_token_ids == (user, observation)
+    assert renderer.stop_token_ids == (user, observation, tokenizer.eos_token_id)
     called, said = Message("assistant", "", (CALL,)), Message("assistant", "Seven.")
     assert renderer.assistant(called)[-1] == observation and renderer.assistant(said)[-1] == user
     assert tokenizer.decode(renderer.extend("stop", [ANSWER], observation)) == "7<|assistant|>"

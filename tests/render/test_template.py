@@ -144,7 +144,7 @@ def test_a_turn_without_stop_token_is_closed(family):
     _, renderer, *_ = family
     user = [Message("user", "x")]
     for finish in ("length", "abort"):
-        assert renderer.extend(finish, user) == [*renderer.stop_token_ids, *renderer.extend("stop", user)]
+        assert renderer.extend(finish, user) == [renderer.stop_token_ids[0], *renderer.extend("stop", user)]
 
 
 def test_tools_that_a_template_cannot_show_are_refused(family):
