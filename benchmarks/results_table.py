@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.env.catalog import find_env
-from agentrl.env.official import mean_with_interval, pass_at_k
+from agentrl.env.official import pass_at_k, rate_of
 from agentrl.utils.errors import ConfigError
 
 DRAWS = 10_000
@@ -115,8 +115,8 @@ def gain_of(differences: Mapping[str, Sequence[float]], weights: Mapping[str, fl
     """Weighted mean of paired differences, with a 95 % percentile interval of a bootstrap within categories. Equal differences,
     of which every draw is the same, have the interval of the rule of three."""
     every = [value for category in weights for value in differences[category]]
-    if len(set(every)) == 1:
-        return mean_with_interval(every, -1.0)
+    if len(set(every)) == 1 and (found := rate_of(every, -1.0)) is not None:
+        return found["mean"], found["low"], found["high"]
     rng = np.random.default_rng(0)
     mean, drawn = 0.0, np.zeros(draws)
     for category, weight in weights.items():

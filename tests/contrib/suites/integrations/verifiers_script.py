@@ -58,7 +58,7 @@ async def ends() -> dict[str, object]:
     def judged(completion) -> float:
         raise RuntimeError("Judge model rate limit exceeded")
 
-    def forgot(completion) -> float:
+    def forgot(completion):
         return None
 
     rows = Dataset.from_list([{"question": "double 7", "answer": "14"}])
