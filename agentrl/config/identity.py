@@ -140,7 +140,7 @@ _EPISODES = {
     ),
     **dict.fromkeys(
         ("env.weight", "rollout.groups", "rollout.group_size", "rollout.oversample", "rollout.oversample_members",
-         "rollout.grow", "rollout.max_staleness", "rollout.min_survivors", "rollout.filter_zero_variance", "rollout.accept",
+         "rollout.max_staleness", "rollout.min_survivors", "rollout.filter_zero_variance", "rollout.accept",
          "rollout.max_filtered"), _UPDATE,
     ),
     **dict.fromkeys(("env.sampler", "rollout.sampler"), "chooses the tasks of updates; here they are numbered"),

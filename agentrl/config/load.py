@@ -458,7 +458,7 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
 
 _DROPPED = {
     "next": ..., "model.cpu_offload": False, "algorithm.kl.straight_through": False, "rollout.worker_timeout": 60.0,
-    "rollout.worker_respawns": 8, "rollout.slow_loop": 0.2, "api.max_wait": 60.0, "sglang.update": "files",
+    "rollout.worker_respawns": 8, "rollout.slow_loop": 0.2, "api.max_wait": 60.0, "sglang.update": "files", "rollout.grow": 1.0,
     "sglang.load_timeout": 600.0, "health.preflight_timeout": 20.0, "profile.torch": True, "profile.max_events": 500_000,
     "keep.trajectories_mib": 0.0, "keep.log_mib": 64.0, "keep.log_files": 4,
 }  # fmt: skip

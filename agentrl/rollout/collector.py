@@ -20,7 +20,7 @@ from agentrl.data.trajectory import Group, Trajectory
 from agentrl.rollout.deadlines import Quiet, Watch
 from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import EpisodeSpec, score_group
-from agentrl.rollout.group_ledger import GroupLedger, GroupState, alike, more
+from agentrl.rollout.group_ledger import GroupLedger, GroupState, more
 from agentrl.rollout.mixtures import MixedTasks
 from agentrl.rollout.player import Job, Player, RunEnv, end_of, success_rate
 from agentrl.rollout.samplers import TaskChoice
@@ -85,8 +85,9 @@ class GroupRun:
     index: int
     choice: TaskChoice
 
-    async def members(self, numbers: range, size: int) -> list[Trajectory]:
-        """`size` finished members, by number; with oversampling the others are cancelled once there are enough."""
+    async def members(self) -> list[Trajectory]:
+        """The finished members, by number; with oversampling the others are cancelled once there are enough."""
+        numbers, size = self.collector._numbers, self.collector.config.group_size
         if self.collector.play is not None:
             return await self.collector.play(self, numbers)
         done, sound = dict[int, Trajectory](), 0  # `sound`: those that ended without a fault of the infrastructure
@@ -179,9 +180,7 @@ class Collector:
         self._greedy = frozenset(greedy)
         self._accept, self._on_group = accept, on_group
         self.slots = asyncio.Semaphore(config.max_episodes)
-        # The members that a group begins with, and how many it may have.
         self._numbers = range(config.group_size + more(config.group_size, config.oversample_members))
-        self._largest = config.group_size + more(config.group_size, config.grow)
         self.play = None if config.branch is None else MEMBERS.entry("branch").make(config.branch)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -366,23 +365,14 @@ class Collector:
             self.ledger.complete(group)
 
     async def _group(self, index: int, choice: TaskChoice) -> Group:
-        run, size = GroupRun(self, index, choice), self.config.group_size
+        run = GroupRun(self, index, choice)
         async with asyncio.TaskGroup() as tasks:
-            members = tasks.create_task(run.members(self._numbers, size))
+            members = tasks.create_task(run.members())
             greedy = tasks.create_task(run.member(GREEDY)) if choice.env in self._greedy else None
         group = Group(index, choice.seed, members.result(), None if greedy is None else greedy.result(), choice.env)
-        scorer = self.envs[choice.env].scorer
-        while True:
-            if scorer.compares:
-                await score_group(group.trajectories, scorer)
-            # Of a group whose scores do not differ more members are played; a member's draw depends on its number alone, not on
-            # when it was begun.
-            begun = len(group.trajectories)
-            numbers = range(begun, min(begun + size, self._largest))
-            if not numbers or not alike(group):
-                return group
-            group.trajectories += await run.members(numbers, len(numbers))
-            self.stats.grown(len(numbers))
+        if (scorer := self.envs[choice.env].scorer).compares:
+            await score_group(group.trajectories, scorer)
+        return group
 
     def _drop(self, index: int, state: GroupState, reason: str) -> None:
         self.ledger.drop(index, state)

@@ -135,10 +135,6 @@ class RolloutStats:
         if not failed:
             self._failing.pop(group.env, None)
 
-    def grown(self, members: int) -> None:
-        """A group got this many members more (`rollout.grow`)."""
-        self._played["members_grown"] += members
-
     def filters(self, group: Group) -> bool:
         """Return True if a group is left out since all its members have the same reward. Past the limit such groups are
         trained, with advantages of 0: a policy that solves every task would otherwise never fill a batch."""
@@ -196,7 +192,6 @@ class RolloutStats:
             "groups_filtered": float(self._filtered),
             "groups_zero_variance": float(sum(map(alike, groups))),
             **{key: float(self._played[key]) for key in ("episodes_played", "episodes_unscored")},
-            **({} if self._config.grow == 1 else {"members_grown": float(self._played["members_grown"])}),
             **({} if self._accept is None else {"groups_refused": float(self._refused)}),
             **({f"env/{env}/groups_{state}": float(n) for (state, env), n in self._dropped.items()} if several else {}),
             **{f"faults/{cause}": float(count) for cause, count in sorted(self._faults.items())},

@@ -92,7 +92,6 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("groups_refused", "groups", "groups that `rollout.accept` refused for this update, which were replaced"),
         MetricInfo("env/<name>/groups_<state>", "groups", "groups of this environment dropped for this update, by state"),
         MetricInfo("members_cancelled", "episodes", "members given up in full groups (`rollout.oversample_members`)"),
-        MetricInfo("members_grown", "episodes", "members that groups were given besides, since the last row (`rollout.grow`)"),
         MetricInfo("episodes_played", "episodes", "episodes that ended since the last update, also those of dropped groups"),
         MetricInfo("episodes_unscored", "episodes", "how many of these have no reward (`health.max_unscored`)"),
         MetricInfo("faults/<cause>", "attempts", "attempts since the last update without a score, by cause, retries included"),

@@ -56,7 +56,6 @@ class Batches:
     groups: int
     group_size: int
     started: int
-    grown: int
     episodes: int
     minibatches: list[int]
     epochs: int
@@ -304,7 +303,6 @@ class Planner:
             group_size=rollout.group_size,
             started=(rollout.groups + more(rollout.groups, rollout.oversample))
             * (rollout.group_size + more(rollout.group_size, rollout.oversample_members) + greedy),
-            grown=(grown := rollout.groups * (rollout.group_size + more(rollout.group_size, rollout.grow))),
             episodes=episodes,
             minibatches=parts,
             epochs=algorithm.epochs,
@@ -312,7 +310,7 @@ class Planner:
             data_ranks=ranks,
             episode_tokens=wide.max_episode_tokens,
             sampled_tokens=min(wide.max_turns * wide.max_turn_tokens, wide.max_episode_tokens),
-            tokens=grown * wide.max_episode_tokens,
+            tokens=episodes * wide.max_episode_tokens,
             micro_tokens=config.optim.micro_tokens,
             micros=math.ceil(math.ceil(most / ranks) / at_once),
             kept=kept,
@@ -330,7 +328,6 @@ def lines(plan: RunPlan) -> list[str]:
     more = f" ({b.started:,} are started)" if b.started > b.episodes else ""
     added = [f"{count:,} {what}" for count, what in ((b.kept, "kept"), (b.shown, "demonstrations")) if count]
     beside = f", and at most {' and '.join(added)} next to them" if added else ""
-    more += f" (up to {b.grown:,} where groups grow)" if b.grown > b.episodes else ""
     early = "" if plan.stops_at is None else f", or until an evaluation finds {plan.stops_at:.0%} success"
     rows = [
         ("run", f"{plan.name}: {plan.updates:,} updates with {plan.algorithm}{early}"),

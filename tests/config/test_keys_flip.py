@@ -80,8 +80,6 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
     "RolloutConfig.group_size": (see.members, "", {"rollout.group_size=2": (2, 2, 0), "rollout.group_size=3": (3, 3, 0)}),
     "RolloutConfig.oversample_members": (see.members, "rollout.group_size=4",  # started, back, cancelled
         {"rollout.oversample_members=1.0": (4, 4, 0), "rollout.oversample_members=1.5": (6, 4, 2)}),
-    "RolloutConfig.grow": (see.members, "rollout.group_size=4",  # none of them wins
-        {"rollout.grow=1.0": (4, 4, 0), "rollout.grow=1.5": (6, 6, 0), "rollout.grow=2.5": (10, 10, 0)}),
     "RolloutConfig.retries": (see.attempts, PLAY,
         {"rollout.retries=0": (2, 2), "rollout.retries=1": (4, 4), "rollout.retries=3": (8, 8)}),
     "RolloutConfig.colocate": (see.at("rest"), LOOP, {"rollout.colocate=false": [], "rollout.colocate=true": [0, 1, 2, 3]}),

@@ -151,12 +151,6 @@ SAMPLERS: list[tuple[str, dict[str, Any], str]] = [
     ({"rollout": {"colocate": True}, "model": {"path": "api:openai/x"}}, 'only engine = "embedded", "vllm" can free'),
     ({"rollout": {"colocate": True}, "engine": "embedded", "weights": {"lora": "adapter"}}, "weights.lora"),
     ({"rollout": {"filter_zero_variance": True}, "reward_model": {"path": "x"}}, "before [reward_model] has scored"),
-    ({"rollout": {"grow": 2.0, "oversample_members": 1.5}}, "and rollout.oversample_members drops the slowest"),
-    (
-        {"rollout": {"grow": 2.0}, "reward_model": {"path": "x"}},
-        "rollout.grow gives groups more members by the spec's rewards",
-    ),
-    ({"rollout": {"grow": 2.0, "group_size": 1}}, "rollout.grow: with rollout.group_size = 1"),
     ({"rollout": {"context": {"name": "trunkate"}}}, "did you mean 'truncate'"),
     ({"rollout": {"context": {"name": "truncate", "args": {"kep": 1}}}}, "did you mean 'keep'"),
     ({"rollout": {"context": {"name": "compact", "args": {"summary_tokens": 0}}}}, "greater than or equal to 1"),

@@ -431,9 +431,6 @@ class RolloutConfig(Frozen):
     """Start this many times the groups of an update, and cancel the slowest once enough have finished."""
     oversample_members: Factor = 1.0
     """Start this many times the members of a group, and cancel the slowest once enough have finished."""
-    grow: Factor = 1.0
-    """A group whose scored members all have the same score once all have ended gets `group_size` more of the same task, up to
-    this many times `group_size`, before it is filtered, refused or trained; 1: never."""
     max_staleness: Annotated[NotNegativeInt, Unit("updates")] = 0
     """How many updates old the weights that sampled a token may be when it is trained; 0: rollouts and updates take turns."""
     colocate: bool = False

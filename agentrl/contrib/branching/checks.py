@@ -53,8 +53,6 @@ def _obstacle(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> str | None:
         return f'{wrong}; use where = "loss"'
     if algorithm.experience is not None:
         return "algorithm.experience keeps whole episodes, and of a branch there is only the end; leave one of the two out"
-    if rollout.grow > 1:
-        return "rollout.grow looks at members that were drawn independently; set it to 1, or leave rollout.branch out"
     if rollout.oversample_members > 1:
         wrong = "rollout.oversample_members drops the members that end last, which branches do by their nature"
         return f"{wrong}; set it to 1, or leave rollout.branch out"

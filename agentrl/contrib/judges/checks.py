@@ -21,7 +21,6 @@ from agentrl.render.modality import modality_of
 from agentrl.reward import Scorer
 from agentrl.reward.nodes import GateNode, LeafNode, Node, walk
 from agentrl.reward.values import decider, follow, parse_pointer, references
-from agentrl.rollout.group_ledger import more
 from agentrl.rollout.samplers import make_sampler
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks import RUN_CHECKS
@@ -83,8 +82,7 @@ def check_budget(start: RunStart) -> None:
         fewest, most = questions(start.scorers[env.called], rollout.max_turns)
         episodes = rollout.groups * (rollout.group_size + needs_greedy(one.algorithm.advantage))
         if any(weight_at(env.weight, step) > 0 for step in range(config.steps)):
-            grown = episodes + rollout.groups * more(rollout.group_size, rollout.grow)
-            steps.append((fewest * episodes, most * grown))
+            steps.append((fewest * episodes, most * episodes))
         least_evaluated, most_evaluated = least_evaluated + fewest * tasks, most_evaluated + most * tasks
     least_step, most_step = min((low for low, _ in steps), default=0), max((high for _, high in steps), default=0)
     least = config.steps * least_step + evaluations * least_evaluated

@@ -119,18 +119,6 @@ def check_rollout(start: RunStart) -> None:
             "rollout.filter_zero_variance drops groups by the spec's rewards, before [reward_model] has scored "
             "them, so it would drop groups that the reward model tells apart; unset one of the two"
         )
-    if rollout.grow > 1 and rollout.oversample_members > 1:
-        raise ConfigError(
-            "rollout.grow looks at the scores of all members of a group, and rollout.oversample_members drops the slowest of "
-            "them unseen; set one of the two to 1"
-        )
-    if rollout.grow > 1 and config.reward_model is not None:
-        raise ConfigError(
-            "rollout.grow gives groups more members by the spec's rewards, before [reward_model] has scored them; unset one "
-            "of the two"
-        )
-    if rollout.grow > 1 and rollout.group_size == 1:
-        raise ConfigError("rollout.grow: with rollout.group_size = 1 every group would grow; set it to 2 or more")
     make_context_policy(rollout.context)
     if rollout.summary_model is not None and "summarizes" not in CONTEXTS.entry(rollout.context.name).traits:
         names = CONTEXTS.that_are("summarizes")

@@ -306,7 +306,6 @@ REFUSED = {
     "roots=2 algorithm.advantage.name=gae": '"gae" compares members',
     "roots=2 algorithm.kl={coef=0.1,where='reward'}": 'algorithm.kl.where = "reward" would charge',
     "roots=2 algorithm.experience={}": "algorithm.experience keeps whole episodes",
-    "roots=2 rollout.grow=2.0": "rollout.grow looks at members that were drawn independently",
     "roots=2 rollout.oversample_members=1.5": "rollout.oversample_members drops the members that end last",
     "roots=2 rollout.context.name=compact": "a summary is sampled before the turn",
     "roots=2 agent.command=['x']": r"\[agent\]",
