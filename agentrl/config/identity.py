@@ -156,9 +156,8 @@ LATER = dict.fromkeys(
     ("optim.lr", "optim.matrix_lr", "optim.weight_decay", "optim.betas", "optim.max_grad_norm", "optim.warmup", "optim.schedule",
      "critic.lr", "critic.clip", "critic.epochs", "algorithm.advantage.args", "env.advantage.args", "algorithm.loss.args",
      "algorithm.aggregate", "algorithm.epochs", "algorithm.minibatch", "algorithm.groups", "algorithm.proximal",
-     "algorithm.correction", "algorithm.truncated", "algorithm.entropy_bonus", "algorithm.entropy_target",
-     "algorithm.entropy_step", "algorithm.entropy_max", "algorithm.kl.coef", "algorithm.kl.target", "algorithm.kl.kind",
-     "algorithm.kl.where", "algorithm.kl.horizon", "rollout.max_turns", "rollout.max_turn_tokens",
+     "algorithm.correction", "algorithm.truncated", "algorithm.entropy_bonus", "algorithm.kl.coef", "algorithm.kl.target",
+     "algorithm.kl.kind", "algorithm.kl.where", "algorithm.kl.horizon", "rollout.max_turns", "rollout.max_turn_tokens",
      "rollout.max_episode_tokens", "rollout.min_survivors", "rollout.filter_zero_variance", "rollout.max_filtered"), _LATER,
 )  # fmt: skip
 """Keys that a resume may change although they matter: what they steer is read anew in each update, and a checkpoint fits whatever

@@ -46,7 +46,6 @@ _READERS: tuple[tuple[str, str, Callable[[TrainConfig], object], str], ...] = (
     ("checkpoint", "best", lambda c: c.checkpoint.keep_best, "checkpoint.keep_best above 0"),
     ("algorithm.kl", "kind where", lambda c: c.algorithm.kl.coef, "algorithm.kl.coef above 0"),
     ("algorithm.kl", "horizon", lambda c: c.algorithm.kl.target, "algorithm.kl.target"),
-    ("algorithm", "entropy_step entropy_max", lambda c: c.algorithm.entropy_target, "algorithm.entropy_target"),
     ("algorithm", "length_norm", lambda c: c.algorithm.aggregate == _NORM, f'algorithm.aggregate = "{_NORM}"'),
     ("sglang", "servers seeds timeout api_key_env", lambda c: c.engine not in _NO_SERVERS, 'engine = "sglang"'),
     ("weights", "route bucket_mib folder", lambda c: c.weights.lora == "merged", 'weights.lora = "merged"'),
@@ -460,7 +459,8 @@ _DROPPED = {
     "next": ..., "model.cpu_offload": False, "algorithm.kl.straight_through": False, "rollout.worker_timeout": 60.0,
     "rollout.worker_respawns": 8, "rollout.slow_loop": 0.2, "api.max_wait": 60.0, "sglang.update": "files", "rollout.grow": 1.0,
     "sglang.load_timeout": 600.0, "health.preflight_timeout": 20.0, "profile.torch": True, "profile.max_events": 500_000,
-    "keep.trajectories_mib": 0.0, "keep.log_mib": 64.0, "keep.log_files": 4,
+    "keep.trajectories_mib": 0.0, "keep.log_mib": 64.0, "keep.log_files": 4, "algorithm.entropy_step": 1e-4,
+    "algorithm.entropy_max": 5e-3,
 }  # fmt: skip
 """Keys of earlier versions with their defaults, which change nothing; `...` is any value."""
 _NOW_ARGS = ("enforce_eager", "max_num_seqs", "max_num_batched_tokens")

@@ -108,7 +108,6 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("lr_factor", "1", "learning rate of the supervised step over `sft.lr`", ("sft",)),
         MetricInfo("entropy", "nats", "of the policy at the rollout's temperature, mean over computed, trained tokens"),
         MetricInfo("temperature", "1", "with points in `rollout.temperature`: that of this update's episodes and policies"),
-        MetricInfo("entropy_coef", "1", "with `algorithm.entropy_target`: the coefficient of the entropy bonus in this update"),
         MetricInfo("ratio", "1", "importance ratio of trained to proximal policy, mean over these tokens; gspo: of the row"),
         MetricInfo("clip_fraction", "share", "share of these tokens on which the loss's bound on the ratio is active"),
         MetricInfo("dual_clip_fraction", "share", "share of them under the dual clip (Ye et al. 2020, arXiv:1912.09729)"),

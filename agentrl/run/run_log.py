@@ -214,7 +214,7 @@ SIGNS = (
     Sign(
         "entropy collapsed", "entropy", lambda now, start: now <= min(0.05, 0.1 * start),
         "the policy hardly varies any more, so it finds nothing new",
-        "Lower optim.lr, raise clip_high or set algorithm.entropy_target; go back to a checkpoint from before.",
+        "Lower optim.lr, raise clip_high or set algorithm.entropy_bonus; go back to a checkpoint from before.",
         unless="solved", per_env=False,
     ),
     Sign(
@@ -231,7 +231,7 @@ SIGNS = (
     Sign(
         "one answer for all", "same_answer", lambda now, start: start < 0.8 and now >= 0.95,
         "episodes of different tasks end with the same message, without more success",
-        "Look whether the reward pays that message (`agentrl show`), lower optim.lr or set algorithm.entropy_target.",
+        "Look whether the reward pays that message (`agentrl show`), lower optim.lr or set algorithm.entropy_bonus.",
         extreme=min, unless="better",
     ),
     Sign(

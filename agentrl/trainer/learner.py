@@ -1,6 +1,6 @@
 """The learner: one training step over all roles, on the driver.
 
-The coefficients that updates steer, checks of a config's algorithm and roles, and the step."""
+Checks of a config's algorithm and roles, and the step."""
 
 from __future__ import annotations
 
@@ -43,26 +43,6 @@ if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
 
 
-# Coefficients
-
-STATE = "learner.json"
-COEFFICIENTS = ("kl_coef", "entropy_coef")
-"""Attributes of a learner that updates steer towards a target, and checkpoints hold, with where each began."""
-
-
-def adapted_entropy_coef(coef: float, measured: float, algorithm: AlgorithmConfig) -> float:
-    """The next coefficient: `entropy_step` more after an update whose entropy (nats per token) was below the target, as much less
-    otherwise, within `entropy_bonus` and `entropy_max`.
-
-    The steps are those of Skywork-OR1 (He et al. 2025, arXiv:2505.22312). Departure: theirs is 0 in an update above the target;
-    here it falls back step by step.
-    """
-    if algorithm.entropy_target is None:
-        return coef
-    moved = coef + algorithm.entropy_step if measured < algorithm.entropy_target else coef - algorithm.entropy_step
-    return min(max(moved, algorithm.entropy_bonus), algorithm.entropy_max)
-
-
 # Checks before a run
 
 
@@ -77,11 +57,6 @@ def check_learner(config: TrainConfig) -> None:
             raise DependencyError(f'{key} = "adamw_8bit": {NO_TORCHAO}')
     check_algorithm(config.settled_algorithm())
     check_idle_keys(config)
-    if (algorithm := config.algorithm).entropy_target is not None and algorithm.entropy_max <= algorithm.entropy_bonus:
-        raise ConfigError(
-            f"algorithm.entropy_target: the coefficient moves between algorithm.entropy_bonus = {algorithm.entropy_bonus:g} and "
-            f"algorithm.entropy_max = {algorithm.entropy_max:g}, between which there is nothing; raise entropy_max"
-        )
     mesh_of(config.model, config.cluster)
     if config.model.offload == "idle" and not rests(config, "actor"):
         raise ConfigError(
@@ -124,6 +99,8 @@ def check_learner(config: TrainConfig) -> None:
 
 log = logging.getLogger(__name__)
 
+STATE = "learner.json"
+"""A checkpoint's coefficient of the KL, which updates steer towards a target, and where it began."""
 MAX_SKIPPED = 3
 """Training steps in a row that may be skipped because something in them is not finite; one more ends the run."""
 R = TypeVar("R", Critic, Reference, RewardModel)
@@ -147,7 +124,7 @@ class Learner:
         self.reward_models: WorkerGroup[RewardModel] | None = None
         self.teachers: WorkerGroup[Reference] | None = None
         self.algorithm, self._own = config.settled_algorithm(), own_advantages(config.envs)
-        self.kl_coef, self.entropy_coef = self._begun = config.algorithm.kl.coef, config.algorithm.entropy_bonus
+        self.kl_coef = config.algorithm.kl.coef
         mode = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
         self.sharing = mode if "prefix_sharing" in TRAIN_ENGINES.entry(config.model.engine).traits else "off"
         self._skipped, self._name = 0, uuid4().hex
@@ -269,10 +246,6 @@ class Learner:
                 self.kl_coef = adapted_kl_coef(self.kl_coef, measured, int(view.episode.max()) + 1, self.algorithm.kl)
         if (heat := scheduled_temperature(self.config.rollout, step)) is not None:
             metrics["temperature"] = heat
-        if self.algorithm.entropy_target is not None:
-            metrics["entropy_coef"] = self.entropy_coef
-            if "entropy" in learned and learned.get("optimizer_steps", 0) > 0:
-                self.entropy_coef = adapted_entropy_coef(self.entropy_coef, learned["entropy"], self.algorithm)
         if 0 in (learned.get("optimizer_steps"), learned.get("critic/optimizer_steps")):
             return metrics | self._skip(step, "every optimizer step; the actors' log names the rows")
         self._skipped = 0
@@ -349,8 +322,6 @@ class Learner:
             await self._rest("critic", self.critics)
         if learns:
             algorithm, ranks = self.algorithm, self.actors.mesh.size("dp")
-            if algorithm.entropy_target is not None:  # its `entropy_bonus` is then the controlled coefficient
-                algorithm = algorithm.model_copy(update={"entropy_bonus": self.entropy_coef})
             metrics |= await self.actors.arun(
                 Actor.update,
                 await in_thread("batch", cut_update, whole.batch, algorithm, ranks, step=step, seed=seed),
@@ -389,8 +360,8 @@ class Learner:
         """Write the state of all roles to `folder`, for `Checkpoints.begin`; returns when it is copied. See `is_saved`."""
         for name, group in self._kept_roles().items():
             await group.arun(SavedRole.begin_save, str(folder / name))
-        coefficients = json_text({name: getattr(self, name) for name in COEFFICIENTS} | {"begun": self._begun})
-        await in_thread("files", (folder / STATE).write_text, coefficients, "utf-8")
+        state = json_text({"kl_coef": self.kl_coef, "begun": [self.config.algorithm.kl.coef]})
+        await in_thread("files", (folder / STATE).write_text, state, "utf-8")
         for hook in self.hooks.values():
             await in_thread("files", ask_hook, hook, UpdateHook.save, folder)
 
@@ -410,16 +381,14 @@ class Learner:
         """Load what `begin_save` wrote. Raises CheckpointError if a role's part is missing or does not fit."""
         for name, group in self._kept_roles().items():
             await group.arun(SavedRole.load, str(folder / name))
-        # An older checkpoint has fewer coefficients, or none, which nothing steered.
-        path = folder / STATE
+        # An older checkpoint has no coefficient, or 0 for none, or that of the entropy bonus too, which was steered once.
+        path, kl = folder / STATE, self.config.algorithm.kl
         found = read_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        # One without a target is the config's, and one of another config begins anew; an older checkpoint has 0 for none.
-        targets = self.config.algorithm.kl.target, self.config.algorithm.entropy_target
-        kept = zip(COEFFICIENTS, self._begun, found.get("begun", self._begun), targets, strict=True)
-        for name in (name for name, now, then, target in kept if target is not None and now == then and found.get(name, 0) != 0):
-            if found[name] is None:
-                raise CheckpointError(f"{path}: {name} was not a number when it was saved; resume an older checkpoint")
-            setattr(self, name, float(found[name]))
+        # Without a target it is the config's, and under another config it begins anew.
+        if kl.target is not None and found.get("begun", [kl.coef])[0] == kl.coef and found.get("kl_coef", 0) != 0:
+            if found["kl_coef"] is None:
+                raise CheckpointError(f"{path}: kl_coef was not a number when it was saved; resume an older checkpoint")
+            self.kl_coef = float(found["kl_coef"])
         for hook in self.hooks.values():
             await in_thread("files", ask_hook, hook, UpdateHook.load, folder)
 

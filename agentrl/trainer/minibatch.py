@@ -269,9 +269,7 @@ def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: Algorith
     there. The batch itself stays as it is: rows in no minibatch are sent to no rank.
     """
     alive = trained_tokens(view)
-    # Under a target also while the coefficient is 0: what it is steered by is measured over the same rows in every update.
-    entropic = algorithm.entropy_bonus > 0 or algorithm.entropy_target is not None
-    if not (entropic or (algorithm.kl.coef > 0 and algorithm.kl.where == "loss")):
+    if not (algorithm.entropy_bonus > 0 or (algorithm.kl.coef > 0 and algorithm.kl.where == "loss")):
         moved = view.tokens("advantages") != 0
         if "moves_picked" in POLICY_LOSSES.entry(algorithm.loss.name).traits and "picked" in view:
             moved = moved | view.tokens("picked")

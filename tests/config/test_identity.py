@@ -45,7 +45,7 @@ EVERY: dict[str, Any] = {
         "start": {"left": 3}, "branch": {"roots": 2, "turns": [3]}},
     "algorithm": {"advantage": {"name": "a", "args": {"a": 1}}, "loss": {"name": "l", "args": {"a": 1}},
         "correction": {"name": "c", "args": {"a": 1}}, "kl": {"kind": "k1", "target": 0.1, "horizon": 9}, "length_norm": 9,
-        "experience": {}, "distillation": {"path": "t"}, "demonstrations": {}, "entropy_target": 0.1},
+        "experience": {}, "distillation": {"path": "t"}, "demonstrations": {}},
     "critic": {"path": "c", "lr": 0.1},
     "reward_model": {"path": "r"},
     "cluster": {"address": "a", "pools": {"p": {}}, "roles": {"actor": "p"}},

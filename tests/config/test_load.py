@@ -230,6 +230,7 @@ def test_keys_of_an_earlier_version_are_read_at_their_defaults_and_as_arguments(
     path = tmp_path / "config.toml"
     path.write_text(
         'next = "ppo"\n' + GOOD + "[rollout]\nslow_loop = 0.2\ngrow = 1.0\ngroups = 3\n[keep]\nlog_files = 4\n"
+        "[algorithm]\nentropy_step = 0.0001\nentropy_max = 0.005\n"
         "[vllm]\nenforce_eager = true\nmax_num_seqs = 8\nargs = { max_num_seqs = 9, seed = 1 }\n"
     )
     config = load_config(path)

@@ -39,7 +39,7 @@ MOVING = "algorithm.kl={coef=0.1,reference='moving',decay=0.5}"
 CASES: dict[str, list[str]] = {
     "experience": [KEPT + "}", "algorithm.minibatch=3"],
     "supervised experience, demonstrations": [KEPT + ",term='supervised'}", SHOWN, "algorithm.aggregate=seq_mean_token_mean"],
-    "moving reference": [MOVING, "algorithm.entropy_target=100.0", "algorithm.entropy_step=0.01"],
+    "moving reference": [MOVING],
     "start": [BEGUN, "algorithm.groups=kept"],
     "all, by workers": [KEPT + "}", SHOWN, MOVING, BEGUN, f"rollout.sampler={STAGED}"],
 }

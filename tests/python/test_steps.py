@@ -230,7 +230,7 @@ def test_what_would_do_nothing_to_a_gradient_is_refused(loop: agentrl.StepLoop) 
     for given in ({"kl_coef": 0.1}, {"kl_coef": float("nan")}, {"algorithm": {"kl": {"coef": 0.1}}}):
         with pytest.raises(ConfigError, match=r"algorithm\.kl\.coef = .* a session with a reference policy"):
             loop.trainer.forward_backward(batch, **given)  # type: ignore[arg-type]
-    for key, value in {"length_norm": 9, "kl": {"where": "reward"}, "entropy_max": 0.1}.items():
+    for key, value in {"length_norm": 9, "kl": {"where": "reward"}}.items():
         with pytest.raises(ConfigError, match=rf"algorithm\.{key}.* is read with algorithm\..* alone"):
             loop.trainer.forward_backward(batch, algorithm={key: value})
     with pytest.raises(ConfigError, match="optim_step: lr = True is a bool; expected a number or None"):

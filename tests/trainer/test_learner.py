@@ -76,12 +76,15 @@ def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path) -> None:
     asyncio.run(resumed.load(tmp_path))
     assert resumed.kl_coef == broken.kl_coef != 0.1
     # A coefficient that a resume changes, or that nothing steers any more, is the config's; so is one that an older run had not.
-    (tmp_path / "older").mkdir()
-    for role in ("actor", "critic"):
-        (tmp_path / "older" / role).symlink_to(tmp_path / role)
-    (tmp_path / "older" / "learner.json").write_text('{"kl_coef": 0.0, "entropy_coef": 0.0}')
+    older, later = tmp_path / "older", tmp_path / "later"  # the later one steered the entropy bonus too
+    for folder, state in ((older, '"entropy_coef": 0.0, "kl_coef": 0.0'), (later, '"kl_coef": 0.2, "begun": [0.3, 0.0]')):
+        folder.mkdir()
+        for role in ("actor", "critic"):
+            (folder / role).symlink_to(tmp_path / role)
+        (folder / "learner.json").write_text(f"{{{state}}}")
     changed = KlConfig(coef=0.3, target=0.01, horizon=20)
-    for folder, kl, coef in ((tmp_path, changed, 0.3), (tmp_path, KlConfig(coef=0.1), 0.1), (tmp_path / "older", changed, 0.3)):
+    cases = (tmp_path, changed, 0.3), (tmp_path, KlConfig(coef=0.1), 0.1), (older, changed, 0.3), (later, changed, 0.2)
+    for folder, kl, coef in cases:
         other = opened(tiny, config_of(algorithm=algorithm.model_copy(update={"kl": kl}), critic=toy_critic()))
         asyncio.run(other.load(folder))
         assert other.kl_coef == coef

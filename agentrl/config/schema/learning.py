@@ -311,13 +311,6 @@ class AlgorithmConfig(Frozen):
     """A teacher model is learned from too; by default none."""
     demonstrations: DemonstrationsConfig | None = None
     """Gold solutions of tasks at which a whole group failed are added; by default none."""
-    entropy_target: Annotated[Positive, Unit("nats per token")] | None = None
-    """The coefficient is controlled so that the policy's entropy (the metric `entropy`) does not fall below it: `entropy_step`
-    more after an update below it, as much less after another. By default it stays at `entropy_bonus`."""
-    entropy_step: Annotated[Positive, Unit("1")] = 1e-4
-    """How much an update changes the coefficient under `entropy_target`."""
-    entropy_max: Annotated[Positive, Unit("1")] = 5e-3
-    """The most that the coefficient becomes under `entropy_target`; the least is `entropy_bonus`."""
 
 
 class OptimConfig(Frozen):

@@ -186,11 +186,6 @@ class Trainer:
                 "algorithm.kl.target: the coefficient is steered once per update; use trainer.update(batch), or give each call "
                 "its own: trainer.forward_backward(batch, kl_coef=...)"
             )
-        if chosen.entropy_target is not None:
-            raise ConfigError(
-                "algorithm.entropy_target: the coefficient is steered once per update; use trainer.update(batch), or give each "
-                'call its own: trainer.forward_backward(batch, algorithm={"entropy_target": None, "entropy_bonus": ...})'
-            )
         if "moving" in (chosen.kl.reference, self.config.algorithm.kl.reference):
             raise ConfigError(
                 'algorithm.kl.reference = "moving": the reference moves once per update; use trainer.update(batch), or set it to '

@@ -376,8 +376,6 @@ def config(*words: str) -> TrainConfig:
 @pytest.mark.parametrize(
     ("word", "needs", "besides"),
     [
-        ("algorithm.entropy_max=0.1", "algorithm.entropy_target", ["algorithm.entropy_target=0.1"]),
-        ("algorithm.entropy_step=0.01", "algorithm.entropy_target", ["algorithm.entropy_target=0.1"]),
         (
             "algorithm.kl.decay=0.5",
             'algorithm.kl.reference = "moving"',
@@ -389,7 +387,7 @@ def test_a_key_of_an_algorithm_that_nothing_reads_is_refused(word: str, needs: s
     with pytest.raises(ConfigError, match=rf"^{word.partition('=')[0]} = 0\.\d+ is read with {needs} alone; set that too, or"):
         check_learner(config(word))
     check_learner(config(word, *besides))
-    check_learner(config("algorithm.entropy_max=0.005", "algorithm.entropy_step=0.0001", "algorithm.kl.decay=0.99"))
+    check_learner(config("algorithm.kl.decay=0.99"))
 
 
 @pytest.mark.parametrize(
