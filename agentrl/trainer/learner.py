@@ -4,7 +4,6 @@ Checks of a config's algorithm and roles, and the step."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,13 +26,13 @@ from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput
 from agentrl.trainer.estimator_inputs import critic_rows, with_advantages
 from agentrl.trainer.minibatch import SOURCE, LogRatios, Term, TrainedTokens, adapted_kl_coef, broken_rows, cut_update
-from agentrl.trainer.optim import NO_TORCHAO, optims_of
+from agentrl.trainer.optim import optims_of
 from agentrl.trainer.pretrained import named_anywhere
 from agentrl.trainer.roles import Critic, ModelRole, Reference, RewardModel, SavedRole, check_moving, with_scores
 from agentrl.trainer.train_engine import TRAIN_ENGINES, mesh_of, rests, separate_reference
 from agentrl.trainer.update import check_algorithm, mismatch
 from agentrl.trainer.update_hooks import SECTIONS, UPDATE_HOOKS, UpdateHook, ask_hook, join_rows
-from agentrl.utils.errors import CheckpointError, ConfigError, DependencyError, NonFiniteError
+from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.threads import in_thread
 
@@ -47,14 +46,11 @@ if TYPE_CHECKING:
 
 
 def check_learner(config: TrainConfig) -> None:
-    """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say, DependencyError if the
-    package of an optimizer is missing."""
+    """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say."""
     optims = optims_of(config)
     for section, given, key in (("optim", config.optim, "optim.name"), ("sft", config.sft, "sft.optimizer")):
         if given is not None and optims[section].name != "muon":
             check_unread(section, given, ("matrix_lr",), f'{key} = "muon"')
-        if given is not None and optims[section].name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-            raise DependencyError(f'{key} = "adamw_8bit": {NO_TORCHAO}')
     check_algorithm(config.settled_algorithm())
     check_idle_keys(config)
     mesh_of(config.model, config.cluster)

@@ -9,17 +9,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor
 
 from agentrl.config.schema import CriticConfig, ModelConfig, OptimConfig, SftConfig, TrainConfig
-from agentrl.utils.errors import ConfigError, DependencyError
+from agentrl.utils.errors import ConfigError
 
 Named = list[tuple[str, nn.Parameter]]
 Schedule = Literal["constant", "linear", "cosine"]
-BLOCK = 64
-"""Numbers of a row that share a scale in 8 bits. Within rows, so that ranks hold the same however many share the rows; as many as
-divide the widths of models."""
 
 
 def rate(step: int, warmup: int, schedule: Schedule, total: int | None, floor: float = 0.0) -> float:
@@ -51,10 +47,7 @@ class Optimizers:
     def set_rate(self, factor: float) -> None:
         for part, base in zip(self.parts, self._base, strict=True):
             for group, lr in zip(part.param_groups, base, strict=True):
-                if isinstance(group["lr"], Tensor):  # torchao compiles its step for the tensor
-                    group["lr"].fill_(lr * factor)
-                else:
-                    group["lr"] = lr * factor
+                group["lr"] = lr * factor
 
     def step(self) -> None:
         for part in self.parts:
@@ -69,8 +62,8 @@ class Optimizers:
 
     def tensors(self) -> list[Tensor]:
         """The state that exists so far, without the counts of steps."""
-        states = [(part, *pair) for part in self.parts for pair in part.state.items()]
-        return [value for state in states for value in _plain(*state).values() if value.ndim]
+        states = [held for part in self.parts for held in part.state.values()]
+        return [value for held in states for value in held.values() if isinstance(value, Tensor) and value.ndim]
 
     def state(self) -> dict[str, Tensor]:
         """State tensors as `<parameter>.<entry>`; entries that do not exist yet are created as zeros."""
@@ -85,7 +78,7 @@ class Optimizers:
                         held.update({"step": torch.zeros((), device=parameter.device)} if adam else {})
                         held.update({name: torch.zeros_like(parameter) for name in moments})
                     name = self._names[id(parameter)]
-                    tensors.update({f"{name}.{key}": value for key, value in _plain(part, parameter, held).items()})
+                    tensors.update({f"{name}.{key}": value for key, value in held.items() if isinstance(value, Tensor)})
         return tensors
 
 
@@ -108,26 +101,6 @@ def sgd(named: Named, cfg: OptimConfig) -> Optimizers:
     return Optimizers([torch.optim.SGD(_decay_groups(named, cfg), lr=_lr(cfg), momentum=cfg.betas[0])], named)
 
 
-NO_TORCHAO = "torchao is not installed: pip install 'agentrl[torchao]'"
-
-
-def adamw_8bit(named: Named, cfg: OptimConfig) -> Optimizers:
-    """torchao's AdamW with moments of 8 bits (arXiv:2110.02861); those of vectors and of narrow matrices stay float32."""
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError as missing:  # on this rank's machine; the driver has looked on its own
-        raise DependencyError(NO_TORCHAO) from missing
-    part = AdamW8bit(_decay_groups(named, cfg), lr=_lr(cfg), betas=cfg.betas, block_size=BLOCK)
-    for _, parameter in named:
-        # Made here: torchao decides by what a rank holds, so that another number of ranks could not load it.
-        part.state[parameter] = {
-            "step": torch.tensor(0.0),
-            "exp_avg": _moment(parameter, signed=True),
-            "exp_avg_sq": _moment(parameter, signed=False),
-        }
-    return Optimizers([part], named)
-
-
 def muon(named: Named, cfg: OptimConfig) -> Optimizers:
     """Muon (Jordan 2024) on the matrices inside the layers, AdamW without weight decay on embeddings, heads and vectors."""
     inner = [p for n, p in named if moves_by_muon(n, p)]
@@ -144,7 +117,6 @@ def muon(named: Named, cfg: OptimConfig) -> Optimizers:
 
 OPTIMIZERS: dict[str, Callable[[Named, OptimConfig], Optimizers]] = {
     "adamw": adamw,
-    "adamw_8bit": adamw_8bit,
     "muon": muon,
     "sgd": sgd,
 }
@@ -156,25 +128,12 @@ def state_bytes(name: str, parameter: Tensor, cfg: OptimConfig) -> float:
         return 4.0 if cfg.betas[0] else 0.0
     if cfg.name == "muon" and moves_by_muon(name, parameter):
         return 4.0
-    if cfg.name == "adamw_8bit" and in_blocks(parameter):
-        return 2 * (1 + 4 / BLOCK)
     return 8.0
 
 
 def moves_by_muon(name: str, parameter: Tensor) -> bool:
     """Return True if Muon moves it: a matrix, and neither an embedding nor a head."""
     return parameter.ndim == 2 and min(parameter.shape) > 1 and "embed" not in name and "lm_head" not in name
-
-
-def in_blocks(parameter: Tensor) -> bool:
-    """Return True if its moments have 8 bits: a matrix of 4,096 numbers or more whose rows, or shards of rows, are whole
-    blocks."""
-    if parameter.ndim < 2 or parameter.numel() < 4096:
-        return False
-    parts, last = 1, Shard(parameter.ndim - 1)
-    if isinstance(parameter, DTensor):
-        parts = math.prod(parameter.device_mesh.size(at) for at, place in enumerate(parameter.placements) if place == last)
-    return parameter.shape[-1] % (parts * BLOCK) == 0
 
 
 def _decay_groups(named: Named, cfg: OptimConfig) -> list[dict[str, Any]]:
@@ -187,40 +146,6 @@ def _lr(cfg: OptimConfig) -> float:
     if cfg.lr is None:
         raise ConfigError("optim.lr: no learning rate. Set one, or take that of trainer/optim.py")
     return cfg.lr
-
-
-def _moment(parameter: Tensor, signed: bool) -> Tensor:
-    """Zeros for a moment of a parameter, in 8 bits if its rows are whole blocks; sharded as it is."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if not in_blocks(parameter) or not local.numel():
-        return torch.zeros_like(parameter)
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    made: Tensor = OptimState8bit.zeros(local.shape, signed, BLOCK, local.device, dtype=local.dtype)
-    return _sharded_as(parameter, made, parameter.shape)
-
-
-def _plain(part: torch.optim.Optimizer, parameter: Tensor, held: dict[str, Any]) -> dict[str, Tensor]:
-    """A parameter's state as tensors that have memory of their own: of 8 bits the codes and the scales, row by row."""
-    if type(part).__name__ != "AdamW8bit" or not in_blocks(parameter):
-        return {key: value for key, value in held.items() if isinstance(value, Tensor)}
-    found: dict[str, Tensor] = {"step": held["step"]}
-    for key in ("exp_avg", "exp_avg_sq"):
-        local: Any = held[key].to_local() if isinstance(held[key], DTensor) else held[key]
-        # A rank without a row of it has nothing of either.
-        codes, scale = (local.codes, local.scale) if local.numel() else (local.to(torch.uint8), local)
-        blocks = torch.Size([*parameter.shape[:-1], parameter.shape[-1] // BLOCK])
-        found[f"{key}.codes"] = _sharded_as(parameter, codes, parameter.shape)
-        found[f"{key}.scale"] = _sharded_as(parameter, scale.view(*codes.shape[:-1], codes.shape[-1] // BLOCK), blocks)
-    return found
-
-
-def _sharded_as(like: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
-    """This rank's part of a tensor of that shape, placed over the ranks as `like`."""
-    if not isinstance(like, DTensor):
-        return local
-    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
-    return _make_dtensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta))
 
 
 _make_dtensor: Callable[..., Tensor] = partial(DTensor, requires_grad=False)

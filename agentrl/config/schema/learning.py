@@ -166,7 +166,7 @@ class DataConfig(Frozen):
     """Of "dpo": how strongly the start model holds the policy back."""
 
 
-OptimizerName = Literal["adamw", "adamw_8bit", "muon", "sgd"]
+OptimizerName = Literal["adamw", "muon", "sgd"]
 
 
 class SftConfig(Frozen):
@@ -317,9 +317,8 @@ class OptimConfig(Frozen):
     """Optimizer and micro-batching. docs/hyperparameters.md has rates by the size of a model, and their sources."""
 
     name: OptimizerName = "adamw"
-    """The optimizer of every training. "adamw" keeps 8 bytes for each number that is trained; "adamw_8bit" about 2 (needs the
-    extra `torchao`); "muon" 4 for matrices inside the layers, for which it computes several products a step; "sgd" 4, or 0 if the
-    first of `betas` is 0."""
+    """The optimizer of every training. "adamw" keeps 8 bytes for each number that is trained; "muon" 4 for matrices
+    inside the layers, for which it computes several products a step; "sgd" 4, or 0 if the first of `betas` is 0."""
     lr: Rate | None = None
     """Learning rate; by default of reinforcement learning and pairs 1e-6, of transcripts and of a reward model 1e-5, ten times
     that with `[model.lora]`, and 1e-3 for a model of random weights (transcripts 3e-3). "sgd" has no default."""
