@@ -280,7 +280,7 @@ def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
         index = reader.read_metadata()  # of a bad index torch would print a traceback
         if any(name.endswith(".exp_avg.codes") for name in index.state_dict_metadata):
             raise CheckpointError(
-                f'{folder}: written with optim.name = "adamw_8bit", which is gone. Begin a new run from the final model (model.path).'
+                f'{folder}: written with optim.name = "adamw_8bit", which is gone. Begin a new run from its final/ (model.path).'
             )
         with torch.no_grad():
             load({"state": engine.state()}, storage_reader=reader, no_dist=alone)
