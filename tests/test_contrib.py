@@ -33,9 +33,8 @@ assert not any(name.startswith("agentrl.contrib.GONE") for name in sys.modules)
 
 REFUSED = {  # by name, without the folder
     "agents": "agent={command=['x']}", "branching": "rollout.branch={roots=2}", "experience": "algorithm.experience={rare=0.5}",
-    "curricula": "rollout.sampler={name='by_progress'}", "moe": "rollout.router_replay=true", "remote_envs": "env.url='http://x'",
-    "sglang": "engine=sglang", "split": "model.tensor_parallel=2",
-    "trackers": "trackers=[{name='wandb'}]", "vision": "model.init.vision=true",
+    "moe": "rollout.router_replay=true", "remote_envs": "env.url='http://x'", "sglang": "engine=sglang",
+    "split": "model.tensor_parallel=2", "trackers": "trackers=[{name='wandb'}]", "vision": "model.init.vision=true",
 }  # fmt: skip
 # A section of a feature stays in the schema of configs, as do its metrics, pages and faults: these tests are about all of them.
 ABOUT_ALL = [

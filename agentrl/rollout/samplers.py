@@ -140,19 +140,6 @@ def pick_arm(weights: Sequence[float], point: float) -> int:
     return min(bisect_right(ends, point * ends[-1]), len(ends) - 1)
 
 
-def arm_metrics(arms: Sequence[str], weight: Callable[[str], float], **of_arm: Callable[[str], float | None]) -> dict[str, float]:
-    """`effective_arms`, and of each arm, unless there are too many to show, its `share` and what `of_arm` knows of it."""
-    weights = [weight(arm) for arm in arms]
-    shares = [weight / sum(weights) for weight in weights]
-    # The number of equally likely arms that would have the same entropy.
-    metrics = {"effective_arms": math.exp(-sum(share * math.log(share) for share in shares))}
-    if len(arms) <= SHOWN:
-        for arm, share in zip(arms, shares, strict=True):
-            metrics[f"{arm}/share"] = share
-            metrics |= {f"{arm}/{name}": value for name, of in of_arm.items() if (value := of(arm)) is not None}
-    return metrics
-
-
 # A finite pool of tasks
 
 log = logging.getLogger(__name__)
@@ -322,7 +309,14 @@ class SuccessWeightedSampler(TaskSampler):
 
     def metrics(self) -> dict[str, float]:
         mean = sum(self.success(arm) for arm in self._arms) / len(self._arms)
-        return {"success": mean, **arm_metrics(self._arms, self.weight, success=self.success)}
+        weights = [self.weight(arm) for arm in self._arms]
+        shares = [weight / sum(weights) for weight in weights]
+        # The number of equally likely arms that would have the same entropy.
+        metrics = {"success": mean, "effective_arms": math.exp(-sum(share * math.log(share) for share in shares))}
+        if len(self._arms) <= SHOWN:
+            for arm, share in zip(self._arms, shares, strict=True):
+                metrics |= {f"{arm}/share": share, f"{arm}/success": self.success(arm)}
+        return metrics
 
 
 # staged

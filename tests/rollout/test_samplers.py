@@ -15,6 +15,7 @@ from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import GroupOutcome, TaskChoice, TaskSampler, make_sampler
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks.rollout_checks import check_rollout
+from agentrl.run.metrics import info_of
 from agentrl.utils.errors import CallbackError, ConfigError
 from agentrl.utils.search_path import give
 from tests.players import only, tasks_of
@@ -78,7 +79,11 @@ def test_weights_are_the_variance_of_the_reward() -> None:
     found = shares(sampler)
     assert found["calls=4"] == pytest.approx(1 / 1.38, abs=0.03)
     assert found["calls=2"] == pytest.approx(0.19 / 1.38, abs=0.03)
-    assert sampler.metrics()["calls=2/success"] == pytest.approx(0.95)
+    row, of_all = sampler.metrics(), [0.19 / 1.38, 1 / 1.38, 0.19 / 1.38]
+    assert row["calls=2/success"] == pytest.approx(0.95)
+    assert [row[f"calls={calls}/share"] for calls in ("2", "4", "[6, 8]")] == pytest.approx(of_all)
+    assert row["effective_arms"] == pytest.approx(np.exp(-sum(share * np.log(share) for share in of_all)))
+    assert all(info_of(f"sampler/{key}") for key in row)
     lifted = make_sampler(Choice(name="success_weighted", args={**BUCKETS.args, "decay": 1.0, "floor": 0.5}))
     lifted.observe(outcomes("calls=2", *[1.0] * 18))
     assert shares(lifted)["calls=2"] == pytest.approx(0.5 / 2.5, abs=0.03)
@@ -92,7 +97,7 @@ def test_old_outcomes_fade() -> None:
 
 def test_a_group_of_an_arm_that_is_gone_says_nothing() -> None:
     """It ran while the data was changed; the resumed run ended with a KeyError."""
-    for sampler in (BUCKETS, Choice(name="by_progress", args=BUCKETS.args), STAGES):
+    for sampler in (BUCKETS, STAGES):
         made = make_sampler(sampler)
         before = made.metrics()
         made.observe(outcomes("calls=9", 1.0))
@@ -124,6 +129,7 @@ def test_another_sampler_does_not_take_up_a_checkpoint(renderer: Renderer) -> No
 
 SAMPLERS: list[tuple[str, dict[str, Any], str]] = [
     ("weigthed", {}, "did you mean"),
+    ("by_progress", {"buckets": [{"calls": 2}]}, "unknown name 'by_progress'"),
     ("staged", {}, "'stages' is required"),
     ("staged", {"stages": []}, "stages is empty"),
     ("staged", {"stages": [{"calls": 2}], "treshold": 0.5}, "did you mean 'threshold'"),

@@ -48,9 +48,7 @@ CASES: dict[str, list[str]] = {
     # Without the cache the last digits do not depend on which requests share a step.
     "workers": ["cluster.backend=ray", "rollout.workers=2", "engine_args={cache=false}"],
 }  # fmt: skip
-SAMPLERS = {  # the first two are of agentrl.contrib.curricula
-    "predicted": "{ranges={calls=[2,6]}}",
-    "by_progress": "{buckets=[{calls=2},{calls=5}],window=4}",
+SAMPLERS = {
     "success_weighted": "{buckets=[{calls=2},{calls=5}]}",
     "staged": "{stages=[{calls=2},{calls=4},{calls=6}],threshold=0.5,back=0.45,ahead=0.2,window=1}",
 }
@@ -198,9 +196,8 @@ def learned_by_each(run: Path) -> None:
     def seen(name: str) -> list[float]:
         return [row[f"sampler/{name}"] for row in rows]
 
-    for name in ("predicted/calls=6/success", "by_progress/calls=5/share", "success_weighted/calls=5/share"):
-        found = seen(name)
-        assert len({found[0], *found[AT:]}) > 2, (name, found)
+    found = seen("success_weighted/calls=5/share")
+    assert len({found[0], *found[AT:]}) > 2, found
     stages = seen("staged/stage")
     assert {later - stage for stage, later in pairwise(stages)} >= {1.0, -1.0} and len(set(stages[AT:])) > 1, stages
 
