@@ -227,7 +227,6 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("sampler/<arm>/share", "share", "its share of the groups"),
         MetricInfo("sampler/stage", "stage", "stage of the curriculum, from 0 (staged)"),
         MetricInfo("sampler/stage_success", "share", "success of the last groups of this stage"),
-        MetricInfo("sampler/ahead_success", "share", "of the last groups of the next stage (`ahead`)"),
         MetricInfo("sampler/left/<calls>", "calls", "calls left to the policy in a task with this many (`rollout.start`)"),
         MetricInfo("sampler/<env>/<key>", "value", "with several environments: the same of each one's sampler"),
     ),

@@ -31,7 +31,7 @@ TINY = [
     # Each turn is computed by itself: its last digits do not depend on which others are at the engine in the same moment.
     "engine_args={cache=false}",
 ]
-STAGED = "{name='staged',args={stages=[{calls=3},{calls=5}],threshold=0.3,back=0.1,ahead=0.2,window=2}}"
+STAGED = "{name='staged',args={stages=[{calls=3},{calls=5}],threshold=0.3,window=2}}"
 BEGUN = "rollout.start={left=1,step=1,threshold=0.4,window=2,whole=0.4}"
 KEPT = "algorithm.experience={rare=0.9,share=0.5,max_age=3,size=8"
 SHOWN = "algorithm.demonstrations={episodes=2,coef=0.3}"

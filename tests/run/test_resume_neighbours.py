@@ -50,7 +50,7 @@ CASES: dict[str, list[str]] = {
 }  # fmt: skip
 SAMPLERS = {
     "success_weighted": "{buckets=[{calls=2},{calls=5}]}",
-    "staged": "{stages=[{calls=2},{calls=4},{calls=6}],threshold=0.5,back=0.45,ahead=0.2,window=1}",
+    "staged": "{stages=[{calls=2},{calls=4},{calls=6}],threshold=0.5,window=1}",
 }
 CHANGED = {"workers": ["rollout.workers=1"], "own judge, workers": ["rollout.workers=1"]}
 """What a resume gives in place of what the run began with."""
