@@ -226,4 +226,4 @@ def test_of_too_many_sessions_the_longest_unused_is_forgotten(monkeypatch: pytes
     monkeypatch.setattr("agentrl.rollout.engine._KEYS_REMEMBERED", 2)
     router: RequestRouter[str] = RequestRouter()
     places(router, [need("a"), need("b"), need("a"), need("c")], "A")
-    assert list(router.homes()) == ["a", "c"]
+    assert list(router._homes) == ["a", "c"]
