@@ -342,10 +342,9 @@ def _item_schemas(parts: Iterable[Mapping[str, Any]], place: int) -> list[Any]:
     found = list[Any]()
     for part in parts:
         items = part.get("items")
-        first, others = (
-            (items, part.get("additionalItems")) if isinstance(items, list) else (part.get("prefixItems") or [], items)
-        )
-        found.append(first[place] if place < len(first) else others)
+        old = isinstance(items, list)
+        first = items if old else part.get("prefixItems") or []
+        found.append(first[place] if place < len(first) else part.get("additionalItems") if old else items)
     return found
 
 
@@ -359,10 +358,9 @@ def own_names(arguments: Any, schema: Mapping[str, Any]) -> Any:
     if not isinstance(arguments, dict) or _is_ascii(arguments):
         return arguments
     whole = [arguments]
-    rest: list[tuple[Any, Any, Any]] = [(whole, 0, schema)]
     late = _LATE.set(time.thread_time() + SCHEMA_S)  # of all patterns of names together
     try:
-        _take_own_names(rest, schema)
+        _take_own_names([(whole, 0, schema)], schema)
     finally:
         _LATE.reset(late)
     return whole[0]
@@ -381,7 +379,7 @@ def _take_own_names(rest: list[tuple[Any, Any, Any]], root: Mapping[str, Any]) -
         if isinstance(value, dict):
             chosen = [part["propertyNames"] for part in parts if isinstance(part.get("propertyNames"), Mapping)]
             names = [*(part.get("properties") or () for part in parts), *(part.get("enum") or () for part in chosen)]
-            own, made = {nfc(name): name for listed in names for name in listed}, {}
+            own, made = {nfc(name): name for listed in names for name in listed if isinstance(name, str)}, {}
             for name, item in value.items():
                 put_once(made, own.get(nfc(name)) or name, item)
         else:

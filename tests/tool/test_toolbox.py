@@ -87,7 +87,7 @@ def test_names_inside_of_arguments_and_choices_are_the_same_in_both_spellings(ow
     got: list[Any] = []
     item = {"type": "object", "properties": {own: {"enum": [own, 1]}}, "required": [own], "additionalProperties": False}
     either: Any = {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/item"}]}
-    by_name = {"type": "object", "propertyNames": {"enum": [own]}, "additionalProperties": either}
+    by_name = {"type": "object", "propertyNames": {"enum": [1, own]}, "additionalProperties": either}
     either_list = {"type": "array", "prefixItems": [{}], "items": either}
     when = {"if": {"properties": {"e": {}}}, "then": {"properties": {"e": either}}}
     properties = {"a": either, "b": either_list, "c": by_name, "d": {"oneOf": [{"allOf": [by_name]}]}}
