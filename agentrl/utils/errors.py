@@ -141,7 +141,8 @@ def check_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: M
         several = signature.parameters[name].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         hint = Any if several else hints.get(name, Any)
         # True is a number to Python: here a switch in its place (inside of a list, as rewards, it may be one).
-        switch = isinstance(value, bool) and {hint, *get_args(hint)} & {int, float, bool} in ({int}, {float}, {int, float})
+        kinds = (hint, *get_args(hint))
+        switch = isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds)
         if switch or not _test_of(hint)(value):
             expected = " or ".join(dict.fromkeys(_words_of(hint)))
             call = function.__name__.lstrip("_")

@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import agentrl
-from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError, StepOrderError
+from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError, StepOrderError, check_arguments
 from agentrl.utils.threads import background
 from tests.python import table
 
@@ -307,3 +307,10 @@ def test_a_closed_session_says_so_and_a_folder_goes_on(tmp_path: Path) -> None:
             agentrl.session(table(), folder=tmp_path / "kept" / "config.toml")
         with pytest.raises(CheckpointError, match=r"is not a checkpoint .*step_000001"):
             two.trainer.load(tmp_path / "kept")
+
+
+def test_a_truth_value_in_place_of_a_function_is_named() -> None:
+    def call(read: Callable[[int], str]) -> None: ...
+
+    with pytest.raises(ConfigError, match="call: read = True is a bool; expected a function"):
+        check_arguments(call, (True,), {})
