@@ -59,7 +59,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args: argparse.Namespace
     args, rest = parser.parse_known_args(words)
     name = next((one for one in ("overrides", "params", "words") if one in args), "")
-    if rest and "env" in args and name in args and args.env is None and not is_override(rest[0]) and rest[0][0] != "-":
+    optional = "env" in args and name in args and "python" not in args  # --env of `reward` is an option
+    if rest and optional and args.env is None and not is_override(rest[0]) and rest[0][0] != "-":
         args.env = rest.pop(0)
     if not rest:
         return args

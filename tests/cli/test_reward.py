@@ -470,3 +470,9 @@ def test_tasks_of_a_finite_split_are_spread_over_it() -> None:
     found = probe_episodes(Large, 5)["gold"]
     assert [episode.task.seed for episode in found] == [0, 200, 400, 600, 800]
     assert [episode.task.seed for episode in probe_episodes(Small, 5)["gold"]] == [0, 1, 2, 3, 4]
+
+
+def test_a_word_too_much_is_no_environment(capsys):
+    with pytest.raises(SystemExit):
+        _parse(["reward", "lint", "my.json", "--tasks", "5", "key_value"])
+    assert "unrecognized arguments: key_value" in capsys.readouterr().err
