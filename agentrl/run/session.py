@@ -133,7 +133,8 @@ class Saver(Writes):
             # No await between these two: a group that ended in between would be in neither of them, or in both.
             state = {"step": step, "ledger": self._collector.to_json()}
             groups = self._collector.ledger.complete_groups()
-            state |= {name: found for name, hook in self._learner.hooks.items() if (found := hook.state()) is not None}
+            kept = ((name, ask_hook(hook, UpdateHook.state)) for name, hook in self._learner.hooks.items())
+            state |= {name: found for name, found in kept if found is not None}
             state |= {"metrics": self._folder.metrics_seal(), "identity": self._identity}
             await in_thread("files", _write_driver, aside, state, groups)
         except Exception as error:
@@ -193,7 +194,7 @@ class Saver(Writes):
                 self._collector.load_json(state["ledger"], (Group.from_json(read_json(line)) for line in file))
             for name, hook in self._learner.hooks.items():
                 if name in state:  # an older checkpoint has none
-                    hook.load_state(state[name])
+                    ask_hook(hook, UpdateHook.load_state, state[name])
         except _NOT_OURS as problem:  # sealed as it is, so not damaged on a disk
             what = f"{type(problem).__name__}: {problem}"[:200]
             raise CheckpointError(f"{newest}: not a checkpoint of agentrl: {what}. Remove it to resume an older one") from None
