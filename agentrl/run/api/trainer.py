@@ -244,7 +244,8 @@ class Trainer:
         if self._session.learner.critics is None:
             raise ConfigError("trainer.critic_step: the config has no [critic]")
         self._check_age(batch)
-        return await self._session.learner.update_critic(batch.view.batch, batch.version)
+        with self._noting_what_breaks():
+            return await self._session.learner.update_critic(batch.view.batch, batch.version)
 
     @Both
     async def update(self, batch: TrainBatch) -> Metrics:
