@@ -111,7 +111,7 @@ def run_lint(args: argparse.Namespace) -> int:
         lint_probes,
         lint_spec,
         probe_episodes,
-        tried,
+        tasks_tried,
         whatever_judged,
     )
     from agentrl.reward.nodes import LeafNode, walk
@@ -150,7 +150,7 @@ def run_lint(args: argparse.Namespace) -> int:
         low, high = scorer.range
         replays = any(isinstance(node, LeafNode) and "replay" in node.leaf.args for node in walk(scorer.root))
         unseen = "what it replays, gold and spam: not tried" if replays else "gold and spam: not tried"
-        count = tried(probes)
+        count = tasks_tried(probes)
         seen = f", probed on {count} tasks of {args.env}: {bound_text(count)}"
         probed = seen if args.env else f" ({unseen}; --env ID does)"
         faults = sum(item.level != "note" for item in findings)

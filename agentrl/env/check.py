@@ -49,7 +49,7 @@ from agentrl.env.spaces import Action, sample_arguments
 from agentrl.reward import Scorer
 from agentrl.reward.values import leaves_of
 from agentrl.utils.errors import AgentrlError, fault_text
-from agentrl.utils.parsing import map_texts
+from agentrl.utils.redaction import map_texts
 
 # Reset and step
 

@@ -155,7 +155,8 @@ def _is_json(value: Any) -> bool:
 def plain_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
     """The same schema as short as possible: no titles, references inlined unless they are recursive."""
     definitions = dict(schema.get("$defs", {}))
-    reached = {name: _references(body) for name, body in definitions.items()}
+    found = {name: [part.get("$ref") for part in parts_of(body) if isinstance(part, dict)] for name, body in definitions.items()}
+    reached = {name: {one.rpartition("/")[2] for one in said if isinstance(one, str)} for name, said in found.items()}
     for _ in reached:  # until each has all that it leads to
         for names in reached.values():
             names.update(*(reached[name] for name in names & reached.keys()))
@@ -166,11 +167,6 @@ def plain_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
         result["$defs"] = {name: _inline(definitions[name], definitions, recursive, named=False) for name in sorted(recursive)}
     result.setdefault("properties", {})
     return result
-
-
-def _references(node: Json) -> set[str]:
-    found = [part.get("$ref") for part in parts_of(node) if isinstance(part, dict)]
-    return {reference.rpartition("/")[2] for reference in found if isinstance(reference, str)}
 
 
 def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *, named: bool) -> Json:

@@ -22,7 +22,7 @@ from agentrl.render.base import THINK, Codec, Marks, Markup, Place
 from agentrl.render.chatml import advice
 from agentrl.render.tool_calls import Syntax
 from agentrl.utils.errors import ModelError, RenderError
-from agentrl.utils.parsing import map_texts
+from agentrl.utils.redaction import map_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -68,13 +68,13 @@ def probe_episodes(
 Turns = Sequence[Message | str]
 
 
-def tried(probes: Probes) -> int:
+def tasks_tried(probes: Probes) -> int:
     """Tasks with an episode of every kind that is made without a gold solution, and of all kinds with one."""
     return len(probes.get("shuffled" if "gold" in probes else "spam", ()))
 
 
 def bound_text(tasks: int) -> str:
-    """Words for the share of all tasks that may show what none of so many shows."""
+    """Words for the share of all tasks that may show what none of `tasks` shows."""
     return f"what none of them shows, fewer than {1 - 0.05 ** (1 / tasks) if tasks else 1.0:.0%} of all do (95 %)"
 
 

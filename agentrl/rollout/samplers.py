@@ -280,9 +280,7 @@ class SuccessWeightedSampler(TaskSampler):
 
     def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
         for outcome in outcomes:
-            if (
-                arm := outcome.bucket
-            ) not in self._sums:  # a group that ran while the data was changed may be of one that is gone
+            if (arm := outcome.bucket) not in self._sums:  # gone from the data since the group began
                 continue
             self._sums[arm] = self.decay * self._sums[arm] + outcome.success
             self._counts[arm] = self.decay * self._counts[arm] + 1.0

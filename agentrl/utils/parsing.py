@@ -98,16 +98,6 @@ def parts_of(value: Any) -> Iterator[Any]:
         yield from parts_of(part)
 
 
-def map_texts(value: Any, change: Callable[[str], str], keys: bool = True) -> Any:
-    """A JSON value with all its texts changed, and the names of its members if `keys`."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        named = change if keys else str
-        return {named(key) if isinstance(key, str) else key: map_texts(item, change, keys) for key, item in value.items()}
-    return [map_texts(item, change, keys) for item in value] if isinstance(value, list | tuple) else value
-
-
 def json_text(value: Any, *, default: Callable[[Any], Any] | None = None, **form: Any) -> str:
     """`json.dumps`, which gets `form`, with null for the numbers that JSON cannot represent: NaN, the infinities, and integers
     that Python refuses to write (over 4,300 digits). Raises TypeError for a value without JSON form."""

@@ -17,13 +17,12 @@ import re
 import sys
 import threading
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from agentrl.utils.errors import ConfigError, OutputError
-from agentrl.utils.parsing import map_texts
 from agentrl.utils.terminal import safe
 from agentrl.utils.threads import fork_safe
 
@@ -79,6 +78,16 @@ def texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from texts(inner, where)
+
+
+def map_texts(value: Any, change: Callable[[str], str], keys: bool = True) -> Any:
+    """A JSON value with all its texts changed, and the names of its members if `keys`."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        named = change if keys else str
+        return {named(key) if isinstance(key, str) else key: map_texts(item, change, keys) for key, item in value.items()}
+    return [map_texts(item, change, keys) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _variable(name: str, where: str) -> str:

@@ -38,7 +38,7 @@ from agentrl.utils.errors import (
     fault_text,
 )
 from agentrl.utils.event_loop import end, in_time, loop_clock
-from agentrl.utils.parsing import map_texts
+from agentrl.utils.redaction import map_texts
 from agentrl.utils.spans import TracePlace, at, here, span
 from agentrl.utils.threads import in_thread
 

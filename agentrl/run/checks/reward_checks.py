@@ -32,7 +32,7 @@ from agentrl.reward.lint import (
     lint_spec,
     probe_episodes,
     reads_samples,
-    tried,
+    tasks_tried,
     whatever_judged,
 )
 from agentrl.reward.nodes import GateNode, LeafNode, Node, walk
@@ -68,7 +68,7 @@ def check_functions(start: RunStart) -> None:
     scorers = start.scorers.values()
     leaves = [node.leaf for scorer in scorers for top in scorer.tops for node in walk(top) if isinstance(node, LeafNode)]
     called = {leaf.args["name"] for leaf in leaves if isinstance(leaf, PythonFunction)}
-    for name in start.config.reward.python.keys() - called:
+    for name in sorted(start.config.reward.python.keys() - called):
         specs = " or ".join(sorted({repr(scorer.name) for scorer in scorers}))
         raise ConfigError(
             f"reward.python.{name}: no python leaf of {specs} calls it. Remove it (~reward.python.{name}), or set env.reward to "
@@ -264,7 +264,7 @@ def check_lint(start: RunStart) -> list[str]:
                 *(item for item in found if item.code not in unsaid and (item.level, item.code) != ("note", "cheap-success")),
             ]
 
-        return whatever_judged(scorer, probes, lint), tried(probes)
+        return whatever_judged(scorer, probes, lint), tasks_tried(probes)
 
     untried = [] if why is None else [f"reward spec {scorer.name!r} is not tried on episodes before the start: {why}"]
     if why is None:
