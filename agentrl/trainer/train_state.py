@@ -277,11 +277,7 @@ def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
     try:
         meta: dict[str, Any] = read_json((folder / META).read_text(encoding="utf-8"))
         reader = PlainReader(folder)
-        index = reader.read_metadata()  # of a bad index torch would print a traceback
-        if any(name.endswith(".exp_avg.codes") for name in index.state_dict_metadata):
-            raise CheckpointError(
-                f'{folder}: written with optim.name = "adamw_8bit", which is gone. Begin a new run from its final/ (model.path).'
-            )
+        reader.read_metadata()  # of a bad index torch would print a traceback
         with torch.no_grad():
             load({"state": engine.state()}, storage_reader=reader, no_dist=alone)
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:

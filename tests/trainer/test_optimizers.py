@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,7 @@ from agentrl.trainer.learner import check_learner
 from agentrl.trainer.memory import count, shell
 from agentrl.trainer.optim import optim_of, optims_of, sft_optim
 from agentrl.trainer.roles import Critic
-from agentrl.trainer.train_state import load_state, save_state
-from agentrl.utils.errors import CheckpointError, ConfigError
+from agentrl.utils.errors import ConfigError
 from tests.conftest import proof
 from tests.publishing import weights_of as weights
 from tests.trainer.engine_contract import check_resumed, updated
@@ -193,16 +191,6 @@ def test_a_warm_start_with_a_rate_of_muon_has_muon_as_it_always_had() -> None:
 def test_what_an_optimizer_lacks_or_does_not_read_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_learner(config_of(*words))
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_checkpoint_of_an_optimizer_that_is_gone_is_refused_by_its_name(tiny: str, name: str, tmp_path: Path) -> None:
-    old: Any = SimpleNamespace(
-        state=lambda: {"optimizer.w.exp_avg.codes": torch.zeros(2), "optimizer.w.exp_avg.scale": torch.ones(1)}
-    )
-    save_state(old, tmp_path / "c", {})
-    with pytest.raises(CheckpointError, match=r'c: written with optim\.name = "adamw_8bit", which is gone\. Begin a new run'):
-        load_state(engine_of(tiny, name), tmp_path / "c")
 
 
 # -- on another number of ranks (FSDP2 over gloo, in Ray actors) -------------------------------------------------
