@@ -271,10 +271,7 @@ def check_same_identity(before: Identity | None, now: Identity, of: str, folder:
 
 def check_resumed(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
     """Raises ConfigError if the run in `folder`, started with `before`, cannot continue with `now`."""
-    then, since = (identity_of(config, "train") for config in (before, now))
-    # A function may go if no spec calls it; a spec that does would not compile.
-    then = {key: value for key, value in then.items() if key in since or not key.startswith("reward.python.")}
-    if found := differences(then, since):
+    if found := differences(identity_of(before, "train"), identity_of(now, "train")):
         raise ConfigError(
             f"{folder / 'config.toml'}: what the run has learned so far was learned with other values: {found}; leave them as "
             "they are, or start another run (model.path can be a model folder of this one)"

@@ -83,9 +83,8 @@ async def transcript(
                 except (TypeError, ValueError) as problem:
                     if not teacher:
                         raise
-                    raise ConfigError(
-                        f"sft.teacher = {teacher}: its teacher {raised_text(problem, type(policy).act)}"
-                    ) from problem
+                    fault = raised_text(problem, type(policy).act)
+                    raise ConfigError(f"sft.teacher = {teacher}: its teacher {fault}") from problem
                 if said is None:
                     break
                 rest, seen = scripted_ids(renderer, said), []

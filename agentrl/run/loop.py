@@ -75,7 +75,8 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         with doing("batch"), span("batch"):
             batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage, advantages)
             ages = await in_thread("batch", staleness, batch, collector.ledger.version)
-            batch = await prepare_batch(session.learner.hooks.values(), batch, groups, session.envs)
+            for hook in session.learner.hooks.values():
+                batch = await prepare_batch(hook, batch, groups, session.envs)
         with doing("update"), span("update"):
             if config.rollout.colocate:
                 await session.rest()  # until the publish

@@ -217,10 +217,7 @@ class Planner:
             *waiting(placed),
             *(roles.worker_lines() if here else []),
             f"model.packing: {packing.reason}",
-            *(
-                f"warning: the start refuses this: model.path = {path} has no {it}, and its shape alone is planned"
-                for it in lacks
-            ),
+            *(f"warning: the start refuses this: model.path = {path} has no {it}; its shape is planned" for it in lacks),
             *(f"warning: {line}" for line in (*suspicious, *start_notes(start))),
             *run_checks(start, "plan"),
         ]

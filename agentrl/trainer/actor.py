@@ -26,7 +26,7 @@ from agentrl.trainer.optim import optim_of, rate, sft_optim
 from agentrl.trainer.roles import POLICIES, TrainedRole, open_engine
 from agentrl.trainer.train_engine import BaseEngine
 from agentrl.trainer.update import Meter, MicroLoss, Pack, Steps, compute_logprobs, measured_means, visit_order
-from agentrl.utils.errors import AgentrlError, ConfigError, NonFiniteError
+from agentrl.utils.errors import AgentrlError, BrokenWeightsError, ConfigError
 from agentrl.utils.processor import own_threads
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float],
     """One optimizer step per minibatch, numbered from `first`, at the share `rate_at(number)` of the learning rates; every rank
     calls it with its own rows. Returns the metrics of each step.
 
-    The loss of a step is the mean over its assistant tokens (column `sampled`) on all ranks. Raises NonFiniteError if
-    the weights are not finite after a step.
+    The loss of a step is the mean over its assistant tokens (column `sampled`) on all ranks. Raises BrokenWeightsError
+    if the weights are not finite after a step.
     """
     micros = plan_micro_batches(view, cap, engine)
     counts, found = view.batch["counts"], list[dict[str, float]]()
@@ -139,7 +139,7 @@ class Actor(TrainedRole):
         That needs the columns of `collate` and `advantages`; `ref_logprobs` if the loss has a KL term, and `old_logprobs`
         (from `compute_logprob` before the update) if the proximal policy is to be recomputed. A minibatch without remaining rows
         still takes its optimizer step, with a gradient of zero. `temperature` is the rollout's; `kl_coef` replaces
-        `algorithm.kl.coef` (an adaptive coefficient). Raises NonFiniteError if the weights are not finite afterwards.
+        `algorithm.kl.coef` (an adaptive coefficient). Raises BrokenWeightsError if the weights are not finite afterwards.
         """
         engine, view, lr = self._ready(), Ragged.of(batch), self._set_rate()
         policy, coef = policy_loss(algorithm.loss.name, algorithm.loss.args), algorithm.kl.coef if kl_coef is None else kl_coef
@@ -216,7 +216,7 @@ class Actor(TrainedRole):
         """One optimizer step with the gradients that wait, clipped as those of `update`; at the rate of the run's schedule, or
         `lr`. `optimizer_steps` is 0 if something was not finite: then weights and optimizer stay as they are.
 
-        Raises AgentrlError without gradients, NonFiniteError if the weights are not finite afterwards.
+        Raises AgentrlError without gradients, BrokenWeightsError if the weights are not finite afterwards.
         """
         if self._waiting is None:
             raise AgentrlError("optim_step: no gradients wait; call forward_backward first")
@@ -225,7 +225,7 @@ class Actor(TrainedRole):
         norm = engine.step(waiting.sound)
         self._waiting, self._stepped = None, True
         if not engine.finite():
-            raise NonFiniteError("optim_step: the weights are no longer finite; they are neither published nor saved")
+            raise BrokenWeightsError("optim_step: the weights are no longer finite; they are neither published nor saved")
         return {"grad_norm": norm, "lr": lr, "optimizer_steps": float(waiting.sound and math.isfinite(norm))}
 
     def drop_gradients(self) -> None:

@@ -26,7 +26,7 @@ from agentrl.trainer.attention import packed_rows
 from agentrl.trainer.language_model import Micro
 from agentrl.trainer.minibatch import SOURCE, TERMS, Term, Visits, kl_kind, named_rows
 from agentrl.trainer.train_engine import BaseEngine, CardUsage, card_of
-from agentrl.utils.errors import ConfigError, NonFiniteError
+from agentrl.utils.errors import BrokenWeightsError, ConfigError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -360,10 +360,10 @@ class Steps:
 
     def finish(self) -> dict[str, float]:
         """`grad_norm` (mean over the steps that were taken, if there are any), `skipped_optimizer_steps`, `optimizer_steps`
-        (taken), and what they took of the ranks' cards. Raises NonFiniteError, on all ranks, if the weights are no longer
+        (taken), and what they took of the ranks' cards. Raises BrokenWeightsError, on all ranks, if the weights are no longer
         finite."""
         if not self._engine.finite():
-            raise NonFiniteError(f"{self._where}: the weights are no longer finite; they are neither published nor saved")
+            raise BrokenWeightsError(f"{self._where}: the weights are no longer finite; they are neither published nor saved")
         return {
             **({"grad_norm": sum(self._taken) / len(self._taken)} if self._taken else {}),
             "skipped_optimizer_steps": float(self.skipped),

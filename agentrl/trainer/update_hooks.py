@@ -6,7 +6,7 @@ actor alone."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +20,7 @@ from agentrl.data.trajectory import Group, Json
 from agentrl.rollout.player import RunEnv
 from agentrl.rollout.samplers import TaskChoice
 from agentrl.trainer.minibatch import SOURCE, TERMS, Term
-from agentrl.utils.errors import ConfigError, answer_problem, call_method, user_code
+from agentrl.utils.errors import ConfigError, call_method, place_of, user_code
 from agentrl.utils.registry import Registry
 
 if TYPE_CHECKING:
@@ -89,17 +89,16 @@ def ask_hook(hook: UpdateHook, method: Callable[..., R], *args: Any) -> R:
     return call_method(_label(hook), method, hook, *args)
 
 
-async def prepare_batch(
-    hooks: Iterable[UpdateHook], batch: TensorDict, groups: Sequence[Group], envs: Sequence[RunEnv]
-) -> TensorDict:
-    """The batch as each hook prepares it, in their order. Raises as `ask_hook`."""
-    for hook in hooks:
-        with user_code(f"{_label(hook)}: prepare", hook.prepare, hook):
-            answer: Any = hook.prepare(batch, groups, envs)
-            batch = await answer if inspect.isawaitable(answer) else answer
-        if text := answer_problem(batch, UpdateHook.prepare, hook.prepare):
-            raise ConfigError(f"{_label(hook)}: prepare {text}")
-    return batch
+async def prepare_batch(hook: UpdateHook, batch: TensorDict, groups: Sequence[Group], envs: Sequence[RunEnv]) -> TensorDict:
+    """The batch as a hook prepares it. Raises as `ask_hook`."""
+    with user_code(f"{_label(hook)}: prepare", hook.prepare, hook):
+        answer: Any = hook.prepare(batch, groups, envs)
+        answer = await answer if inspect.isawaitable(answer) else answer
+    if type(answer) is not type(batch):
+        raise ConfigError(
+            f"{_label(hook)}: prepare returned {answer!r:.80}, expected the batch. Correct it at {place_of(hook.prepare)}"
+        )
+    return answer
 
 
 def _label(hook: UpdateHook) -> str:

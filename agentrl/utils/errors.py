@@ -319,6 +319,10 @@ class NonFiniteError(UserError):
     """Training got non-finite numbers, more often than it may skip or in the weights: names the rows."""
 
 
+class BrokenWeightsError(NonFiniteError):
+    """Weights became NaN or infinite; only a checkpoint has others."""
+
+
 class JudgeBudgetError(UserError):
     """The run has used up its budget for judges: its episodes can no longer be scored."""
 

@@ -75,7 +75,6 @@ def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatc
     (["train", QUICKSTART, "eval.split=heldot", *SMALL], ["the split 'heldot' has no task: ", "did you mean 'heldout'?"]),
     (["train", QUICKSTART, "sglang.seeds=false"], ['sglang.seeds = False is read with engine = "sglang" alone']),
     (["train", QUICKSTART, "weights.route=shared", "weights.folder=w"], ["weights.folder = ", 'weights.route = "disk" alone']),
-    (["train", QUICKSTART, "reward.python.f=math:sqrt"], ["reward.python.f: no python leaf of 'key_value_exact' calls it"]),
     (["train", QUICKSTART, "checkpoint.best=reward", "checkpoint.keep_best=0"], ["checkpoint.best", "keep_best above 0"]),
     (["train", QUICKSTART, "cluster.backend=ray", "cluster.pools={big={}}"], ["cluster.pools.big: no role uses it"]),
     (["train", QUICKSTART, "eval.every=0"], ["stop_at_success = 0.98 is read with eval.every"]),

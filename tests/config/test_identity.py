@@ -170,10 +170,3 @@ def test_what_one_environment_does_not_read_may_be_left_out_of_an_older_run() ->
         with pytest.raises(ConfigError, match="learned with other values"):
             check_resumed(config_from(of_two), config_from(of_two, [word]), Path())
     check_idle_keys(config_from(of_two, ["~env.b"]))  # one is left of a list
-
-
-def test_a_function_that_no_spec_calls_may_be_left_out_and_none_may_change() -> None:
-    before = config_from({"env": {"id": "a"}}, ["reward.python.f='m:f'"])
-    check_resumed(before, config_from({"env": {"id": "a"}}), Path())
-    with pytest.raises(ConfigError, match=r"reward\.python\.f was .m:f., is .m:g."):
-        check_resumed(before, config_from({"env": {"id": "a"}}, ["reward.python.f='m:g'"]), Path())

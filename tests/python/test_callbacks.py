@@ -154,8 +154,8 @@ async def test_a_hook_of_updates_that_answers_nothing_is_named() -> None:
     for method, count in ((UpdateHook.change_advantages, 1), (UpdateHook.draw, 2), (UpdateHook.teacher_rows, 2)):
         with pytest.raises(ConfigError, match=rf"update hook Silent: {method.__name__} returned None, expected .*\.py:\d+"):
             ask_hook(Silent(), method, *[0] * count)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="update hook Silent: prepare returned None, expected a Sized"):
-        await prepare_batch([Silent()], {}, [], [])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="update hook Silent: prepare returned None, expected the batch"):
+        await prepare_batch(Silent(), {}, [], [])  # type: ignore[arg-type]
     with pytest.raises(CallbackError, match="update hook Silent: note_group raised KeyError: 'x'"):
         ask_hook(Silent(), UpdateHook.note_group, None, None)  # type: ignore[arg-type]
 

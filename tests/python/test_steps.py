@@ -249,10 +249,12 @@ def test_weights_that_broke_are_neither_published_nor_saved_until_others_are_loa
         loop.trainer.forward_backward(loop.trainer.batch(loop.policy.play(tasks=1, group_size=2)), reinforce)
         with pytest.raises(NonFiniteError, match="optim_step: the weights are no longer finite"):
             loop.trainer.optim_step(lr=1e300)
-        for call in (loop.trainer.publish, loop.trainer.save):
+        for call in (loop.trainer.publish, loop.trainer.save, lambda: loop.trainer.export("model")):
             with pytest.raises(NonFiniteError, match=r"the weights are no longer finite\. Go back .*trainer\.load"):
                 call()
         loop.trainer.load(folder)
+        with pytest.raises(NonFiniteError), loop.trainer._noting_what_breaks():
+            raise NonFiniteError("step 3 is skipped (4 in a row), which leaves the weights as they were")
         assert loop.trainer.publish() > 0
 
 

@@ -195,11 +195,8 @@ def test_a_chat_template_may_not_change_and_changed_code_is_said(
         "@POLICY_LOSSES.register('of_mine')\ndef of_mine(batch): return LossOutput(-batch.advantages * batch.logprobs)\n"
     )
     module.write_text("def half(view, args): return 0.5\n")
-    leaf = {"use": "python", "args": {"name": "half"}}
-    root = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
-    Path("own.json").write_text(json.dumps({"agentrl_reward": 1, "name": "own", "root": root, "metrics": [{"id": "h"} | leaf]}))
     more = ["algorithm.loss.name=of_mine", "reward.python.half=resumed_code:half", "model.chat_template=own.jinja"]
-    assert train("model.init={}", *more, "env.reward=own.json", env="mine") == 0
+    assert train("model.init={}", *more, env="mine") == 0
     assert resume() == 0 and executed[1][1] == ()
     for file in (plugin, module, Path("envs/mine/env.py")):
         file.write_text(file.read_text() + "# mended\n")

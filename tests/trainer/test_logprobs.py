@@ -129,6 +129,10 @@ def test_what_the_rule_cannot_express_is_refused_with_the_familys_name(monkeypat
     monkeypatch.setattr(type(model), "forward", lambda self, **given: SimpleNamespace(logits=own(self, **given).logits.relu()))
     with pytest.raises(ModelError, match=r"PhiForCausalLM \(phi\): its logits are neither a scale nor a tanh cap"):
         head_rule(model)
-    inject(model, LoraSection(rank=2, modules=["lm_head"]))  # else what adapts the head would have no effect, and no gradient
-    with pytest.raises(ModelError, match=r"PhiForCausalLM \(phi\): its output embedding is a peft[a-z.]*\.Linear; only a plain"):
+    with pytest.raises(ModelError, match="'lm_head' names no linear layer inside"):  # it would have no effect, and no gradient
+        inject(model, LoraSection(rank=2, modules=["lm_head"]))
+    model.set_output_embeddings(torch.nn.Sequential(model.get_output_embeddings()))
+    with pytest.raises(
+        ModelError, match=r"PhiForCausalLM \(phi\): its output embedding is a torch[a-z.]*\.Sequential; only a plain"
+    ):
         head_rule(model)

@@ -30,7 +30,7 @@ from agentrl.trainer.estimator_inputs import check_terms
 from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.train_engine import rests
 from agentrl.trainer.update import check_algorithm
-from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError, StepOrderError
+from agentrl.utils.errors import BrokenWeightsError, CheckpointError, ConfigError, NonFiniteError, StepOrderError
 from agentrl.utils.search_path import give, pack_given, unpack
 from agentrl.utils.threads import in_thread
 
@@ -306,6 +306,7 @@ class Trainer:
         path = Path(folder).expanduser().absolute()
         if not str(folder) or (path.exists() and not path.is_dir()):
             raise ConfigError(f"trainer.export: {str(folder)!r} is no folder; name one, which is made if it is not there")
+        self._check_finite("trainer.export")
         await self._session.actors.arun(Actor.export_hf, str(path))
         await check_arrived(self._session.actors, path, "the trained model")
         return path
@@ -328,13 +329,16 @@ class Trainer:
         """Once weights are NaN or infinite, nothing is published or saved until `load`."""
         try:
             yield
-        except NonFiniteError:
+        except BrokenWeightsError:
             self.waiting, self._broken = 0, True
             raise
 
-    def _check_none_wait(self, call: str) -> None:
+    def _check_finite(self, call: str) -> None:
         if self._broken:
-            raise NonFiniteError(f"{call}: the weights are no longer finite. Go back to a checkpoint: trainer.load(FOLDER)")
+            raise BrokenWeightsError(f"{call}: the weights are no longer finite. Go back to a checkpoint: trainer.load(FOLDER)")
+
+    def _check_none_wait(self, call: str) -> None:
+        self._check_finite(call)
         if self.waiting:
             calls = "call" if self.waiting == 1 else "calls"
             raise StepOrderError(

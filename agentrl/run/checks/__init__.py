@@ -22,7 +22,7 @@ from agentrl.run.assembly import RunStart as RunStart
 from agentrl.run.callbacks import CALLBACKS
 from agentrl.run.checks.env_checks import check_named, check_start, suite_notes
 from agentrl.run.checks.model_checks import check_models, check_other_models, check_prompts, check_router_replay, check_vision
-from agentrl.run.checks.reward_checks import check_decided, check_functions, check_gold, check_lint, check_success
+from agentrl.run.checks.reward_checks import check_decided, check_gold, check_lint, check_success
 from agentrl.run.checks.rollout_checks import check_assembly, check_held_out, check_warm_start
 from agentrl.run.checks.size_checks import check_cache, check_capacity, check_heads, check_placement, check_sizes, check_workers
 from agentrl.run.engine_choice import EngineChoice
@@ -100,7 +100,6 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
                     )
                 if section is not None:
                     notes += RUN_CHECKS.entry(name).make(one)
-    check_functions(start)
     check_held_out(start)
     make_mixture(config.rollout.mixture)
     check_router_replay(start)

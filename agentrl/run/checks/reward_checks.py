@@ -20,7 +20,6 @@ from agentrl.env import ToolEnv
 from agentrl.env.catalog import spec_word
 from agentrl.reward import Scorer
 from agentrl.reward.leaf import Leaf, episode_view
-from agentrl.reward.leaves.answer import PythonFunction
 from agentrl.reward.lint import (
     ENOUGH,
     LintFinding,
@@ -35,7 +34,7 @@ from agentrl.reward.lint import (
     tasks_tried,
     whatever_judged,
 )
-from agentrl.reward.nodes import GateNode, LeafNode, Node, walk
+from agentrl.reward.nodes import GateNode, LeafNode, Node
 from agentrl.reward.values import UnscorableError
 from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
@@ -60,19 +59,6 @@ def check_decided(scorer: Scorer) -> None:
         raise ConfigError(
             f"env.reward: reward spec {scorer.name!r} does not say what a success is, and it cannot be derived "
             '(costs and sums over turns have no best value); give it a top-level "success" (docs/rewards.md)'
-        )
-
-
-def check_functions(start: RunStart) -> None:
-    """Raise ConfigError for a function of `reward.python` that no reward spec of the run calls."""
-    scorers = start.scorers.values()
-    leaves = [node.leaf for scorer in scorers for top in scorer.tops for node in walk(top) if isinstance(node, LeafNode)]
-    called = {leaf.args["name"] for leaf in leaves if isinstance(leaf, PythonFunction)}
-    for name in sorted(start.config.reward.python.keys() - called):
-        specs = " or ".join(sorted({repr(scorer.name) for scorer in scorers}))
-        raise ConfigError(
-            f"reward.python.{name}: no python leaf of {specs} calls it. Remove it (~reward.python.{name}), or set env.reward to "
-            "a spec that does"
         )
 
 
