@@ -342,9 +342,9 @@ def _item_schemas(parts: Iterable[Mapping[str, Any]], place: int) -> list[Any]:
     found = list[Any]()
     for part in parts:
         items = part.get("items")
-        old = isinstance(items, list)
-        first = items if old else part.get("prefixItems") or []
-        found.append(first[place] if place < len(first) else part.get("additionalItems") if old else items)
+        old = items if isinstance(items, list) else None
+        first = part.get("prefixItems") or [] if old is None else old
+        found.append(first[place] if place < len(first) else items if old is None else part.get("additionalItems"))
     return found
 
 
