@@ -244,6 +244,7 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
 @pytest.mark.parametrize(("overrides", "message"), [
     (["algorithm.advantage.name=valued"], 'algorithm.advantage "valued" needs a critic'),
     (["algorithm.advantage.name=less_greedy", "reward_model.path=x"], '"less_greedy" reads scores of the reward spec'),
+    (["algorithm.advantage={name='multi_reward',args={terms=['a']}}", "reward_model.path=x"], '"multi_reward" reads scores of'),
     (["algorithm.loss.name=half"], 'algorithm.loss "half" needs algorithm.proximal = "recompute"'),
     (["algorithm.loss.name=haf"], "did you mean 'half'"),
     (["rollout.sampler={name='hundreds',args={fist=1}}"], "did you mean 'first'"),
