@@ -430,14 +430,16 @@ def test_a_call_whose_values_a_template_changes_is_refused():
         renderer.start([Message("user", "x")], [tool])
 
 
-@pytest.mark.parametrize("keep", ["ns.n == ''", "true"], ids=["the first", "the last"])
-def test_an_answer_is_that_of_its_own_turn_s_call(keep):
+@pytest.mark.parametrize(
+    ("keep", "name"), [("ns.n == ''", "ns.n"), ("true", "ns.n"), ("true", "m.name")], ids=["the first", "the last", "by its name"]
+)
+def test_an_answer_is_that_of_its_own_turn_s_call(keep, name):
     """Parsers count the calls of a turn, so ids repeat; templates that look for a call by its id found that of another turn."""
     find = (
         "{% set ns = namespace(n='') %}{% for o in messages %}{% for c in o.tool_calls or [] %}{% if c.id == m.tool_call_id and "
         f"({keep}) %}}{{% set ns.n = c.function.name %}}{{% endif %}}{{% endfor %}}{{% endfor %}}"
     )
-    template = answering("ns.n + ': ' + m.content").replace("{{- '\\n<tool_response>", find + "{{- '\\n<tool_response>", 1)
+    template = answering(f"{name} + ': ' + m.content").replace("{{- '\\n<tool_response>", find + "{{- '\\n<tool_response>", 1)
     messages = [Message("user", "q")]
     for name in ("get", "add", "get"):
         messages.append(Message("assistant", "", (ToolCall(name, {}, id="call_0"), ToolCall("set", {}, id="call_1"))))
