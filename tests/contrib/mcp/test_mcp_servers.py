@@ -338,7 +338,7 @@ async def test_a_server_that_does_not_end_by_itself_is_ended(hostile: Callable[.
     pid = int(env.trajectory.turns[-1].results[-1].content)
     began = time.monotonic()
     await env.aclose()
-    assert time.monotonic() - began < 2.0 and not Path(f"/proc/{pid}").exists()
+    assert time.monotonic() - began < 5.0 and not Path(f"/proc/{pid}").exists()
 
 
 HOLDS = """
