@@ -33,8 +33,8 @@ assert not any(name.startswith("agentrl.contrib.GONE") for name in sys.modules)
 
 REFUSED = {  # by name, without the folder
     "agents": "agent={command=['x']}", "branching": "rollout.branch={roots=2}", "experience": "algorithm.experience={rare=0.5}",
-    "moe": "rollout.router_replay=true", "remote_envs": "env.url='http://x'", "sglang": "engine=sglang",
-    "split": "model.tensor_parallel=2", "trackers": "trackers=[{name='wandb'}]", "vision": "model.init.vision=true",
+    "moe": "rollout.router_replay=true", "remote_envs": "env.url='http://x'", "vision": "model.init.vision=true",
+    "trackers": "trackers=[{name='wandb'}]", "sglang": "engine=sglang", "split": "model.tensor_parallel=2 cluster.actors=2",
 }  # fmt: skip
 # A section of a feature stays in the schema of configs, as do its metrics, pages and faults: these tests are about all of them.
 ABOUT_ALL = [
@@ -149,7 +149,7 @@ def test_everything_else_works_without_a_folder(name: str, tree: Path, tmp_path:
         imported = run(tree, "-c", IMPORTS.replace("GONE", name))
         assert imported.returncode == 0, imported.stderr
         if name in REFUSED:
-            refused = run(tree, "-m", "agentrl", "train", "quickstart", "--dry-run", REFUSED[name])
+            refused = run(tree, "-m", "agentrl", "train", "quickstart", "--dry-run", *REFUSED[name].split())
             assert refused.returncode == 2 and "Traceback" not in refused.stderr
             assert re.search(rf"{re.split('[.=]', REFUSED[name])[0]}.*(missing|unknown name)", refused.stderr)
         trained = run(tree, "-m", "agentrl", *RUN, f"out={tmp_path}", "name=r")
