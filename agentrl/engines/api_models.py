@@ -108,7 +108,7 @@ class ApiRenderer(Renderer):
     """One id per message; see the module."""
 
     def __init__(self, transcript: Transcript) -> None:
-        self._transcript, self.stop_token_ids = transcript, ()
+        self._transcript = transcript
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         head = self._transcript.add({"tools": [dict(tool) for tool in tools]})

@@ -233,7 +233,7 @@ class Renderer(ABC):
     syntax: str = ""
     """Name of the syntax of its calls (render/syntaxes.py), or another one. If it is empty, turns have none of these three:"""
     codec: Codec
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...] = ()
     """Ids that end an assistant turn."""
     frame: Marks = THINK
     """The marks around the reasoning of a turn."""

@@ -22,7 +22,7 @@ from referencing.jsonschema import EMPTY_REGISTRY
 from agentrl.utils.parsing import nfc, own_name, put_once
 from agentrl.utils.threads import QUICK, TooLongError
 
-# Patterns of others against what a policy wrote: with a time limit, and never for long on an event loop.
+# Untrusted patterns and what a policy wrote: with a time limit, and never for long on an event loop.
 #
 # A regular expression may take exponential time on a text that is made for it, and `re` can neither be stopped nor lets another
 # thread run meanwhile. `regex` can and does. What it reads in another way than `re`, it is given in a form that both read alike.
@@ -284,7 +284,7 @@ class _Walk:
                 self.uses.setdefault(key, f"{place}/{key}")
 
 
-# Parts of a schema, for those who read a call by it and do not validate it.
+# Parts of a schema, to read a call by it without a validation.
 
 
 def resolve_reference(reference: str, root: Any, anchors: Mapping[str, Any] | None = None) -> Any:
@@ -322,7 +322,7 @@ def schema_parts(node: Any, root: Any) -> list[Mapping[str, Any]]:
     for part in (rest := [node]):  # grows
         if isinstance(part, Mapping) and id(part) not in found:
             found[id(part)] = part
-            rest += _beside(part, ("then", "else"))
+            rest += _subschemas(part, ("then", "else"))
             rest += [resolve_reference(part[word], root) for word in _REFERENCES if isinstance(part.get(word), str)]
     return list(found.values())
 
@@ -439,11 +439,11 @@ def _check_work(schemas: Mapping[int, tuple[Any, str]], targets: Mapping[tuple[i
 def _at_once(node: dict[str, Any], targets: Mapping[tuple[int, str], Any]) -> Iterator[dict[str, Any]]:
     """The schemas that the same value has to be compared with."""
     found = [targets[id(node), key] for key in _REFERENCES if (id(node), key) in targets]
-    return (item for item in (*found, *_beside(node, _ONES)) if isinstance(item, dict))
+    return (item for item in (*found, *_subschemas(node, _ONES)) if isinstance(item, dict))
 
 
-def _beside(node: Mapping[str, Any], ones: Sequence[str]) -> list[Any]:
-    """Parts of a schema for the same value: alternatives, `ones` and dependencies."""
+def _subschemas(node: Mapping[str, Any], ones: Sequence[str]) -> list[Any]:
+    """Subschemas for the same value: alternatives, `ones` and dependencies."""
     found = [node[key] for key in ones if key in node]
     for key in ALTERNATIVES:
         found += node[key] if isinstance(node.get(key), list) else []

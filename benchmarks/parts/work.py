@@ -144,8 +144,6 @@ class Forced(Renderer):
     What the model sampled is parsed as usual, and then replaced by a valid call, because a random model writes none.
     """
 
-    stop_token_ids = ()
-
     def __init__(self, inner: Renderer) -> None:
         self._inner = inner
         self._call = Message("assistant", tool_calls=(ToolCall("get", {"key": "a"}),))
