@@ -36,9 +36,9 @@ from agentrl.run.role_placement import (
 )
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.families import packing_of
-from agentrl.trainer.memory import numbers, shell
+from agentrl.trainer.memory import MASTER, numbers, shell, width
 from agentrl.trainer.minibatch import kl_kind
-from agentrl.trainer.optim import optims_of
+from agentrl.trainer.optim import optims_of, state_bytes
 from agentrl.trainer.pretrained import head_dim, model_context, shape_folder
 from agentrl.trainer.train_engine import check_train_engine, mesh_of
 from agentrl.trainer.weight_files import has_weights
@@ -92,7 +92,8 @@ class Evaluations:
 class RunPlan:
     """A run. `threads`: of each process, None on GPUs. `episodes`: those of all updates, without those played again, filtered
     or cancelled; `transcripts`: of the warm start, at least and at most; `checkpoints`: the updates after which one is saved if
-    nothing else happens. `recomputed`: of weights and AdamW's moments in float32; `model_bytes`: of the final model."""
+    nothing else happens (0: before the first). `checkpoint_bytes`: of weights and optimizers; `model_bytes`: of the models that
+    are written: the first, if the run makes it, the warm start's and the last."""
 
     name: str
     folder: str
@@ -117,7 +118,7 @@ class RunPlan:
     rates: dict[str, float]
     temperature: str
     top_p: float
-    recomputed: int
+    checkpoint_bytes: int
     model_bytes: int
 
 
@@ -238,6 +239,14 @@ class Planner:
             Parameters(name, numbers(module.parameters()), numbers(p for p in module.parameters() if p.requires_grad))
             for name, module in shells.items()
         ]
+        optims, dtype = optims_of(config), config.model.computes_in(cuda)
+        state = [
+            p.numel() * state_bytes(name, p, optims["optim" if role == "actor" else role])
+            for role, module in shells.items()
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        ]
+        plain = numbers(p for name, p in shells["actor"].named_parameters() if ".lora_" not in name)
         # Of each environment what it is, how its episodes are scored, and its limits; of several also its share of the groups.
         environments, how = [], {}
         several = len(config.envs) > 1
@@ -250,7 +259,9 @@ class Planner:
             kind = "greedily" if one.eval.temperature == 0 else f"at temperature {one.eval.temperature:g}"
             how[env.called] = f"{one.eval.tasks:,} tasks of {one.eval.split} {kind}"
         points = config.rollout.temperature
-        heats = [f"{heat:g} after {step} updates" for step, heat in points] if isinstance(points, list) else [f"{points:g}"]
+        heats = (
+            [f"{heat:g} after {_count(step, 'update')}" for step, heat in points] if isinstance(points, list) else [f"{points:g}"]
+        )
         return RunPlan(
             name=config.name,
             folder=str(Path(config.out) / config.name),
@@ -258,7 +269,7 @@ class Planner:
             algorithm=f"{config.algorithm.advantage.name}, {config.algorithm.loss.name}, {config.algorithm.aggregate}",
             engine=EngineChoice(config).name,
             model=config.model.path or "a tiny model of random weights ([model.init])",
-            dtype=config.model.computes_in(cuda),
+            dtype=dtype,
             threads=None if cuda else EngineChoice(config).with_threads().model.threads,
             parameters=parameters,
             updates=steps,
@@ -268,15 +279,18 @@ class Planner:
             episodes=steps * batches.episodes,
             evaluation_episodes=len(evaluated) * tasks,
             transcripts=None if sft is None else (min(sft.min_steps, sft.max_steps) * sft.batch, sft.max_steps * sft.batch),
-            checkpoints=sorted({*range(config.checkpoint.every, steps + 1, config.checkpoint.every), steps}),
+            checkpoints=sorted({*range(0, steps + 1, config.checkpoint.every), steps}),
             kept=config.checkpoint.keep + config.checkpoint.keep_best,
             trajectories=sorted({*range(config.trajectories_every, steps + 1, config.trajectories_every), steps}),
-            trackers=[tracker.name for tracker in config.trackers],
-            rates={f"{section}.lr": float(optim.lr or 0.0) for section, optim in optims_of(config).items()},
+            trackers=[
+                *(tracker.name for tracker in config.trackers),
+                *(name for name in ("prometheus", "traces", "profile") if getattr(config, name) is not None),
+            ],
+            rates={f"{section}.lr": float(optim.lr or 0.0) for section, optim in optims.items()},
             temperature=", ".join(heats),
             top_p=config.rollout.top_p,
-            recomputed=sum(12 * one.trained for one in parameters),
-            model_bytes=sum(4 * one.all for one in parameters if one.role == "actor"),
+            checkpoint_bytes=MASTER * sum(one.all for one in parameters) + int(sum(state)),
+            model_bytes=plain * (width(dtype) * (1 + (sft is not None)) + (0 if config.model.path else MASTER)),
         )
 
     def batches(self) -> Batches:
@@ -327,7 +341,7 @@ def lines(plan: RunPlan) -> list[str]:
     beside = f", and at most {' and '.join(added)} next to them" if added else ""
     early = "" if plan.stops_at is None else f", or until an evaluation finds {plan.stops_at:.0%} success"
     rows = [
-        ("run", f"{plan.name}: {plan.updates:,} updates with {plan.algorithm}{early}"),
+        ("run", f"{plan.name}: {_count(plan.updates, 'update')} with {plan.algorithm}{early}"),
         *(("environment", line) for line in plan.environments),
         ("model", f"{plan.model}, {computation_text(plan.dtype, plan.threads)}; engine {plan.engine}"),
         *(("trained", f"{one.role}: {one.trained:,} of {one.all:,} parameters") for one in plan.parameters),
@@ -345,12 +359,12 @@ def lines(plan: RunPlan) -> list[str]:
         rows.append(("warm start", f"{plan.transcripts[0]:,} to {plan.transcripts[1]:,} transcripts of the teacher before it"))
     rows += [("evaluated", f"{name}: {how}, {_schedule_text(ev.after)}") for name, how in ev.environments.items()]
     # With a checkpoint that is being written; one may be of the newest and of the best.
-    disk = min(plan.kept + 1, len(plan.checkpoints)) * plan.recomputed + plan.model_bytes
+    disk = min(plan.kept + 1, len(plan.checkpoints)) * plan.checkpoint_bytes + plan.model_bytes
     kept = "all stay" if plan.kept >= len(plan.checkpoints) else f"at most {plan.kept} stay"
     rows += [
         ("written", f"{plan.folder}: config.toml, metrics.jsonl, the final model; {', '.join(plan.trackers) or 'no tracker'}"),
-        ("checkpoints", f"{_schedule_text(plan.checkpoints)}, of which {kept}, {_size(plan.recomputed)} each"),
-        ("on disk", f"about {_size(disk)}: checkpoints and the final model, without episodes"),
+        ("checkpoints", f"{_schedule_text(plan.checkpoints)}, of which {kept}, {_size(plan.checkpoint_bytes)} each"),
+        ("on disk", f"about {_size(disk)}: checkpoints and models, without episodes"),
         ("episodes", f"in trajectories/, {_schedule_text(plan.trajectories)}"),
     ]
     return columns(rows)

@@ -59,7 +59,7 @@ def test_micro_batches_hold_as_many_of_the_longest_episodes_as_the_cap_allows(ac
 def test_the_runs_course_is_told_by_updates() -> None:
     found = plan("eval.every=3", "eval.tasks=20", "checkpoint.every=2", "trajectories_every=4", "sft={min_steps=10,max_steps=30}")
     assert found.evaluations.after == [0, 3, 6, 7] and found.evaluation_episodes == 4 * 20
-    assert (found.checkpoints, found.kept, found.trajectories) == ([2, 4, 6, 7], 3, [4, 7])
+    assert (found.checkpoints, found.kept, found.trajectories) == ([0, 2, 4, 6, 7], 3, [4, 7]), "one is of the start"
     assert (found.episodes, found.transcripts) == (7 * 15, (10 * 8, 30 * 8))
     assert plan("eval.every=7").evaluations.after == [0, 7], "none is added after the last update"
     text = "\n".join(lines(found))
@@ -106,5 +106,18 @@ def test_no_more_checkpoints_stay_than_there_are() -> None:
     def said(steps: int) -> str:
         return next(line for line in lines(plan(f"steps={steps}", "checkpoint.every=1")) if line.startswith("checkpoints"))
 
-    assert said(2).endswith("after 1, 2 updates, of which all stay, 2 MiB each")
+    assert said(2).endswith("before, after 1, 2 updates, of which all stay, 2 MiB each")
     assert said(9).endswith(", of which at most 3 stay, 2 MiB each"), "two of the newest and the best, which may be one of them"
+
+
+@pytest.mark.parametrize(("overrides", "state", "models"), [
+    ("", 8, 1), ("model.lora.rank=2", 8, 1), ("model.lora.rank=2 model.dtype=bfloat16", 8, 1),
+    ("optim.name=sgd optim.lr=0.1 optim.betas=[0.0,0.9]", 0, 1), ("sft={min_steps=10,max_steps=30}", 8, 2),
+])  # fmt: skip
+def test_a_checkpoint_has_what_is_frozen_too_and_a_model_is_of_the_computation(overrides: str, state: int, models: int) -> None:
+    """Weights are float32, and each number that is trained has `state` bytes. Models: the first, the warm start's, the last."""
+    found, base = plan(*overrides.split()), plan().parameters[0].all
+    [actor] = found.parameters
+    width = 2 if found.dtype == "bfloat16" else 4
+    assert found.checkpoint_bytes == 4 * actor.all + state * actor.trained
+    assert found.model_bytes == base * (4 + models * width)
