@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from agentrl.cluster.placement import planned_elsewhere
 from agentrl.cluster.ray_cluster import stop_ray
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
+from agentrl.run.checks import check_config
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.plan import Planner, lines
 from agentrl.run.role_placement import GIB, Peak, RolePlacement, RunMemory, peaks, waiting
@@ -236,3 +238,23 @@ def test_an_architecture_is_checked_and_not_the_tiny_model_in_its_place(
         return
     with pytest.raises((ConfigError, ModelError), match=refused):
         Planner(config).dry_run(80.0)
+
+
+def test_what_the_checks_log_is_in_the_plan_and_in_a_start_once_and_not_lost_if_they_fail(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's own log begins after its checks."""
+    env = {"id": "key_value", "params": {"calls": 2, "set_share": 0.0, "max_value": 1, "keys": 4}}
+    pool = "rollout.sampler={name='uniform',args={pool=500}}"
+    model = {"init": {}, "packing": "packed"}
+    config = config_from(
+        {"env": env, "engine": "embedded", "model": model, "cluster": {"backend": "inline"}}, [pool, "eval.split=train"]
+    )
+    said = [line for line in check_config(config) if "different tasks, not the 500 of args.pool" in line]
+    assert len(said) == 1 and f"warning: {said[0]}" in Planner(config).dry_run().notes
+    assert "args.pool" not in capfd.readouterr().err
+    monkeypatch.setattr(logging.getLogger("agentrl"), "propagate", False)  # as without pytest's handlers
+    monkeypatch.setattr("agentrl.run.checks.check_lint", lambda start: (_ for _ in ()).throw(ConfigError("no")))
+    with pytest.raises(ConfigError, match=r"^no$"):
+        check_config(config)
+    assert said[0] in capfd.readouterr().err

@@ -7,7 +7,10 @@ feature of contrib or a plug-in can know, by a function in `RUN_CHECKS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from logging.handlers import MemoryHandler
 from typing import Any
 
 from agentrl.config.envs import warm_start_envs
@@ -59,6 +62,23 @@ def run_checks(start: RunStart, trait: str = "") -> list[str]:
     return [line for one in found if one.traits == ({trait} if trait else set()) for line in one.make(start)]
 
 
+@contextmanager
+def logged_too(notes: list[str]) -> Iterator[None]:
+    """Add each warning that is logged meanwhile to `notes`, once: a run's log begins after its checks. If they fail, it is
+    printed as ever."""
+    kept, logger = MemoryHandler(1 << 20, logging.CRITICAL + 1, logging.lastResort), logging.getLogger("agentrl")
+    kept.setLevel(logging.WARNING)
+    logger.addHandler(kept)
+    try:
+        yield
+        notes += dict.fromkeys(record.getMessage() for record in kept.buffer)
+        kept.buffer.clear()
+    finally:
+        logger.removeHandler(kept)
+        if not logger.hasHandlers():
+            kept.flush()
+
+
 def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool = False) -> list[str]:
     """All checks of `agentrl train` and `agentrl sft`: the models, with `capacity` disk, memory and cores of this machine, then
     the config; returns warnings. `planned`: nothing will be started, so a model folder may lack its
@@ -70,6 +90,13 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
         )
     quiet_libraries()  # the checks of a model trace it
     check_references(config)
+    notes: list[str] = []
+    with logged_too(notes):
+        found = _check(config, planned, capacity)
+    return [*notes, *found]
+
+
+def _check(config: TrainConfig, planned: bool, capacity: bool) -> list[str]:
     scorers: dict[str, Scorer] = {}
     start = RunStart(config, scorers, planned=planned)
     notes = run_checks(start, "first")
