@@ -312,6 +312,11 @@ class MixedTasks:
         self._places: dict[int, tuple[str, int]] = {}
         self._outcomes: list[EnvOutcome] = []
 
+    def fill_pools(self) -> None:
+        """Make the pool of each sampler, which takes long for a large one."""
+        for source in self.sources.values():
+            _ = source.pool
+
     def draw(self, index: int) -> TaskChoice:
         """The environment and the task of a group; the same again if it was drawn before (a group that is run again)."""
         if index not in self._places:

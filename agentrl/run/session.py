@@ -380,10 +380,13 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
                 ask_hook(hook, UpdateHook.note_group, group, collector.tasks.draw(group.index))  # drawn already: its task
             await watching.call("on_group", group)
 
+        tasks = MixedTasks(parts_of(config), config.rollout.mixture, config.seed)
+        with display.doing("choosing the tasks"):
+            await in_thread("batch", tasks.fill_pools)
         collector = Collector(
             parts.player,
             parts.envs,
-            MixedTasks(parts_of(config), config.rollout.mixture, config.seed),
+            tasks,
             config.rollout,
             seed=config.seed,
             greedy=[env.called for env in config.envs if needs_greedy(config.alone(env).algorithm.advantage)],
