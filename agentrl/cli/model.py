@@ -154,9 +154,11 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_export(args: argparse.Namespace) -> int:
     """Export; returns 0. Raises UserError if the run or checkpoint is missing, or OUT is not an empty folder."""
+    from agentrl.run.display import shown_working
     from agentrl.trainer.model_folder import export_run
 
-    step = export_run(args.run_folder, args.out, args.step, best=args.best, adapter=args.adapter)
     what = "adapter" if args.adapter else "model"
+    with shown_working("export", f"writing the {what}"):
+        step = export_run(args.run_folder, args.out, args.step, best=args.best, adapter=args.adapter)
     say(f"wrote the {what} of step {step} to {args.out}, in float32, as it was trained (final/ has the type of model.dtype)")
     return 0

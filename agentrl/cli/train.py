@@ -120,6 +120,7 @@ class TrainCommand:
         """Print the plan, after all that the start would refuse. Changes nothing."""
         from agentrl.run.assembly import RunStart
         from agentrl.run.checks.env_checks import check_named
+        from agentrl.run.display import shown_working
         from agentrl.run.folder import NameTakenError, check_unlocked
         from agentrl.run.plan import Planner
         from agentrl.run.provenance import Provenance, run_folder
@@ -143,7 +144,8 @@ class TrainCommand:
             if args.gpu_memory is None:
                 raise ConfigError(f"--nodes = {args.nodes}: the memory of their cards is not known. Add --gpu-memory GIB")
             nodes = int(sizes[1]), int(sizes[2])
-        found = Planner(config).dry_run(args.gpu_memory, nodes)
+        with shown_working("dry run", "checking the config and what it names"):
+            found = Planner(config).dry_run(args.gpu_memory, nodes)
         say(json.dumps(found.json(), indent=2) if args.json else found.text())
         return 0
 

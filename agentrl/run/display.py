@@ -73,7 +73,7 @@ class Shown:
     """The state of the display. `values`: a step's first figures, in plain lines too; `details`: its other figures. `best`:
     the best training success of this phase; `held`: (success, updates) of the last evaluation, `best_held`: of the best one."""
 
-    phase: str = ""
+    phase: str = "start"
     total: int = 0
     first: int = 0
     done: int = 0
@@ -108,9 +108,9 @@ def plain_step(shown: Shown, now: float) -> str:
 def frame(shown: Shown, now: float, width: int) -> Text:
     """The live display: at most 4 + DETAIL_LINES lines, none wider than `width`."""
     # Phase, bar, count, time and ETA; a narrow terminal has no bar, and then no time.
-    name, several = shown.phase or "start", shown.total > 1
+    name, several = shown.phase, shown.total > 1
     count, left = f" {shown.done}/{shown.total}" if several else "", f"  ETA {shown.eta(now)}" if several else ""
-    passed = f"  {clock(now - shown.began)}" if shown.phase else ""
+    passed = f"  {clock(now - shown.began)}"
     room = width - len(name) - len(count) - len(passed) - len(left) - 2
     first = Text().append(name, style="bold") if room >= 0 else Text(_cut(f"{name}{count}{left}", width), style="bold")
     if several and room >= 8:
@@ -194,7 +194,12 @@ class Display:
     """
 
     def __init__(
-        self, console: Console | None = None, *, live: bool | None = None, now: Callable[[], float] = time.monotonic
+        self,
+        console: Console | None = None,
+        *,
+        live: bool | None = None,
+        now: Callable[[], float] = time.monotonic,
+        phase: str = "start",
     ) -> None:
         self.console = console or safe_console(gone=_GONE, file=sys.stdout, highlight=False, soft_wrap=True)
         self.trouble: Callable[[], str] = str
@@ -203,7 +208,7 @@ class Display:
         self._now = now
         self._live: Live | None = None
         self._last = Text()
-        self._shown = Shown(began=now())
+        self._shown = Shown(phase, began=now())
         self.took: dict[str, float] = {}
         self._printed, self._pause = 0.0, _PLAIN_EVERY_S
         self._stepped = -math.inf  # when the last step was printed, in plain output
@@ -329,6 +334,14 @@ class Display:
         """A frame that ends leaves the line of its last step."""
         if self._live is not None and self._shown.values:
             self.say(plain_step(self._shown, self._now()))
+
+
+@contextmanager
+def shown_working(phase: str, what: str) -> Iterator[None]:
+    """Show on stderr that a command is at work, if it takes long: its output may be for a program."""
+    console = safe_console(gone=_GONE, file=sys.stderr, highlight=False, soft_wrap=True)
+    with Display(console, phase=phase) as display, display.doing(what):
+        yield
 
 
 def animates(console: Console) -> bool:

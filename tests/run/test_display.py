@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from agentrl.cli.main import main
 from agentrl.rollout.engine import EngineStats
 from agentrl.run import display as module
 from agentrl.run import session as feed
@@ -310,3 +311,30 @@ def test_the_display_is_told_what_the_engine_does_and_a_failed_look_ends_nothing
     assert said[:2] == ["2 running, 1 waiting, KV cache 45.0 %", "3 running, 0 waiting, 0 tokens/s"]
     assert said[-1] == "", "nothing that matters any more"
     assert out.getvalue().count("a replica of the engine died") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "replaced", "said"),
+    [
+        (["train", "quickstart", "--dry-run"], "agentrl.run.plan.Planner.dry_run", "[dry run]  checking the config and what it"),
+        (["export", "run", "out"], "agentrl.trainer.model_folder.export_run", "[export]  writing the model  0 s"),
+    ],
+)
+def test_a_command_that_takes_long_says_on_stderr_that_it_works(
+    words: list[str], replaced: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Made:
+        def text(self) -> str:
+            return "the plan"
+
+    def work(*_: object, **__: object) -> Made:
+        time.sleep(wait)
+        return Made()
+
+    monkeypatch.setattr(replaced, work)
+    monkeypatch.setattr(module, "_BEAT_S", 0.01)
+    for wait, pause in ((0.3, 0.05), (0.0, 60.0)):
+        monkeypatch.setattr(module, "_PLAIN_EVERY_S", pause)
+        assert main(words) == 0
+        out, error = capsys.readouterr()
+        assert "[" not in out and (said in error) is (wait > 0)
