@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from agentrl.config import Choice, TrainConfig
 from agentrl.data.trajectory import Message, Trajectory
 from agentrl.run.folder import RunFolder
+from agentrl.utils.errors import user_code
 from agentrl.utils.redaction import resolve_references
 from agentrl.utils.registry import Registry
 
@@ -119,7 +120,8 @@ def check_trackers(start: RunStart) -> None:
         args = TRACKERS.arguments(choice.name, resolve_references(choice.args, f"trackers.{choice.name}.args"))
         make = TRACKERS.entry(choice.name).make
         if isinstance(make, type) and issubclass(make, Tracker):
-            make.check(args)
+            with user_code(f"trackers {choice.name!r}: check", make):
+                make.check(args)
 
 
 def makers(choices: Sequence[Choice], run: TrackedRun) -> list[tuple[str, Callable[[], Tracker]]]:

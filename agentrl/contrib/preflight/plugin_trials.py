@@ -22,6 +22,7 @@ from agentrl.rollout.context import Moment
 from agentrl.rollout.engine import EngineMaker
 from agentrl.rollout.mixtures import EnvOutcome
 from agentrl.rollout.samplers import GroupOutcome, TaskChoice
+from agentrl.run.callbacks import Callback
 from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.run.checks.reward_checks import in_daemon_thread
 from agentrl.run.registries import registry_of
@@ -208,6 +209,20 @@ def _class(kind: type, made: Any, choice: Choice) -> None:
         raise TrialError(f"is {made!r:.60}, expected a subclass of {kind.__name__}")
     if missing := sorted(made.__abstractmethods__):  # type: ignore[attr-defined]
         raise TrialError(f"lacks {', '.join(missing)}, which {kind.__name__} demands")
+    for name, method in vars(kind).items():
+        own = inspect.getattr_static(made, name)
+        if inspect.isfunction(method) and inspect.isfunction(own) and not name.startswith("_"):
+            _check_call(method, own)
+
+
+def _check_call(method: Any, own: Any, bound: int = 0) -> None:
+    """Raise TrialError for a method that cannot be called as the contract's is; `bound`: arguments that it has already."""
+    expected, found = list(inspect.signature(method).parameters.values())[bound:], inspect.signature(own)
+    try:
+        found.bind(*(one for one in expected if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD))
+    except TypeError:
+        name, there, wanted = method.__name__, ", ".join(found.parameters), ", ".join(one.name for one in expected)
+        raise TrialError(f"has {name}({there}), expected {name}({wanted})") from None
 
 
 def _sampler(make: Any, choice: Choice) -> None:
@@ -238,6 +253,8 @@ def _callback(make: Any, choice: Choice) -> None:
     made = make()
     if not all(callable(getattr(made, call, None)) for call in ("on_step", "on_group")):
         raise TrialError(f"makes {made!r:.60}, expected a Callback with on_step and on_group")
+    for method in (Callback.on_step, Callback.on_group):
+        _check_call(method, getattr(made, method.__name__), 1)
 
 
 def _context(rollout: RolloutConfig, make: Any, choice: Choice) -> None:

@@ -96,6 +96,16 @@ def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("model.engine", "@TRAIN_ENGINES.register('mine')\nclass Mine: ...", "expected a subclass of BaseEngine"),
         ("weights.route", "@ROUTES.register('mine')\nclass Mine(Route): ...", "lacks sender, which Route demands"),
         ("callbacks", CALLBACK + "raise KeyError('token')", "plugins/mine.py:18: 'mine' raised KeyError"),
+        (
+            "callbacks",
+            CALLBACK + "pass\n    def on_step(self, row): ...",
+            "'mine' has on_step(row), expected on_step(row, session)",
+        ),
+        (
+            "trackers",
+            TRACKER + "    def row(self, row): ...\n    def close(self, status, summary): ...",
+            "'mine' has row(self, row), expected row(self, phase, step, values)",
+        ),
         ("env.sandbox", PROVIDER % "SandboxProvider", "raised TypeError: Can't instantiate abstract class Mine"),
         ("env.sandbox", PROVIDER % "", "expected SandboxProvider"),
         ("env.sandbox", BOX + "return 3", "returned 3, expected Sandbox"),
@@ -126,6 +136,17 @@ WRAPPER = "from agentrl.env.wrappers import WRAPPERS, ToolWrapper\n@WRAPPERS.reg
         ("algorithm.advantage", "import no_such_package\n" + ADVANTAGE + "1", "no_such_package"),
         ("algorithm.advantage", ADVANTAGE + "1 +", "not a Python file"),
         ("algorithm.advantage", "", "unknown name 'mine'"),
+        (
+            "trackers",
+            TRACKER
+            + "    @classmethod\n    def check(cls, args):\n        raise KeyError('token')\n    row = close = lambda *_: None",
+            "trackers 'mine': check raised KeyError: 'token' (",
+        ),
+        (
+            "rollout.sampler",
+            SAMPLER + "super().__init__()\n    def wants(self):\n        return 'many'",
+            "wants returned 'many', expected",
+        ),
         (
             "algorithm.loss",
             LOSS + "LossOutput(batch.logprobs * batch.advantages.zero_())",
