@@ -412,7 +412,8 @@ class ToolEnv(Forkable):
             await self._or_fail(self._hook("conclude"))
         record.stop, record.error = stop, error
         record.terminated = stop is StopReason.DONE
-        record.truncated = stop is StopReason.EPISODE_TIMEOUT or not (record.terminated or stop.infrastructure)
+        cut = not (record.terminated or stop.infrastructure or stop is StopReason.AGENT_FAILED)
+        record.truncated = cut or stop is StopReason.EPISODE_TIMEOUT
         await self.aclose()
         if self.scorer is None or stop.infrastructure:
             return 0.0 if self.scorer is None else float("nan")
