@@ -5,6 +5,7 @@ sampler for each environment and one mixture over all, and keeps both in the che
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -178,6 +179,8 @@ class BySuccessMixture(DiscountedMixture):
 
 # Tasks of one environment
 
+log = logging.getLogger(__name__)
+
 
 class TaskSource:
     """Draws tasks for groups and passes their outcomes to the sampler, at updates and in order."""
@@ -195,11 +198,15 @@ class TaskSource:
     def pool(self) -> Sequence[int]:
         """Seeds of the tasks that the sampler chooses from; none if it makes new ones. Determined, and given to it, when first
         asked for."""
+        return self.fill()
+
+    def fill(self, say: Callable[[str], None] = log.warning) -> Sequence[int]:
+        """Make the pool; `say` as `pool_seeds`."""
         wanted = call_method(self._label, TaskSampler.wants, self.sampler)
         if wanted is None:
             return ()
         env = self.env.build()
-        seeds = pool_seeds(env, wanted)
+        self.pool = seeds = pool_seeds(env, wanted, say)
         env.close()
         call_method(self._label, TaskSampler.use, self.sampler, seeds)
         return seeds
@@ -312,10 +319,10 @@ class MixedTasks:
         self._places: dict[int, tuple[str, int]] = {}
         self._outcomes: list[EnvOutcome] = []
 
-    def fill_pools(self) -> None:
-        """Make the pool of each sampler, which takes long for a large one."""
+    def fill_pools(self, say: Callable[[str], None]) -> None:
+        """Make the pool of each sampler, which takes long for a large one; `say`: gets a line if it has too few tasks."""
         for source in self.sources.values():
-            _ = source.pool
+            source.fill(say)
 
     def draw(self, index: int) -> TaskChoice:
         """The environment and the task of a group; the same again if it was drawn before (a group that is run again)."""

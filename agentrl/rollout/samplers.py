@@ -148,11 +148,11 @@ MAX_REPEATS = 1000
 """The search for different tasks ends after this many seeds in a row without a new one."""
 
 
-def pool_seeds(env: ToolEnv, size: int) -> Sequence[int]:
+def pool_seeds(env: ToolEnv, size: int, say: Callable[[str], None] = log.warning) -> Sequence[int]:
     """Seeds of the pool's tasks, none if tasks are endless.
 
     With `size`: of the first `size` different tasks of the training split (compared by `Task.data`), or of
-    as many as there are, which is logged. Without: of all tasks of an environment that has a finite number.
+    as many as there are, which is said. Without: of all tasks of an environment that has a finite number.
     Raises EnvError if the environment's number of tasks is not valid.
     """
     count = env.task_count("train")
@@ -167,12 +167,8 @@ def pool_seeds(env: ToolEnv, size: int) -> Sequence[int]:
         repeats = 0 if by_content.setdefault(content, seed) == seed else repeats + 1
         seed += 1
     if len(by_content) < size:
-        log.warning(
-            "rollout.sampler: the training split has %d different tasks, not the %d of args.pool (%d seeds tried)",
-            len(by_content),
-            size,
-            seed,
-        )
+        there = f"the training split has {len(by_content)} different tasks, not the {size} of args.pool"
+        say(f"rollout.sampler: {there} ({seed} seeds tried)")
     return list(by_content.values())
 
 

@@ -382,7 +382,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
 
         tasks = MixedTasks(parts_of(config), config.rollout.mixture, config.seed)
         with display.doing("choosing the tasks"):
-            await in_thread("batch", tasks.fill_pools)
+            await in_thread("batch", tasks.fill_pools, display.warn)
         collector = Collector(
             parts.player,
             parts.envs,

@@ -14,7 +14,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import derive
-from agentrl.rollout.mixtures import TaskSource
+from agentrl.rollout.mixtures import MixedTasks, Part, TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.utils.errors import EnvError
 from tests.players import tasks_of
@@ -83,6 +83,10 @@ def test_a_pool_skips_doubles_and_says_where_there_are_no_more(caplog: pytest.Lo
         seen = drawn(tasks, range(2 * there))
     assert Counter(seen) == dict.fromkeys(set(content), 2)
     assert f"{there} different tasks, not the 500" in caplog.text
+    said = list[str]()
+    mixed = MixedTasks([Part("kv", KEY_VALUE, Choice(name="uniform", args={"pool": 500}))], Choice(name="fixed"), 7)
+    mixed.fill_pools(said.append)  # at the start of a run, whose user reads it
+    assert len(said) == 1 and said[0] in caplog.text and mixed.sources["kv"].pool == tasks.pool
     small, firsts = source(KEY_VALUE, pool=10), sorted(content.index(text) for text in list(dict.fromkeys(content))[:10])
     assert len(set(drawn(small, range(10)))) == 10 and sorted(small.pool) == firsts
 

@@ -250,11 +250,11 @@ def test_what_the_checks_log_is_in_the_plan_and_in_a_start_once_and_not_lost_if_
     config = config_from(
         {"env": env, "engine": "embedded", "model": model, "cluster": {"backend": "inline"}}, [pool, "eval.split=train"]
     )
-    said = [line for line in check_config(config) if "different tasks, not the 500 of args.pool" in line]
+    said = [line for line in check_config(config, planned=True) if "different tasks, not the 500 of args.pool" in line]
     assert len(said) == 1 and f"warning: {said[0]}" in Planner(config).dry_run().notes
     assert "args.pool" not in capfd.readouterr().err
     monkeypatch.setattr(logging.getLogger("agentrl"), "propagate", False)  # as without pytest's handlers
     monkeypatch.setattr("agentrl.run.checks.check_lint", lambda start: (_ for _ in ()).throw(ConfigError("no")))
     with pytest.raises(ConfigError, match=r"^no$"):
-        check_config(config)
+        check_config(config, planned=True)
     assert said[0] in capfd.readouterr().err

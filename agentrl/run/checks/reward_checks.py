@@ -91,8 +91,8 @@ def check_success(start: RunStart) -> None:
         # The gold of at least TASKS tasks, and of one with each set of parameters of the sampler.
         split, sound = "train" if config.trained_envs else config.eval.split, without_chance(env)
         source = TaskSource(sound, make_sampler(rollout.sampler), rollout.sampler.name, config.seed)
-        if config.the_env.trains:
-            _ = source.pool  # logged if it has fewer tasks than it is to have
+        if start.planned and config.the_env.trains:
+            source.fill()  # which says if it has fewer tasks than it is to have, as the start does when it makes it
         kinds = [sound.with_params(params) for params in source.sampler.variants()]
         fault: str | None = None
         limit = rollout.env_timeout + rollout.episode_timeout
