@@ -95,7 +95,7 @@ class Shown:
         return clock((now - self.began) / steps * max(0, self.total - self.done))
 
 
-PLAIN_DETAILS = ("kl to reference", "kl", "entropy", "grad norm", "lr")
+PLAIN_DETAILS = ("kl to reference", "kl behaviour", "entropy", "grad norm", "lr")
 """Details that plain lines have too: whether the policy still moves, and how far."""
 
 

@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 SPENT = {"episode_s": "time/episode_s", "engine_s": "time/episode_engine_s", "env_s": "time/episode_env_s"}
 """Of an episode's `timings`, those that a row has a mean of."""
 DETAILS = {
-    "tool_error_rate": "tool errors",
+    "tool_error_rate": "tool error rate",
     "turns": "turns",
     "response_length/mean": "tokens an episode",
     "zero_variance": "zero variance",
     "staleness_mean": "staleness",
-    "mismatch_max": "mismatch",
-    "engine/cache_hit": "cache",
+    "mismatch_max": "mismatch max",
+    "engine/cache_hit": "cache hit",
     "kl_reference": "kl to reference",
-    "kl_behaviour": "kl",
+    "kl_behaviour": "kl behaviour",
     "entropy": "entropy",
     "grad_norm": "grad norm",
     "lr": "lr",

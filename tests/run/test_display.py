@@ -67,7 +67,7 @@ def a_step(width: int) -> list[str]:
     count.done = 33
     rollout = Activity("rollout", 1000.0, count.__str__, lambda: "", 14.0)
     shown = Shown("train", 40, 0, 12, 940.0, {"success": 0.62, "reward": 0.3, "tokens/s": 2094.4}, best=0.71, doing=(rollout,))
-    shown.details = {"term/right": 0.4, "mismatch": 1.5e-06, "cache": None, "staleness": 0.5}
+    shown.details = {"term/right": 0.4, "mismatch max": 1.5e-06, "cache hit": None, "staleness": 0.5}
     shown.engine = "12 running, 3 waiting, KV cache 45.0 %"
     shown.held, shown.best_held, shown.trouble = (0.5, 10), (0.745, 5), "3 episodes came to no score; the first: env_error: boom"
     return frame(shown, 1008.0, width).plain.split("\n")
@@ -79,7 +79,7 @@ def test_a_frame_says_phase_activity_success_with_its_best_and_what_went_wrong()
     assert doing == "  rollout 33/96 episodes  8 s of ~14"
     assert engine == "  engine: 12 running, 3 waiting, KV cache 45.0 %"
     assert values == "  success 0.620 (best 0.710)  reward 0.300  tokens/s 2,094  held-out 50.0 % (best 74.5 % at 5)"
-    assert details == "  term/right 0.400  mismatch 1.5e-06  staleness 0.500", "nothing of what is unknown"
+    assert details == "  term/right 0.400  mismatch max 1.5e-06  staleness 0.500", "nothing of what is unknown"
     assert trouble == "  3 episodes came to no score; the first: env_error: boom"
 
 
@@ -125,7 +125,7 @@ def test_plain_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
             wait(4)
             count(None)
             wait(40)
-        moved = {"kl": 0.0012, "kl to reference": None, "entropy": 0.5, "grad norm": 0.0, "lr": 2e-5, "cache": 0.5}
+        moved = {"kl behaviour": 0.0012, "kl to reference": None, "entropy": 0.5, "grad norm": 0.0, "lr": 2e-5, "cache hit": 0.5}
         display.step(1, {"success": 0.25, "reward": 0.5, "tokens/s": 1234.5}, moved)  # right behind a line of what goes on
         clock.now += 1
         display.step(2, {"success": 0.5})
@@ -133,7 +133,7 @@ def test_plain_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
         display.show_evaluation(2, 0.5)
         with display.doing("evaluation"), display.doing("publish"):
             wait(5)
-        display.step(3, {"success": 0.25}, {"kl": 0.0, "kl to reference": 0.002, "grad norm": 0.25})
+        display.step(3, {"success": 0.25}, {"kl behaviour": 0.0, "kl to reference": 0.002, "grad norm": 0.25})
     assert out.getvalue().splitlines() == [
         "[start]",
         "[start]  starting the engine (vllm)  5 s",
@@ -141,7 +141,7 @@ def test_plain_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
         "[train] 0/3  rollout 1/6 episodes  5 s",
         "[train] 0/3  rollout 1/6 episodes  15 s",
         "[train] 0/3  rollout 1/6 episodes  35 s  waits: episode g0.m1.a0 for 40 s on a tool",
-        "[train] 1/3  success 0.250  reward 0.500  tokens/s 1,234  kl 0.001  entropy 0.500  lr 2.0e-05  ETA 1:28",
+        "[train] 1/3  success 0.250  reward 0.500  tokens/s 1,234  kl behaviour 0.001  entropy 0.500  lr 2.0e-05  ETA 1:28",
         "[eval] held-out success 50.0 %",
         "[train] 2/3  evaluation > publish  5 s",
         "[train] 3/3  success 0.250 (best 0.500)  kl to reference 0.002  grad norm 0.250  ETA 0:00",

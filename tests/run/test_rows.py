@@ -14,7 +14,7 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward import compile_spec
 from agentrl.rollout.player import summarize, together
-from agentrl.run.display import Display
+from agentrl.run.display import PLAIN_DETAILS, Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.outcomes import draw_curve, episode_values, group_values, kinds_of, points
 from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, shown_of, train_row
@@ -202,12 +202,14 @@ def test_a_step_tells_the_display_what_the_row_says() -> None:
     row: dict[str, Any] = {
         "success": 0.5, "reward": None, "throughput/sampled_tokens_per_s": 10.0, "env/a/success": 1.0, "env/b/success": None,
         "term/x": 0.25, "metric/y": None, "unscored": 0, "engine/cache_hit": 0.9, "mismatch_max": 1e-6, "staleness_mean": 0.0,
+        "kl_behaviour": 0.2, "kl_reference": 0.1, "tool_error_rate": 0.3,
     }  # fmt: skip
     said, details = shown_of(row, ["a", "b"])
     assert said == {"success": 0.5, "a": 1.0, "b": None, "reward": None, "tokens/s": 10.0}
     assert {key: value for key, value in details.items() if value is not None} == {
-        "term/x": 0.25, "cache": 0.9, "mismatch": 1e-6,
+        "term/x": 0.25, "cache hit": 0.9, "mismatch max": 1e-6, "kl behaviour": 0.2, "kl to reference": 0.1, "tool error rate": 0.3,
     }  # fmt: skip
+    assert details.keys() >= {*PLAIN_DETAILS}
     assert shown_of(row, ["a"])[0].keys() == {"success", "reward", "tokens/s"}
 
 

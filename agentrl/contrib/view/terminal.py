@@ -21,8 +21,8 @@ from agentrl.utils.terminal import safe, say
 Json = Any
 _OVERVIEW = ("status", "updates", "success_before", "success_after", "tokens", "seconds")
 _LAST = (
-    "reward", "success", "unscored", "tool_error_rate", "turns", "entropy", "kl_behaviour", "mismatch_kl", "clip_fraction",
-    "grad_norm",
+    "reward", "success", "unscored", "tool_error_rate", "turns", "entropy", "kl_reference", "kl_behaviour", "mismatch_kl",
+    "clip_fraction", "grad_norm",
 )  # fmt: skip
 
 
