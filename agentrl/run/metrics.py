@@ -172,7 +172,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
             "mean (Schulman 2020, Approximating KL Divergence), before any of them is trained on; if nothing is stale, it is "
             "how far trainer and engine disagree"),
         MetricInfo("mismatch_max", "nats", "largest |d|"),
-        MetricInfo("kl_behaviour", "nats", "k1 to the policy that sampled: mean log pi(engine) - log pi(trained), computed tokens"),
+        MetricInfo("kl_behaviour", "nats", "k1 to what sampled: mean log pi(engine) - log pi(trained) of computed tokens"),
     ),
     "The engine and the rollouts": (
         MetricInfo("tokens_sampled", "tokens", "all tokens sampled for training since the last row: of every attempt at an "

@@ -207,7 +207,8 @@ def test_a_step_tells_the_display_what_the_row_says() -> None:
     said, details = shown_of(row, ["a", "b"])
     assert said == {"success": 0.5, "a": 1.0, "b": None, "reward": None, "tokens/s": 10.0}
     assert {key: value for key, value in details.items() if value is not None} == {
-        "term/x": 0.25, "cache hit": 0.9, "mismatch max": 1e-6, "kl behaviour": 0.2, "kl to reference": 0.1, "tool error rate": 0.3,
+        "term/x": 0.25, "cache hit": 0.9, "mismatch max": 1e-6, "kl behaviour": 0.2,
+        "kl to reference": 0.1, "tool error rate": 0.3,
     }  # fmt: skip
     assert details.keys() >= {*PLAIN_DETAILS}
     assert shown_of(row, ["a"])[0].keys() == {"success", "reward", "tokens/s"}
