@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Collection
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -149,8 +149,12 @@ class LocalServer:
                 await server.serve(sockets=[listener])
 
         self._task = asyncio.create_task(work(), name=f"the server of {type(self).__name__}")
-        while not server.started and not self._task.done():
-            await asyncio.sleep(0.01)
+        try:
+            while not server.started and not self._task.done():
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
         return self._task
 
     async def stop(self) -> None:
@@ -168,9 +172,8 @@ class ThreadServer:
         import uvicorn
 
         config = uvicorn_config(app, host, max_body=max_body, timeout_graceful_shutdown=1)
-        self._server, self._listener = uvicorn.Server(config), listener
-        run = partial(self._server.run, sockets=[listener])
-        self._thread = threading.Thread(target=run, name="agentrl-server", daemon=True)
+        self._server, self._listener, given = uvicorn.Server(config), listener, {"sockets": [listener]}
+        self._thread = threading.Thread(target=self._server.run, kwargs=given, name="agentrl-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

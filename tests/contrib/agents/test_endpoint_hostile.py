@@ -302,3 +302,10 @@ def test_nothing_of_a_history_becomes_an_empty_text() -> None:
     result = [{"type": "function_call_output", "call_id": c, "output": "t"} for c in "cd"]
     found = read(RESPONSES, [ask, thoughts[0], call, thoughts[1], {**call, "call_id": "d"}, *result])
     assert found[1].reasoning == "one two"
+
+
+async def test_a_start_that_is_cancelled_serves_nothing_and_lets_go_of_its_socket() -> None:
+    server, listener = serving.LocalServer(), serving.open_listener("127.0.0.1", 0)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(server.serve(None, "127.0.0.1", listener), 0.001)
+    assert listener.fileno() == -1 and [task for task in asyncio.all_tasks() if "LocalServer" in task.get_name()] == []
