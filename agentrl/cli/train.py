@@ -274,13 +274,13 @@ def _resume(args: argparse.Namespace, restarts: int) -> int:
     """Go on with a run on data, or a warm start."""
     from agentrl.run.driver import DATA, RUN_KINDS
     from agentrl.run.folder import RunFolder
-    from agentrl.run.session import warmed_up
+    from agentrl.run.session import needs_warm_start
 
     texts = [*resume_overrides(args), *_options_as_overrides(args)]
     before, config = read_resumed(args.resume, texts)
     command = TrainCommand(args, restarts, config, before, texts)
     if before.data is None:
-        if not restarts and (config.sft is None or warmed_up(RunFolder(Path(args.resume)))):
+        if not restarts and not needs_warm_start(config, RunFolder(Path(args.resume))):
             run = shlex.quote(args.resume)
             raise ConfigError(f"{args.resume}: no warm start to continue. Use agentrl train --resume {run}")
         return command.go_on(command.check, only_warm_start=True)

@@ -28,7 +28,7 @@ from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.outcomes import EVALUATED, draw_curve, points, summary_of
 from agentrl.run.provenance import Provenance, updates_done
 from agentrl.run.run_log import MOSTLY_UNSCORED, Health, RunLog, Unhealthy, check_any_scored, finding_text, thrown_away
-from agentrl.run.session import Session, open_session, warmed_up
+from agentrl.run.session import Session, needs_warm_start, open_session
 from agentrl.run.sft import warm_start
 from agentrl.run.trackers import Status, TrackedRun, makers
 from agentrl.trainer.actor import Actor
@@ -226,7 +226,7 @@ class RunDriver:
         if config.rollout.colocate:
             await session.publisher.sleep()  # until the first publish: what starts until then uses the same memory
         outcome.status = "interrupted"  # the early returns below follow Ctrl-C, except that of a warm start alone
-        if config.sft is not None and not warmed_up(folder):
+        if needs_warm_start(config, folder):
             folder.rewind(NOTHING)  # rows of an attempt that ended in its warm start would be written twice
             run_log.rewound(NOTHING)
             await warm_start(session, run_log, interrupt)

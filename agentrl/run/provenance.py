@@ -254,7 +254,7 @@ def _model_of(folder: RunFolder, which: str) -> RunModel:
         check_model(folder.final)
         return RunModel(label, str(folder.final), step)
     if step == 0 and not (folder.checkpoints / "step_000000").is_dir():
-        return RunModel("start", start_model(folder.path, load_config(folder.config).model), 0)
+        return RunModel("start", start_model(folder.path, load_config(folder.config)), 0)
     return RunModel(label, str(_export_path(folder, step)), step)
 
 

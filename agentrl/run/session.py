@@ -311,6 +311,18 @@ def warmed_up(folder: RunFolder) -> bool:
     return whole and (folder.warm_start / "config.json").is_file()
 
 
+def needs_warm_start(config: TrainConfig, folder: RunFolder) -> bool:
+    """Return True if the warm start of [sft] is still to be done. Raises CheckpointError if its model was lost after updates."""
+    if config.sft is None or warmed_up(folder):
+        return False
+    if (newest := Checkpoints(folder.checkpoints, 1).newest()) is not None:
+        raise CheckpointError(
+            f"{folder.warm_start}: the warm start's model is gone, from which {newest.name} was trained: a new one would be "
+            "another. Copy the folder back, or start over with --overwrite"
+        )
+    return True
+
+
 def model_folder(seed: int, model: ModelConfig, folder: RunFolder) -> str:
     """The folder or hub name of a session's initial model: the warm start's result, `model.path`, or a newly built one. Raises
     CheckpointError if the first or the last is not as it was written."""
@@ -334,6 +346,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
     choice = EngineChoice(config)
     sft_threads, config = choice.with_threads(samples=False).model.threads, choice.with_threads()
     choice = EngineChoice(config)
+    needs_warm_start(config, folder)  # before any process is started
     async with AsyncExitStack() as opened:  # closes users before what they use
         opened.callback(stop_asking)
         accept, watching = config.rollout.accept, Callbacks(config.callbacks, callbacks)

@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from agentrl.config.load import load_config
-from agentrl.config.schema import ModelConfig
+from agentrl.config.schema import TrainConfig
 from agentrl.engines.weights.base import Adapter
 from agentrl.engines.weights.parameters import Conversion, Saving, loading_conversions, write_adapter
 from agentrl.render.chatml import set_chat_template
@@ -274,7 +274,7 @@ def _export_run(folder: Path, target: Path, step: int | None, *, best: bool, ada
     if chosen is None:
         raise CheckpointError(f"{folder}: the run has no checkpoint yet")
     config = load_config(folder / "config.toml")
-    model, data, source = config.model, config.data, start_model(folder, config.model)
+    model, data, source = config.model, config.data, start_model(folder, config)
     if adapter and model.lora is None:
         raise ModelError(f"{folder}: the run trained all weights and has no adapter (model.lora); export the model: no --adapter")
     try:
@@ -325,14 +325,16 @@ def saved_model(folder: Path) -> tuple[list[str], Callable[[str], Tensor]]:
     return [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)], lambda name: read(MODEL + name)
 
 
-def start_model(folder: Path, model: ModelConfig) -> str:
+def start_model(folder: Path, config: TrainConfig) -> str:
     """The model that a run's training started from. Raises ModelError if it no longer exists."""
-    for built in (folder / "classifier", folder / "warm_start", folder / "model"):
+    warmed = config.sft is not None and config.data is None
+    for built in (folder / "classifier", folder / "warm_start", *(() if warmed else [folder / "model"])):
         if (built / "config.json").is_file():
             return str(built)
-    if model.path is None:
-        raise ModelError(f"{folder}: the model that the run started from no longer exists (no warm_start, no model)")
-    return model.path
+    if warmed or config.model.path is None:
+        name = "warm_start" if warmed else "model"
+        raise ModelError(f"{folder / name}: the model that the run's updates started from is not there. Copy the folder back")
+    return config.model.path
 
 
 # GGUF files

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 
 from agentrl.config import TrainConfig
+from agentrl.config.schema import SftConfig
 from agentrl.rollout.collector import Collector
 from agentrl.rollout.episode import Limits
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
-from agentrl.run.session import model_folder, open_session
-from agentrl.trainer.checkpoint import seal
+from agentrl.run.provenance import model_of
+from agentrl.run.session import model_folder, needs_warm_start, open_session
+from agentrl.trainer.checkpoint import Checkpoints, seal
 from agentrl.trainer.pretrained import init_model
+from agentrl.utils.errors import CheckpointError, ModelError
 
 SMALL = {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 512}
 ROLLOUT = {
@@ -86,3 +89,22 @@ def test_the_model_is_the_warmed_up_one_the_given_one_or_one_built_by_the_seed(c
     assert model_folder(given.seed, given.model, folder) == "a/model"  # half a warm start is none
     seal(folder.warm_start, 0)
     assert all(model_folder(one.seed, one.model, folder) == str(folder.warm_start) for one in (config, given))
+
+
+def test_a_warm_start_that_was_lost_after_updates_is_named(config: TrainConfig, tmp_path: Path) -> None:
+    """Another one was trained in silence, and all rows before it were removed; and step 0 was the model before it."""
+    warmed = config.model_copy(update={"sft": SftConfig(max_steps=1)})
+    folder = RunFolder.create(warmed)
+    assert needs_warm_start(warmed, folder) and not needs_warm_start(config, folder)
+    model_folder(config.seed, config.model, folder)
+    checkpoints = Checkpoints(folder.checkpoints, 1)
+    checkpoints.begin(4)
+    checkpoints.commit(4)
+    assert not needs_warm_start(config, folder)
+    lost = r"warm_start: the warm start's model is gone, from which step_000004 was trained.* Copy the folder back"
+    with pytest.raises(CheckpointError, match=lost):
+        asyncio.run(open_session(warmed, folder, Display()))
+    with pytest.raises(ModelError, match=r"warm_start: the model .* Copy the folder back"):
+        model_of(folder, "0")
+    folder.model.rename(folder.warm_start)
+    assert not needs_warm_start(warmed, folder) and model_of(folder, "0").path == str(folder.warm_start)

@@ -35,10 +35,10 @@ from agentrl.run.session import (
     Session,
     evaluate_env,
     forget_evaluation,
+    needs_warm_start,
     open_session,
     play_tasks,
     republish_to_new_replicas,
-    warmed_up,
 )
 from agentrl.run.sft import warm_start
 from agentrl.trainer.estimator_inputs import needs_greedy
@@ -402,7 +402,7 @@ async def session(
         try:
             if made.rollout.colocate:
                 await session.publisher.sleep()
-            if made.sft is not None and not warmed_up(place):
+            if needs_warm_start(made, place):
                 await warm_start(session, run_log, Interrupt(display.say))
             await session.begin()
         except BaseException:
