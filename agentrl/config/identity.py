@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -184,6 +184,9 @@ CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
 }
 """Keys, or sections with all their keys, by purpose; each with the reason why its value cannot matter for it. "*" is any name."""
 
+OF_A_START = ("name", "out", "data.max_bad")
+"""Keys that a resume does not read: the run stays in its folder, which holds what was made of its data."""
+
 OF_SEVERAL = ("env.weight", "rollout.mixture")
 """Keys that are read with `[[env]]` alone: a run in one environment that began with them goes on without."""
 
@@ -247,11 +250,15 @@ def changes(before: Identity, now: Identity) -> list[str]:
 
 def later_changes(before: TrainConfig, now: TrainConfig) -> list[str]:
     """Changes of keys that steer later updates, one text per key."""
+    return _changes_below(LATER, before, now)
+
+
+def _changes_below(parts: Collection[str], before: TrainConfig, now: TrainConfig) -> list[str]:
     then, since = (
         {
             key: value
             for key, _, value in named_leaves(without_secrets(config), config.envs)
-            if any(f"{key}.".startswith(f"{part}.") for part in LATER)
+            if any(f"{key}.".startswith(f"{part}.") for part in parts)
         }
         for config in (before, now)
     )
@@ -270,11 +277,16 @@ def check_same_identity(before: Identity | None, now: Identity, of: str, folder:
 
 
 def check_resumed(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
-    """Raises ConfigError if the run in `folder`, started with `before`, cannot continue with `now`."""
+    """Raises ConfigError if the run in `folder`, started with `before`, cannot continue with `now`, or would ignore a change."""
     if found := differences(identity_of(before, "train"), identity_of(now, "train")):
         raise ConfigError(
             f"{folder / 'config.toml'}: what the run has learned so far was learned with other values: {found}; leave them as "
             "they are, or start another run (model.path can be a model folder of this one)"
+        )
+    if found := _changes_below(OF_A_START, before, now):
+        raise ConfigError(
+            f"{folder}: {found[0]}: a resume reads nothing of it, and goes on in the run's folder, with what was made of its "
+            "data. Leave it out (a folder may be moved before a resume)"
         )
 
 

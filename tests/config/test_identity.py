@@ -159,6 +159,15 @@ def test_values_are_compared_and_secrets_are_digests() -> None:
     assert differences({"a": 1, "b": "x"}, {"a": 2.5, "c": [1]}) == 'a was 1, is 2.5; b was "x", is unset; c was unset, is [1]'
 
 
+@pytest.mark.parametrize("word", ["name=z", "out=elsewhere", "data.max_bad=0.5"])
+def test_a_resume_refuses_what_it_would_not_read(word: str) -> None:
+    table = {"name": "a", "out": "runs", "data": {"path": ["x.jsonl"], "max_bad": 0.25}}
+    key = word.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{key} was .*, is .*: a resume reads nothing of it.* Leave it out"):
+        check_resumed(config_from(table), config_from(table, [word]), Path())
+    check_resumed(config_from(table), config_from(table, ["name=a", "out=runs", "data.max_bad=0.25"]), Path())
+
+
 def test_what_one_environment_does_not_read_may_be_left_out_of_an_older_run() -> None:
     table = {"env": {"id": "a", "weight": 2.0}, "rollout": {"mixture": {"name": "by_success"}}}
     of_two = {"env": [{"id": "a", "weight": 2.0}, {"id": "b"}], "rollout": {"mixture": {"name": "by_success"}}}

@@ -235,8 +235,8 @@ def _prepare_run(
         made = config_of(config, top)
         notes = check_config(made, capacity=True)
         return made, open_folder(made, overwrite=overwrite), notes, False
-    if config is not None:
-        raise ConfigError("train: a resumed run has its config in its folder; leave out the first argument")
+    if config is not None or overwrite:
+        raise ConfigError("train: a resumed run has its config in its folder, and goes on; leave out config and overwrite")
     folder = run_folder(resume)
     made = config_of(before := load_whole(folder.config), top)
     return made, folder, Provenance(folder, made).check_resumable(before, partial(check_config, made, capacity=True)), True
