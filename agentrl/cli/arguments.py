@@ -6,14 +6,14 @@ import argparse
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from agentrl.cluster.ray_parent import die_of, end_of_driver, restarting, tell
 from agentrl.run.interrupt import ended_as_interrupted
-from agentrl.utils.errors import UserError, WorkerDiedError, fault_text, hint_text
+from agentrl.utils.errors import ConfigError, UserError, WorkerDiedError, fault_text, hint_text
 from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import say
 
@@ -66,6 +66,14 @@ def whole_number(least: int) -> Callable[[str], int]:
         return number
 
     return read
+
+
+def check_read(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raise ConfigError if an option of these was given; `why`: because of what it is not read, and the fix."""
+    for name in names:
+        if getattr(args, name) != args.parser.get_default(name):
+            action = next(one for one in args.parser._actions if one.dest == name)
+            raise ConfigError(f"{(action.option_strings or [name])[-1]}: {why}")
 
 
 class Parser(argparse.ArgumentParser):

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.cli.arguments import COMMANDS
+from agentrl.cli.arguments import COMMANDS, check_read
 from agentrl.run.config_file import find_config_file, is_override, load_whole
 from agentrl.utils.errors import ConfigError, hint_text
 from agentrl.utils.terminal import columns, say
@@ -209,6 +209,7 @@ def run_metrics(args: argparse.Namespace) -> int:
     from agentrl.run.metrics import as_markdown, info_of, metrics_table
 
     if args.markdown:
+        check_read(args, ("words",), "--markdown prints the whole page. Leave the words out")
         say(as_markdown(), end="")
         return 0
     exact = {entry.name for word in args.words if (entry := info_of(word)) is not None}

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.arguments import COMMANDS, whole_number, with_parent
+from agentrl.cli.arguments import COMMANDS, check_read, whole_number, with_parent
 from agentrl.run.config_file import find_config_file, is_override, load_whole
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.event_loop import run_loop
@@ -204,6 +204,8 @@ def run_eval(args: argparse.Namespace) -> int:
 
     if args.env is not None or args.overrides or args.model or args.checkpoint:
         raise ConfigError("--compare reads evaluations that are there: give their folders, and nothing to evaluate")
+    unread = ("tasks", "samples", "seed", "split", "max_concurrent", "all")
+    check_read(args, unread, "--compare reads evaluations that are there, and plays nothing. Leave it out")
     # `evals/NAME/*` names what this command and an evaluation of several models wrote beside the folders, too.
     beside = ("comparison.json", "report.json")
     folders = [folder for folder in map(Path, args.compare) if not (folder.name in beside and folder.is_file())]

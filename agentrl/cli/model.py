@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.cli.arguments import COMMANDS, whole_number
+from agentrl.cli.arguments import COMMANDS, check_read, whole_number
 from agentrl.config.schema import InitModelConfig
 from agentrl.run.config_file import add_config, find_config_file, load_whole
 from agentrl.utils.terminal import say
@@ -107,18 +107,17 @@ def run_init_model(args: argparse.Namespace) -> int:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: already exists; the model's weights would replace it: give a path that does not exist")
     quiet_libraries()
-    sizes, defaults = {name: getattr(args, name) for name in InitModelConfig.model_fields}, InitModelConfig()
     if args.file is None:
+        check_read(args, ("dtype",), "it is of the weights of --from; a random model is in float32. Leave it out")
         try:
-            cfg = InitModelConfig(**sizes)
+            cfg = InitModelConfig(**{name: getattr(args, name) for name in InitModelConfig.model_fields})
         except ValidationError as error:
             first = error.errors()[0]
             raise ConfigError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from error
         folder = init_model(cfg, target, args.seed, args.chat_template)
         say(f"wrote a random model of {cfg.layers} layers, hidden size {cfg.hidden}, to {folder}")
         return 0
-    if given := [name for name, size in sizes.items() if size != getattr(defaults, name)]:
-        raise ConfigError(f"--{given[0].replace('_', '-')}: the size of the model is that of {args.file}. Leave it out.")
+    check_read(args, (*InitModelConfig.model_fields, "seed"), f"the model is that of {args.file}. Leave it out")
     renderer = make_renderer(convert_gguf(args.file, target, args.dtype, args.chat_template))
     say(f"wrote the model of {args.file} in {args.dtype} to {target}")
     if isinstance(renderer, TemplateRenderer) and renderer.no_tools:

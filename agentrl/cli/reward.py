@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.arguments import COMMANDS, whole_number
+from agentrl.cli.arguments import COMMANDS, check_read, whole_number
 from agentrl.cli.env import PARAMS, reference
 from agentrl.utils.errors import CatalogError, UserError
 from agentrl.utils.parsing import json_text
@@ -117,6 +117,10 @@ def run_lint(args: argparse.Namespace) -> int:
     from agentrl.reward.nodes import LeafNode, walk
 
     options = _options(args)
+    if args.env is None:
+        check_read(args, ("tasks", "seed", "ask_judge"), "nothing is probed without an environment. Add --env ID")
+    if not (args.env is not None and (args.ask_judge or args.judge_url or args.judge_model)):
+        check_read(args, ("judge_cache", "judge_calls", "judge_usd"), "no judge is asked. Add --ask-judge and --env ID")
     scorer = options.scorer(_spec(args.spec), alone=args.env is None)
     findings = lint_spec(scorer)
     probes: dict[str, list[Trajectory]] = {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from agentrl.cli.arguments import COMMANDS, with_parent
+from agentrl.cli.arguments import COMMANDS, check_read, with_parent
 from agentrl.config import TrainConfig
 from agentrl.config.origin import Origins, read_origins
 from agentrl.run.config_file import (
@@ -71,7 +71,6 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace, restarts: int) -> int:
-    options = {"--json": args.json, "--gpu-memory": args.gpu_memory is not None, "--nodes": args.nodes is not None}
     if args.resume is None:
         if args.config is None:
             raise ConfigError("a config is needed, for example: agentrl train configs/quickstart.toml")
@@ -86,8 +85,7 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
         raise ConfigError(f"--gpu-memory = {args.gpu_memory:g}: GiB of a card are needed, for example 80")
     if args.dry_run:
         return command.plan()
-    if given := [option for option, used in options.items() if used]:
-        raise ConfigError(f"{given[0]} is for planning: use it together with --dry-run")
+    check_read(args, ("json", "gpu_memory", "nodes"), "it is for planning: use it together with --dry-run")
     return command.begin() if args.resume is None else command.go_on(command.check)
 
 

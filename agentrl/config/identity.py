@@ -283,9 +283,9 @@ def check_resumed(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
             f"{folder / 'config.toml'}: what the run has learned so far was learned with other values: {found}; leave them as "
             "they are, or start another run (model.path can be a model folder of this one)"
         )
-    if found := _changes_below(OF_A_START, before, now):
+    if unread := _changes_below(OF_A_START, before, now):
         raise ConfigError(
-            f"{folder}: {found[0]}: a resume reads nothing of it, and goes on in the run's folder, with what was made of its "
+            f"{folder}: {unread[0]}: a resume reads nothing of it, and goes on in the run's folder, with what was made of its "
             "data. Leave it out (a folder may be moved before a resume)"
         )
 

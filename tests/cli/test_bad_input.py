@@ -277,3 +277,33 @@ PLAY = ["--policy", "gold", "-n", "1"]
 def test_a_word_that_is_none_is_said(words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == code
     assert said in capsys.readouterr().err and not Path("evals").exists()
+
+
+UNREAD = {
+    "--compare reads evaluations": [
+        "eval --compare a b", "-n 5", "-k 2", "--seed 1", "--split all", "--max-concurrent 2", "--all",
+    ],
+    "it is of --http without --mcp": [
+        "env serve key_value --mcp", "--host 0.0.0.0", "--port 1", "--token-env T", "--max-episodes 2", "--idle-timeout 2",
+        "--max-body 9",
+    ],
+    "it is of --mcp": ["env serve key_value --http", "--seed 1", "--split heldout"],
+    "--http names port 9": ["env serve key_value --http 9", "--port 8"],
+    "--list shows every suite": ["env install --list", "bfcl", "--from x", "--remove"],
+    "--remove reads no folder": ["env install bfcl --remove", "--from x"],
+    "the model is that of x.gguf": ["init-model m --from x.gguf", "--seed 1", "--layers 2"],
+    "it is of the weights of --from": ["init-model m", "--dtype bfloat16"],
+    "nothing is probed without": ["reward lint rewards/answer.json", "-n 2", "--seed 1", "--ask-judge"],
+    "no judge is asked": ["reward lint key_value", "--judge-cache c", "--judge-calls 1", "--judge-usd 1"],
+    "--markdown prints the whole page": ["metrics --markdown", "kl"],
+    "it is for planning": ["train quickstart", "--json", "--gpu-memory 80", "--nodes 1x1"],
+}  # fmt: skip
+"""What is said of an option that nothing would read: the command, then the options."""
+
+
+@pytest.mark.parametrize("said", UNREAD)
+def test_an_option_that_would_not_be_read_is_refused(said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *options = UNREAD[said]
+    for option in options:
+        assert main([*command.split(), *option.split()]) == 2, option
+        assert said in capsys.readouterr().err

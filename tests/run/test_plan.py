@@ -89,7 +89,7 @@ def test_the_command_prints_a_screen_or_json(capsys: pytest.CaptureFixture[str])
     assert found["batches"]["minibatches"] == [32] * 4 and found["evaluations"]["after"] == [0, 10, 20, 30, 40]
     assert {row["role"] for row in found["memory"]} == {"actor", "rollout"} and found["peaks"][0]["limit"] > 0
     assert main(["train", "quickstart", "--json"]) == 2
-    assert "--json is for planning" in capsys.readouterr().err
+    assert "--json: it is for planning" in capsys.readouterr().err
 
 
 def test_what_is_added_to_an_update_is_in_no_minibatch_of_its_own() -> None:

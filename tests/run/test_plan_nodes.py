@@ -79,7 +79,7 @@ def test_the_command_prints_who_is_where_and_refuses_nodes_that_are_none(capsys:
         assert main([*asked, "--nodes", wrong]) == 2
         assert problem in capsys.readouterr().err
     assert main([*asked[:2], "--nodes", "4x8"]) == 2
-    assert "--nodes is for planning" in capsys.readouterr().err
+    assert "--nodes: it is for planning" in capsys.readouterr().err
 
 
 PLAN = """

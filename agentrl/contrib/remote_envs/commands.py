@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from agentrl.cli.arguments import COMMANDS, whole_number
+from agentrl.cli.arguments import COMMANDS, check_read, whole_number
 from agentrl.cli.env import reference, with_env
 from agentrl.utils.errors import UserError
 from agentrl.utils.terminal import say
@@ -60,6 +60,8 @@ def run_serve(args: argparse.Namespace) -> int:
     """Serve until the client goes away or Ctrl-C; returns the exit code."""
     ref = reference(args.env, args.params)
     if args.mcp:
+        unread = ("host", "port", "token_env", "max_episodes", "idle_timeout", "max_body")
+        check_read(args, unread, "it is of --http without --mcp, which serves one episode on 127.0.0.1. Leave it out")
         import asyncio
 
         from agentrl.contrib.remote_envs.mcp_server import serve_mcp
@@ -68,6 +70,9 @@ def run_serve(args: argparse.Namespace) -> int:
         return 0
     if args.http is None:
         raise UserError("agentrl env serve: give --http (its episodes, to train against) or --mcp (its tools, for MCP clients)")
+    if args.http not in (PORT, args.port):
+        check_read(args, ("port",), f"--http names port {args.http}. Leave one of the two out")
+    check_read(args, ("seed", "split"), "it is of --mcp; a client of --http chooses its tasks itself. Leave it out")
     from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer, serve_http
     from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
     from agentrl.env.address import Asked

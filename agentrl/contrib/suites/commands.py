@@ -7,7 +7,7 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.arguments import COMMANDS, whole_number
+from agentrl.cli.arguments import COMMANDS, check_read, whole_number
 from agentrl.cli.env import reference, subject_of, with_env
 from agentrl.utils.errors import CatalogError, UserError, did_you_mean
 from agentrl.utils.terminal import cell, console, folding, say
@@ -151,6 +151,7 @@ def run_install(args: argparse.Namespace) -> int:
     from agentrl.contrib.suites.suite import SuiteEnv, install, read_record, remove
 
     if args.list:
+        check_read(args, ("suite", "source", "remove"), "--list shows every suite, and changes nothing. Leave it out")
         for name, envs in suites().items():
             noted, ids = read_record(name), ", ".join(entry.id for entry in envs)
             if noted is not None:
@@ -163,6 +164,7 @@ def run_install(args: argparse.Namespace) -> int:
     if args.suite is None:
         raise UserError("agentrl env install: give a suite, or --list")
     if args.remove:
+        check_read(args, ("source",), "--remove reads no folder. Leave it out")
         say(f"removed: {remove(args.suite)}")
         return 0
     entries = suites().get(args.suite)
