@@ -245,8 +245,9 @@ class TaskSource:
             self.start.observe(starts)
 
     def metrics(self) -> dict[str, float]:
-        """The sampler's metrics, under `sampler/`."""
-        known = call_method(self._label, TaskSampler.metrics, self.sampler)
+        """The sampler's metrics, under `sampler/`; none before it has the pool that it wants."""
+        waits = "pool" not in vars(self) and call_method(self._label, TaskSampler.wants, self.sampler) is not None
+        known = {} if waits else call_method(self._label, TaskSampler.metrics, self.sampler)
         found = {f"sampler/{name}": value for name, value in known.items()}
         return found if self.start is None else found | {f"sampler/{k}": v for k, v in self.start.metrics().items()}
 
@@ -266,7 +267,8 @@ class TaskSource:
             raise ConfigError(
                 f"rollout.sampler: the checkpoint was written with {state['name']!r}, but the config names {self.name!r}"
             )
-        _ = self.pool
+        if state["state"] or state["drawn"] or state["outcomes"]:  # else nothing was chosen: it may train nothing, without a pool
+            _ = self.pool
         with user_code(f"{self._label}: load", self.sampler.load, self.sampler):
             self.sampler.load(state["state"])
         self.drawn = {int(index): TaskChoice(**choice) for index, choice in state["drawn"].items()}

@@ -50,6 +50,21 @@ def test_shares_converge_to_the_weights_and_a_weight_of_0_is_never_drawn(
         assert weight > 0 or name not in drawn
 
 
+def test_nothing_is_asked_of_an_environment_that_no_group_was_in() -> None:
+    """Its sampler has no pool yet: `success_weighted` divided by 0, and a resume counted the tasks of one that trains nothing."""
+    sampler = Choice(name="success_weighted", args={"pool": 3})
+    tasks, restored = (mixed({"a": 1.0, "b": [(0, 0.0), (1, 1.0)]}, sampler=sampler) for _ in range(2))
+    tasks.draw(0)
+    assert {key.split("/")[1] for key in tasks.metrics() if key.startswith("sampler/")} == {"a"}
+    restored.load_json(json.loads(json.dumps(tasks.to_json())))
+    assert ["pool" in vars(restored.sources[name]) for name in "ab"] == [True, False]
+    assert restored.metrics() == tasks.metrics()
+    for one in (tasks, restored):
+        one.update(1)
+    assert [tasks.draw(index) for index in range(1, 9)] == [restored.draw(index) for index in range(1, 9)]
+    assert "sampler/b/success" in restored.metrics()
+
+
 def test_a_schedule_of_weights_is_followed_update_by_update() -> None:
     tasks = mixed({"a": [(0, 1.0), (10, 0.0)], "b": [(0, 0.0), (10, 3.0)]})
     for step, share in ((0, 1.0), (5, 0.25), (10, 0.0)):
