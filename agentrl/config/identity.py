@@ -185,7 +185,7 @@ CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
 """Keys, or sections with all their keys, by purpose; each with the reason why its value cannot matter for it. "*" is any name."""
 
 OF_A_START = ("name", "out", "data.max_bad")
-"""Keys that a resume does not read: the run stays in its folder, which holds what was made of its data."""
+"""Keys that a resume does not read: the run stays in its folder, with its data as read at the start."""
 
 OF_SEVERAL = ("env.weight", "rollout.mixture")
 """Keys that are read with `[[env]]` alone: a run in one environment that began with them goes on without."""
@@ -284,10 +284,7 @@ def check_resumed(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
             "they are, or start another run (model.path can be a model folder of this one)"
         )
     if unread := _changes_below(OF_A_START, before, now):
-        raise ConfigError(
-            f"{folder}: {unread[0]}: a resume reads nothing of it, and goes on in the run's folder, with what was made of its "
-            "data. Leave it out (a folder may be moved before a resume)"
-        )
+        raise ConfigError(f"{folder}: {unread[0]}: a resume goes on there, with its data, and would not read it. Leave it out")
 
 
 def _digests(value: Any) -> Any:

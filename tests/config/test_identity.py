@@ -163,7 +163,7 @@ def test_values_are_compared_and_secrets_are_digests() -> None:
 def test_a_resume_refuses_what_it_would_not_read(word: str) -> None:
     table = {"name": "a", "out": "runs", "data": {"path": ["x.jsonl"], "max_bad": 0.25}}
     key = word.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"{key} was .*, is .*: a resume reads nothing of it.* Leave it out"):
+    with pytest.raises(ConfigError, match=rf"{key} was .*, is .*: a resume goes on there.* Leave it out"):
         check_resumed(config_from(table), config_from(table, [word]), Path())
     check_resumed(config_from(table), config_from(table, ["name=a", "out=runs", "data.max_bad=0.25"]), Path())
 
