@@ -336,7 +336,8 @@ class RolloutJob:
                 self.interrupted = True
             finally:
                 if session is not self.shared:
-                    await session.close()
+                    with display.doing("ending the engine"):
+                        await session.close()
             # In the order of tasks, so that equal runs leave equal files.
             atomic_write(self.file, "".join(_line(self.episodes[pair]) for pair in sorted(self.episodes)))
 
@@ -444,7 +445,8 @@ async def run_evals(
                 return None, job
             reports[name], episodes[name] = report, [job.episodes[pair] for pair in request.pairs]
     finally:
-        await shared.close()
+        with display.doing("ending the engine"):
+            await shared.close()
     found = official(config.each(), episodes, request.split)
     own = {"official": found} if found else {}
     # The mean of the environments' pass@1, by their weights; None if one that counts is unknown.

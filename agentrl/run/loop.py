@@ -118,7 +118,8 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
             done = done or interrupt.requested  # one that came meanwhile: this step is saved, another may take an hour
         if session.tracing is not None:
             await session.tracing.end()
-    await session.saver.wait()
+    with doing("writing the checkpoint"):
+        await session.saver.wait()
     interrupt.in_step = False
 
 

@@ -120,11 +120,19 @@ class Saver(Writes):
 
     @in_span("checkpoint")
     async def save(self, evaluated: Evaluation | None = None) -> None:
-        """Start the checkpoint of the ledger's version, after the previous one is complete.
+        """Start the checkpoint of the ledger's version, after the previous one is complete. Cancelled once, it still does.
 
         `evaluated`: the evaluation of exactly these weights, if there is one. Raises the error of the previous
         checkpoint if writing it failed; ResourceError if the disk is full.
         """
+        saving = asyncio.create_task(self._save(evaluated), name="save")
+        try:
+            await asyncio.shield(saving)
+        except asyncio.CancelledError:
+            await self._finish_stopped(saving)
+            raise
+
+    async def _save(self, evaluated: Evaluation | None) -> None:
         await self.wait()
         step = self._collector.version
         aside = self._checkpoints.begin(step)
@@ -158,10 +166,21 @@ class Saver(Writes):
         return step
 
     async def close(self) -> None:
-        """Cancel a save that is not finished; it is lost."""
+        """Cancel a save that is not finished; it is lost, unless the run was stopped once."""
         if self._last is not None:
+            if (task := asyncio.current_task()) is not None and task.cancelling() == 1:
+                await self._finish_stopped(self._last)
             self._last.cancel()
             await asyncio.gather(self._last, return_exceptions=True)
+
+    async def _finish_stopped(self, saving: asyncio.Task[Any]) -> None:
+        """Wait for a save although the run was stopped. Stopped again, it is lost."""
+        try:
+            if not saving.done():
+                self._say("interrupted: waiting for the checkpoint that is being written (Ctrl-C again loses it)")
+                await asyncio.wait([saving])
+        finally:
+            saving.cancel()
 
     async def rate(self, evaluated: Evaluation) -> None:
         """Record the evaluation of the ledger's version, whose checkpoint exists already."""
@@ -300,8 +319,9 @@ class Session:
 
     async def close(self) -> None:
         """Stop episodes, engine, workers and Ray, the others also if one of them fails. A checkpoint that is being written is
-        lost."""
-        await self.opened.aclose()
+        lost, as `Saver.close` says."""
+        with self.display.doing("ending the engine and the started processes"):
+            await self.opened.aclose()
 
 
 def warmed_up(folder: RunFolder) -> bool:

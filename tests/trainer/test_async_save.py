@@ -179,6 +179,42 @@ async def test_a_run_that_ended_while_it_saved_says_so(tiny: str, tmp_path: Path
     assert await again.saver.load() and again.said == []
 
 
+@pytest.mark.parametrize(
+    ("moment", "stops", "left"), [("begun", 1, [1]), ("begun", 2, []), ("written", 1, [1]), ("written", 2, [])]
+)
+async def test_a_checkpoint_that_is_being_written_outlives_one_stop(
+    tiny: str, tmp_path: Path, moment: str, stops: int, left: list[int]
+) -> None:
+    bench, there = Bench(tiny, tmp_path), asyncio.Event()
+    bench.learner.slow = 10 if stops == 1 else 10**9
+    begin = bench.learner.begin_save
+
+    async def slow(folder: Path) -> None:
+        if moment == "begun":
+            there.set()
+            await asyncio.sleep(0.3 if stops == 1 else 60)
+        await begin(folder)
+        there.set()
+
+    bench.learner.begin_save = slow  # type: ignore[method-assign]
+
+    async def run() -> None:
+        try:
+            await bench.save(1)
+            await asyncio.sleep(60)
+        finally:
+            await bench.saver.close()
+
+    running = asyncio.create_task(run())
+    await there.wait()
+    for _ in range(stops):
+        await asyncio.sleep(0.1)
+        running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(running, 20)
+    assert bench.steps() == left and "waiting for the checkpoint" in bench.said[0]
+
+
 async def test_the_best_stays(tiny: str, tmp_path: Path) -> None:
     bench = Bench(tiny, tmp_path, keep=1, keep_best=1)
     for step, success in [(0, 0.2), (1, 0.9), (2, 0.5), (3, None), (4, 0.6)]:
