@@ -168,6 +168,8 @@ def check_free(name: str, out: str) -> None:
                 continue
             except OSError as error:
                 raise type(error)(error.errno, error.strerror, str(whole)) from None
+        if above.is_symlink() and not above.exists():
+            raise FileNotFoundError(errno.ENOENT, "a link that leads nowhere", str(above))
         if above != whole and not os.access(above, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(whole))
     except OSError as error:

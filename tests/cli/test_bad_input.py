@@ -143,6 +143,8 @@ def test_what_is_no_run_is_not_overwritten(taken: str, tmp_path: Path, capsys: p
     (["name=" + "n" * 300], "runs/" + "n" * 300 + ": the run folder cannot be written: [Errno 36] File name too long"),
     (["out=there", "name=" + "n" * 300], "File name too long"),
     (["out=file"], "file/quickstart: the run folder cannot be written: [Errno 20] Not a directory"),
+    (["out=gone"], "run folder cannot be written: [Errno 2] a link that leads nowhere"),
+    (["out=.", "name=gone"], "run folder cannot be written: [Errno 2] a link that leads nowhere"),
     (["out=file/deeper"], "file/deeper/quickstart: the run folder cannot be written: [Errno 20] Not a directory"),
     (["out=there", "name=mine"], "there/mine: it exists and is no run; choose another name: name=mine-2"),
     (["out=there", "name=mine", "--overwrite"], "there/mine: it exists and is no run"),
@@ -153,6 +155,7 @@ def test_a_dry_run_refuses_the_folder_that_the_start_refuses_in_its_words(
     args: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("file").write_text("mine")
+    Path("gone").symlink_to("nowhere")
     Path("there/mine").mkdir(parents=True)
     Path("there/mine/notes.txt").write_text("mine")
     run = RunFolder.create(load_config(QUICKSTART, ["out=there", "name=run", *SMALL]))
