@@ -20,8 +20,8 @@ from typing import Any, Literal, ParamSpec, SupportsFloat, SupportsIndex, TypeVa
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What an OSError has as `errno` if a disk, or the user's part of it, is full."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What an OSError has as `errno` if a disk, or the user's part of it, is full, or a file has the size that it may have."""
 
 
 def did_you_mean(

@@ -56,7 +56,8 @@ def full_text(path: Path | str, then: str) -> str:
     there = Path(path).absolute()
     while not there.exists():
         there = there.parent
-    return f"{path}: the disk is full ({shutil.disk_usage(there).free} bytes are free): free some space and {then}"
+    most = f"the disk is full ({shutil.disk_usage(there).free} bytes are free)"
+    return f"{path}: {most}: free some space, or raise a quota or ulimit -f, and {then}"
 
 
 def disk_full(error: BaseException | None) -> bool:
@@ -69,7 +70,7 @@ def disk_full(error: BaseException | None) -> bool:
             return False
         if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
             return True
-        if "No space left on device" in str(error):
+        if any(os.strerror(number) in str(error) for number in FULL):
             return True
         error = error.__cause__ or error.__context__
     return False

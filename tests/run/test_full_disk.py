@@ -174,8 +174,10 @@ def test_a_summary_is_written_with_what_was_held_for_it(tmp_path: Path) -> None:
 
 
 def test_what_a_library_says_of_a_full_disk_is_understood() -> None:
-    assert disk_full(Exception("No space left on device (os error 28)")) and not disk_full(Exception("no such device"))
-    says = r"^/a/b: the disk is full \(\d+ bytes are free\): free some space and go on$"
+    for said in ("No space left on device (os error 28)", "I/O error: File too large (os error 27)", "Disk quota exceeded"):
+        assert disk_full(Exception(said))
+    assert not disk_full(Exception("no such device"))
+    says = r"^/a/b: the disk is full \(\d+ bytes are free\): free some space, or raise a quota or ulimit -f, and go on$"
     with pytest.raises(DiskFullError, match=says), full_disk_said("/a/b", "go on"):
         raise RuntimeError("I/O error: No space left on device")
     with pytest.raises(DiskFullError, match=r"^/c: full; continue$"), full_disk_said("/a/b", "continue"):
