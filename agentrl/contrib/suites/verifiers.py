@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from inspect import isawaitable
 from typing import Any
 
+from agentrl.data.images import Image, split_at_images
 from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Turn
 from agentrl.env.authoring import SPLITS
 from agentrl.env.base import ScorerLike, ToolEnv
@@ -31,6 +33,12 @@ def _require() -> None:
 
 def _to_theirs(message: Message) -> dict[str, Any]:
     row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.images:
+        row["content"] = [
+            {"type": "text", "text": part} if isinstance(part, str)
+            else {"type": "image_url", "image_url": {"url": f"data:{part.media_type};base64,{part.data}"}}
+            for part in split_at_images(message.content, message.images) if part
+        ]  # fmt: skip
     if message.reasoning:
         row["reasoning_content"] = message.reasoning
     if message.tool_calls:
@@ -50,9 +58,24 @@ def _to_theirs(message: Message) -> dict[str, Any]:
 def _to_ours(message: Any) -> Message:
     row = message if isinstance(message, dict) else message.model_dump()
     content = row.get("content") or ""
-    text = content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+    parts = [content] if isinstance(content, str) else list(map(_part, content))
+    images = tuple(part for part in parts if isinstance(part, Image))
+    text = "\n".join(part.line if isinstance(part, Image) else part for part in parts)
     calls = tuple(_call(call) for call in row.get("tool_calls") or ())
-    return Message(row["role"], text, calls, tool_call_id=row.get("tool_call_id"), reasoning=row.get("reasoning_content"))
+    return Message(row["role"], text, calls, row.get("tool_call_id"), reasoning=row.get("reasoning_content"), images=images)
+
+
+def _part(part: dict[str, Any]) -> str | Image:
+    """A part of a message as its text or image. Raises EnvError for anything else, such as an image on the web, or sound."""
+    if part["type"] == "text":
+        return str(part["text"] or "")
+    form, _, data = str((part.get("image_url") or {}).get("url")).partition(";base64,")
+    if not form.startswith("data:image/"):
+        raise EnvError(f"a message has a part of type {part['type']!r} ({form:.60}); expected text, or an image as a data: URL")
+    try:
+        return Image.read(base64.b64decode(data, validate=True))
+    except ValueError as problem:
+        raise EnvError(f"a message has an image that is not taken: {problem}") from problem
 
 
 def _call(row: dict[str, Any]) -> ToolCall:
@@ -77,6 +100,8 @@ def _rows(build: Callable[[], ToolEnv], tasks: int, split: str) -> Any:
     made = []
     for seed in range(tasks):
         observation, _ = env.reset(seed=seed, options={"split": split})
+        if any(message.images for message in observation):  # a column of a dataset is of texts, or of lists of parts
+            raise EnvError(f"to_verifiers: the opening of seed {seed} has images; let a tool answer them")
         prompt = [_to_theirs(message) for message in observation]
         made.append({"prompt": prompt, "answer": "", "info": json.dumps({"seed": seed, "split": split})})
     env.close()
@@ -165,6 +190,10 @@ class VerifiersEnv(ToolEnv):
         draw = rng_seed % len(rows)
         row = json.loads(json.dumps(rows[draw], default=str))
         gold = {"answer": row.get("answer", "")}
+        try:
+            list(map(_to_ours, row["prompt"]))
+        except EnvError as problem:
+            raise TaskDataError(f"verifiers: row {draw} of {split}: {problem}") from problem
         return Task(f"verifiers/{split}/{draw}", rng_seed, split, {"row": row}, gold)
 
     def task_count(self, split: str) -> int | None:
@@ -204,7 +233,9 @@ class VerifiersEnv(ToolEnv):
         step["full"] = [*step["full"], *answers]
         names = {call.id: call.name for call in turn.message.tool_calls}
         ours = [replace(one, name=names.get(one.tool_call_id or "")) for one in map(_to_ours, answers)]
-        turn.results = [ToolResult(m.tool_call_id or "", m.name or "", m.content) for m in ours if m.role == "tool"]
+        turn.results = [
+            ToolResult(m.tool_call_id or "", m.name or "", m.content, images=m.images) for m in ours if m.role == "tool"
+        ]
         return ours, await self.theirs.is_completed(state)
 
     async def conclude(self) -> None:

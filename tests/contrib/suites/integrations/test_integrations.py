@@ -16,12 +16,15 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import PIL.Image
 import pytest
 
 from agentrl.contrib.remote_envs.openenv import OpenEnv
-from agentrl.contrib.suites.verifiers import VerifiersEnv, to_verifiers
+from agentrl.contrib.suites.verifiers import VerifiersEnv, _to_theirs, to_verifiers
+from agentrl.data.images import Image
+from agentrl.data.trajectory import Message
 from agentrl.rollout.samplers import UniformSampler, pool_seeds
-from agentrl.utils.errors import DependencyError
+from agentrl.utils.errors import DependencyError, TaskDataError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
@@ -94,6 +97,28 @@ def test_the_rows_of_a_verifiers_environment_are_its_tasks_each_once_an_epoch(mo
     sampler.use(pool_seeds(env, sampler.wants() or 0))
     epochs = [[sampler.choose(7, 5 * epoch + n).seed for n in range(5)] for epoch in range(3)]
     assert all(sorted(seeds) == [0, 1, 2, 3, 4] for seeds in epochs) and len({tuple(seeds) for seeds in epochs}) > 1
+
+
+def test_images_of_a_verifiers_environment_are_shown_and_other_parts_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
+    monkeypatch.setattr("agentrl.contrib.suites.verifiers.find_spec", lambda name: object())
+    shown = Image.of(PIL.Image.new("RGB", (4, 3), "red"))
+    part = {"type": "image_url", "text": None, "image_url": {"url": f"data:image/png;base64,{shown.data}"}}
+    text = {"type": "text", "text": "which color?", "image_url": None}  # as a dataset gives it
+    wrong = [
+        {**part, "image_url": {"url": url}} for url in ("http://x/y.png", "data:image/png;base64,AAAA", "data:image/png;base64,?")
+    ]
+    wrong.append({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}})
+    rows = [{"prompt": [{"role": "user", "content": [text, one]}], "answer": "red"} for one in (part, *wrong)]
+    theirs = SimpleNamespace(get_dataset=lambda: rows, tool_defs=None, rubric=SimpleNamespace())
+    env = VerifiersEnv(environment=theirs)
+    opening = env.prompt(env.make_task(0, "train"))
+    assert opening == [Message("user", f"which color?\n{shown.line}", images=(shown,))]
+    back = _to_theirs(opening[0])["content"]
+    assert [one.get("text", one.get("image_url")) for one in back] == ["which color?\n", part["image_url"]]
+    for row, says in enumerate(("'image_url' .http://x", "not taken: 3 bytes", "not taken: ", "'input_audio'"), 1):
+        with pytest.raises(TaskDataError, match=f"verifiers: row {row} of train: a message has .*{says}"):
+            env.make_task(row, "train")
 
 
 async def test_an_openenv_server_that_ends_without_a_reward_gave_none(monkeypatch: pytest.MonkeyPatch) -> None:
