@@ -46,6 +46,8 @@ KINDS: dict[str, type[np.generic]] = {
     "versions": np.int32,
     "turns": np.int16,
 }
+ROUNDING = 0.01
+"""A log probability may be this much above 0."""
 MAX_TURN = int(np.iinfo(np.int16).max)
 """The last turn that a ledger can count: `turns` is int16."""
 
@@ -200,8 +202,8 @@ class TokenLedger:
     def append_sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn: int) -> None:
         """Append tokens that the policy sampled.
 
-        Raises ValueError if the columns differ in length, an id or version does not fit int32, a version is negative,
-        a log probability is not finite (a token of probability 0 is never sampled, so the engine is at fault), or
+        Raises ValueError if the columns differ in length, an id or version does not fit int32 or is negative,
+        a log probability is not finite or above 0 (a token of probability 0 is never sampled, so the engine is at fault), or
         `turn` is negative or above `MAX_TURN`.
         """
         # All checks before `_append`: a turn that is refused leaves the ledger as it was.
@@ -215,6 +217,8 @@ class TokenLedger:
         if n and int(weights.min()) < 0:
             raise ValueError("a sampled token needs the version (>= 0) of the weights that sampled it")
         ids = numbers(token_ids, np.int32)
+        if n and int(ids.min()) < 0:
+            raise ValueError(f"sampled token {ids.argmin()} of {n} has the id {ids.min()}, below 0")
         self._append(n, {"token_ids": ids, "sampled": True, "logprobs": found, "versions": weights, "turns": turn})
 
     def _append(self, count: int, given: Mapping[str, Any]) -> None:
@@ -224,9 +228,11 @@ class TokenLedger:
             raise ValueError(f"turn {turn}: a ledger counts turns from 0 to {MAX_TURN}")
         # Looked at as float32, the way it is stored: -1e39 is a number to Python and becomes -inf here.
         logprobs = given["logprobs"]
-        if not np.isfinite(logprobs).all():
-            at, what = int(np.flatnonzero(~np.isfinite(logprobs))[0]), "sampled token" if given["sampled"] is True else "token"
-            raise ValueError(f"the log probability of {what} {at} of {count} is {logprobs[at]}, not a finite number")
+        possible = (logprobs > -np.inf) & (logprobs <= ROUNDING)  # NaN is neither
+        if not np.all(possible):
+            at, what = int(np.flatnonzero(~possible)[0]), "sampled token" if given["sampled"] is True else "token"
+            why = "above 0: no probability is above 1" if np.isfinite(logprobs[at]) else "not a finite number"
+            raise ValueError(f"the log probability of {what} {at} of {count} is {logprobs[at]}, {why}")
         begin, end = self._length, self._length + count
         # The first append is often a whole prompt and gets no spare room; growing by a quarter keeps later appends cheap
         # on average while at most a fifth of the memory is unused.

@@ -10,12 +10,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from agentrl.data.trajectory import Blame, Message, StopReason
 from agentrl.env import ToolEnv
 from agentrl.env.toolbox import Waiting
-from agentrl.rollout.engine import Engine, Generation
+from agentrl.rollout.engine import Engine, Finish, Generation
 from agentrl.utils.errors import AgentrlError, EngineError, EnvError
 from agentrl.utils.event_loop import LONGEST, end, in_time, run_contained
 
@@ -159,9 +159,10 @@ class Waits:
         stop = StopReason.MAX_EPISODE_TIME if self.used["policy"] >= self.limit else StopReason.EPISODE_TIMEOUT
         return CutError(stop, f"{self.limit:g} s of active time are used up (rollout.episode_timeout), last on {doing}")
 
-    async def engine(self, engine: Engine, answer: Awaitable[Generation], key: str, what: str) -> Generation:
-        """The engine's `answer` to the request `key`. Raises EngineError if it fails, and CutError if it falls silent: any token
-        or answer begins the time anew, also another episode's, since an engine that is slow, or has a queue, is at work."""
+    async def engine(self, engine: Engine, answer: Awaitable[Generation], key: str, what: str, most: int) -> Generation:
+        """The engine's `answer` to the request `key`, of at most `most` tokens. Raises EngineError if it fails or answers no such
+        thing, and CutError if it falls silent: any token or answer begins the time anew, also another episode's, since an engine
+        that is slow, or has a queue, is at work."""
         silent, waited = Quiet(self.watch, "heard", self.turn), 0.0
         tokens: int | None = None
 
@@ -188,6 +189,9 @@ class Waits:
         with self.watch.waits(self.key, doing):
             answered = await self._in_time(run_contained(answer, what, EngineError), what, spend, late)
         self.watch.hear()
+        if len(answered.token_ids) > most or answered.finish not in get_args(Finish):
+            said = f"{len(answered.token_ids)} tokens of at most {most}, finish = {answered.finish!r}"
+            raise EngineError(f"{what}: the engine answered {said}; expected one of {', '.join(get_args(Finish))}")
         return answered
 
     async def _in_time(

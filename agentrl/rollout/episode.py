@@ -503,7 +503,7 @@ class RunningEpisode:
         try:
             with span("generation", purpose) as opened:
                 answer = policy.engine.generate(ids, sampling, key)
-                generation = await self.waits.engine(policy.engine, answer, key, f"{purpose} {turn}")
+                generation = await self.waits.engine(policy.engine, answer, key, f"{purpose} {turn}", room)
                 if opened is not None:
                     opened.set(**sampling_attributes(generation, sampling, len(ids)))
         finally:

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 import agentrl
-from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError, StepOrderError, check_arguments
+from agentrl.rollout.engine import Generation
+from agentrl.utils.errors import CheckpointError, ConfigError, EngineError, NonFiniteError, StepOrderError, check_arguments
 from agentrl.utils.threads import background
 from tests.python import table
 
@@ -216,6 +217,15 @@ def test_a_term_that_no_episode_of_a_batch_came_to_is_none_that_is_unknown() -> 
 def test_a_reward_that_is_no_number_is_refused(loop: agentrl.StepLoop, reward: float) -> None:
     with pytest.raises(ConfigError, match="expected a finite number, or None"):
         loop.policy.group(loop.policy.sample("x", max_tokens=2), [reward])
+
+
+def test_an_answer_that_is_no_sample_is_the_engines_fault(loop: agentrl.StepLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(*asked: object) -> Generation:
+        return Generation([5], [0.7], [0], "length")
+
+    monkeypatch.setattr(loop._session.envs[0].policy.engine, "generate", answer)
+    with pytest.raises(EngineError, match=r"^policy.sample: the log probability of sampled token 0 of 1 is 0.69.*, above 0"):
+        loop.policy.sample("x")
 
 
 def test_a_file_in_place_of_an_export_is_named(loop: agentrl.StepLoop, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import json
 import math
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +109,7 @@ def test_what_is_no_json_in_an_episode_is_named() -> None:
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(st.lists(st.floats(-3.4e38, 3.4e38, width=64), min_size=1, max_size=20))
+@given(st.lists(st.floats(-3.4e38, 0.0, width=64), min_size=1, max_size=20))
 def test_log_probabilities_are_rounded_to_float32_as_numpy_does(values: list[float]) -> None:
     ledger = TokenLedger()
     ledger.append_sampled([1] * len(values), values, [0] * len(values), 0)
@@ -167,6 +167,8 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "a longer fork": ("fork", (2,), "first 2 tokens of a ledger of 1"),
     "no logprob": ("append_sampled", ([1], [None], [0], 0), "column of float32"),
     "a logprob beyond float32": ("append_sampled", ([1], [-1e39], [0], 0), "is -inf"),
+    "a token below 0": ("append_sampled", ([5, -3], [-0.5, -0.5], [0, 0], 0), "sampled token 1 of 2 has the id -3"),
+    "a probability above 1": ("append_sampled", ([5, 6], [0.001, 0.02], [0, 0], 0), "token 1 of 2 is 0.0199.*, above 0"),
     **{f"a logprob of {bad}": ("append_sampled", ([5, 6], [-0.5, bad], [0, 0], 0), NOT_FINITE.format(bad))
        for bad in (math.nan, math.inf, -math.inf)},
     **{f"{bad} as {what}": (name, args, INT32)
@@ -210,20 +212,33 @@ def test_a_file_whose_columns_do_not_fit_together_is_refused() -> None:
             TokenLedger.from_json(columns)
 
 
-async def test_an_engine_that_answers_with_nan_is_an_engine_fault_and_no_token_of_it_is_kept(renderer: Renderer) -> None:
-    """Such a token went into the batch: one update on it and every weight was NaN."""
+WRONG: dict[str, tuple[Callable[[Generation, int], Generation], str]] = {
+    # Such a token went into the batch: one update on it and every weight was NaN.
+    "nan": (lambda right, most: replace(right, logprobs=[math.nan, *right.logprobs[1:]]), "log probability of sampled token 0"),
+    "above 1": (lambda right, most: replace(right, logprobs=[0.7, *right.logprobs[1:]]), "log probability of sampled token 0"),
+    "more": (
+        lambda right, most: Generation([5] * (most + 1), [-1.0] * (most + 1), [0] * (most + 1), "length"),
+        "tokens of at most",
+    ),
+    "finish": (lambda right, most: replace(right, finish="eos"), "finish = 'eos'; expected one of stop, length"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize(("wrong", "says"), WRONG.values(), ids=WRONG)
+async def test_an_impossible_answer_is_an_engine_fault_and_no_token_of_it_is_kept(
+    renderer: Renderer, wrong: Callable[[Generation, int], Generation], says: str
+) -> None:
 
     class Broken(FaultyEngine):
         async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-            answer = await super().generate(token_ids, sampling, request_key)
-            return replace(answer, logprobs=[math.nan, *answer.logprobs[1:]])
+            return wrong(await super().generate(token_ids, sampling, request_key), sampling.max_tokens)
 
     env = EnvRef("key_value")
     policy, scorer = Policy(Broken(renderer.stop_token_ids[0]), renderer), compile_spec(load_spec(env.default_reward()))
     limits = Limits.of(RolloutConfig(), 2048)
     episode = await run_episode(env.build(), policy, EpisodeSpec(0, "train", 0, 0, "k"), limits, scorer)
     assert episode.stop is StopReason.ENGINE_ERROR and episode.reward is None and episode.sampled_tokens == 0
-    assert "turn 0: the log probability of sampled token 0" in str(episode.error)
+    assert str(episode.error).startswith("turn 0: ") and says in str(episode.error)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])

@@ -274,7 +274,7 @@ class AgentEpisode:
         began = time.monotonic()
         try:
             with self._at_work(), at(self._place), span("generation", "turn") as opened:
-                generation = await self.waits.engine(self.policy.engine, ask(own), key, f"turn {number}")
+                generation = await self.waits.engine(self.policy.engine, ask(own), key, f"turn {number}", tokens)
                 if opened is not None:
                     opened.set(**sampling_attributes(generation, own, len(token_ids)))
         except asyncio.CancelledError:

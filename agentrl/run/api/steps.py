@@ -43,7 +43,7 @@ from agentrl.run.session import (
 from agentrl.run.sft import warm_start
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.families import packing_of
-from agentrl.utils.errors import ConfigError, StepOrderError, checks_arguments
+from agentrl.utils.errors import ConfigError, EngineError, StepOrderError, checks_arguments
 from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.terminal import console
 from agentrl.utils.threads import in_thread
@@ -142,6 +142,10 @@ class LivePolicy:
             if refusal := policy.engine.refusal(sampling):
                 raise ConfigError(f"policy.sample: {refusal}")
             found = await policy.engine.generate(ids, sampling, f"sample{call}.{number}")
+            try:
+                TokenLedger().append_sampled(found.token_ids, found.logprobs, found.versions, 0)
+            except ValueError as fault:
+                raise EngineError(f"policy.sample: {fault}") from None
             message = await renderer.aparse(found.token_ids, found.finish)
             return Draw(message.content, message, ids, found.token_ids, found.logprobs, found.versions, found.finish, heat)
 

@@ -110,7 +110,8 @@ def test_calls_side_by_side_keep_to_the_rules_of_the_tools_and_their_order() -> 
         await asyncio.gather(*(episode.call(one.name, json.loads(one.arguments)) for one in reversed(calls)))
 
     puts = [call("put", key=key, value="1") for key in "ab"]  # `put` fails if another one runs beside it
-    trajectory = one(says("", *puts, call("get", key="tea"), call("get", key="milk")), program=hasty)
+    calls = says("", *puts, call("get", key="tea"), call("get", key="milk"))
+    trajectory = one(calls, program=hasty, limits=replace(LIMITS, max_turn_tokens=200))
     assert (trajectory.stop, trajectory.error) == (StopReason.DONE, None)
     (turn,) = trajectory.turns
     assert [(r.name, r.content) for r in turn.results] == [("put", "done"), ("put", "done"), ("get", "3"), ("get", "2")]
