@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -149,14 +149,17 @@ def load_tokenizer(path: str, trust: bool = False, chat_template: str | None = N
 
 
 def _ends_of(path: str) -> list[int]:
-    """Ids that the model's generation config ends a text with; without one none."""
-    from transformers import GenerationConfig
+    """Ids that end a text by the model's generation config or, as for transformers, if that has none by its config."""
+    from transformers import GenerationConfig, PretrainedConfig
 
-    try:
+    found: Any = None
+    with suppress(OSError, ValueError):
         found = GenerationConfig.from_pretrained(path).eos_token_id
-    except (OSError, ValueError):
-        return []
-    return [found] if isinstance(found, int) else found or []
+    if found is None:
+        with suppress(OSError, ValueError):
+            config = PretrainedConfig.get_config_dict(path)[0]
+            found = config.get("eos_token_id") or (config.get("text_config") or {}).get("eos_token_id")
+    return [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int)]
 
 
 def load_model_config(path: str, trust: bool = False) -> Any:

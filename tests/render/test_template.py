@@ -1,6 +1,7 @@
 """The renderers over the template shapes of nine model families, and over agentrl's own."""
 
 import copy
+import json
 import sys
 from contextlib import nullcontext
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
-from transformers import GenerationConfig, LlamaConfig
+from transformers import GenerationConfig
 
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer, template_text
@@ -473,11 +474,15 @@ def test_a_template_that_does_not_end_is_refused_with_its_line(chatml_tokenizer,
     ],
     ids=["base model", "base model, ChatML", "Llama 3.1"],
 )
-def test_a_turn_also_ends_with_the_models_own_tokens(template, tokens, eos, end, tmp_path):
+@pytest.mark.parametrize("place", ["generation config", "config", "text config"])
+def test_a_turn_also_ends_with_the_models_own_tokens(template, tokens, eos, end, place, tmp_path):
     made = build_tokenizer([*tokens, end], template, eos=eos)
     made.save_pretrained(tmp_path)
-    LlamaConfig().save_pretrained(tmp_path)
-    GenerationConfig(eos_token_id=made.convert_tokens_to_ids([eos, end])).save_pretrained(tmp_path)
+    ends = {"eos_token_id": made.convert_tokens_to_ids([eos, end])}
+    config = {"config": {"model_type": "llama", **ends}, "text config": {"model_type": "llava", "text_config": ends}}
+    (tmp_path / "config.json").write_text(json.dumps(config.get(place, {"model_type": "llama"})))
+    if place == "generation config":
+        GenerationConfig(**ends).save_pretrained(tmp_path)
     renderer = make_renderer(load_tokenizer(str(tmp_path)))
     call = Message("assistant", "", (ToolCall("get", {"key": "a"}, id="call_0"),))
     for said, after in ((Message("assistant", "Yes."), Message("user", "Go on")), (call, RESULT)):
