@@ -160,8 +160,7 @@ LATER = dict.fromkeys(
      "algorithm.kl.kind", "algorithm.kl.where", "algorithm.kl.horizon", "rollout.max_turns", "rollout.max_turn_tokens",
      "rollout.max_episode_tokens", "rollout.min_survivors", "rollout.filter_zero_variance", "rollout.max_filtered"), _LATER,
 )  # fmt: skip
-"""Keys that a resume may change although they matter: what they steer is read anew in each update, and a checkpoint fits (but of
-"sgd" with another momentum than 0)."""
+"""Keys that a resume may change although they matter: what they steer is read anew in each update, and a checkpoint fits."""
 CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
     "train": {
         **_ANYWHERE,

@@ -277,9 +277,14 @@ def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
     try:
         meta: dict[str, Any] = read_json((folder / META).read_text(encoding="utf-8"))
         reader = PlainReader(folder)
-        reader.read_metadata()  # of a bad index torch would print a traceback
+        written = reader.read_metadata().state_dict_metadata  # of a bad index torch would print a traceback
+        state = dict(engine.state())
         with torch.no_grad():
-            load({"state": engine.state()}, storage_reader=reader, no_dist=alone)
+            # No optimizer has a state: "sgd" without momentum. With one from now on (`optim.betas`) it begins as in a first step.
+            if all(name.startswith(f"{STATE}model.") for name in written):
+                for name in [name for name in state if name.endswith(".momentum_buffer")]:
+                    state.pop(name).zero_()
+            load({"state": state}, storage_reader=reader, no_dist=alone)
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
         # Of torch's error of several ranks that of the first, without its traceback.
         failures = [failure[0] for failure in error.failures.values()] if isinstance(error, CheckpointException) else []

@@ -20,10 +20,11 @@ from agentrl.trainer.learner import check_learner
 from agentrl.trainer.memory import count, shell
 from agentrl.trainer.optim import optim_of, optims_of, sft_optim
 from agentrl.trainer.roles import Critic
+from agentrl.trainer.train_state import load_state, save_state
 from agentrl.utils.errors import ConfigError
 from tests.conftest import proof
 from tests.publishing import weights_of as weights
-from tests.trainer.engine_contract import check_resumed, updated
+from tests.trainer.engine_contract import check_resumed, parameters_of, updated
 from tests.trainer.learners import agree
 from tests.trainer.train_batches import make_batch, toy_critic, toy_optim, toy_sft, train_batch
 
@@ -111,6 +112,21 @@ def engine_of(tiny: str, name: str, **model: Any) -> FsdpEngine:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_resumed_engine_goes_on_to_the_bit_with_each(tiny: str, name: str, tmp_path: Path) -> None:
     check_resumed(engine_of(tiny, name), engine_of(tiny, name), tmp_path / "state")
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0)])
+def test_the_momentum_of_sgd_may_begin_or_end_with_a_resume(tiny: str, tmp_path: Path, before: float, after: float) -> None:
+    """`optim.betas` may change there; a momentum that begins was a checkpoint "of another model"."""
+    old, again = engine_of(tiny, "sgd"), engine_of(tiny, "sgd")
+    old.use_optimizer(toy_optim(name="sgd", betas=(before, 0.9)))
+    again.use_optimizer(toy_optim(name="sgd", betas=(after, 0.9)))
+    for engine in (old, again):  # one that has a momentum of its own too, as that of a step-wise loop
+        updated(engine)
+    save_state(old, tmp_path / "state", {})
+    load_state(again, tmp_path / "state")
+    mine, theirs = parameters_of(old), parameters_of(again)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+    assert again.optimizers is not None and not any(bool(tensor.any()) for tensor in again.optimizers.tensors())
 
 
 @pytest.mark.parametrize("name", KINDS)
