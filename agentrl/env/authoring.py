@@ -69,6 +69,13 @@ def draw(
 GIVES_UP = "I do not know."
 
 
+def check_shares(**shares: float) -> None:
+    """Raise ValueError for a parameter of a teacher that is no share within 0..1."""
+    for name, share in shares.items():
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"teacher: {name} = {share!r}; expected a share within 0..1")
+
+
 class GoldTeacher:
     """Plays the gold turns; before each turn but the first it gives up with probability `stop`.
 
@@ -77,8 +84,7 @@ class GoldTeacher:
 
     def __init__(self, turns: Sequence[Message], rng: Any, stop: float = 0.0) -> None:
         """`rng.random()` is the only source of randomness. Raises ValueError for a `stop` outside 0..1."""
-        if not 0.0 <= stop <= 1.0:
-            raise ValueError(f"teacher: stop = {stop!r}; expected a share within 0..1")
+        check_shares(stop=stop)
         self._turns, self._rng, self._stop = iter(turns), rng, stop
         self._begun = False
 

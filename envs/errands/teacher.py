@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.env import Message
-from agentrl.env.authoring import GoldTeacher
+from agentrl.env.authoring import GoldTeacher, check_shares
 
 
 class Teacher(GoldTeacher):
@@ -14,6 +14,7 @@ class Teacher(GoldTeacher):
     `random()`."""
 
     def __init__(self, gold: Sequence[Message], rng: Any, *, skip: float = 0.03, stop: float = 0.2) -> None:
+        check_shares(skip=skip, stop=stop)
         *calls, done = gold
         if len(calls) > 1 and rng.random() < stop:
             calls = calls[: 1 + int(rng.random() * (len(calls) - 1))]

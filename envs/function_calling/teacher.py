@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.env import Message, ToolCall
-from agentrl.env.authoring import GoldTeacher
+from agentrl.env.authoring import GoldTeacher, check_shares
 
 
 class Teacher(GoldTeacher):
@@ -20,6 +20,7 @@ class Teacher(GoldTeacher):
     def __init__(
         self, gold: Message, tools: list[str], rng: Any, *, wrong: float = 0.2, fewer: float = 0.2, abstain: float = 0.05
     ) -> None:
+        check_shares(wrong=wrong, fewer=fewer, abstain=abstain)
         calls = gold.tool_calls
         if rng.random() < abstain:
             turn = Message("assistant", "NO FUNCTION") if calls else Message(

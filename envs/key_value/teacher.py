@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.env import Message, Observation, Task, ToolCall
+from agentrl.env.authoring import check_shares
 
 LETTERS = "abcdefghij"
 
@@ -19,6 +20,7 @@ class Teacher:
     """
 
     def __init__(self, task: Task, rng: Any, *, wrong: float = 0.2, malformed: float = 0.01, stop: float = 0.55) -> None:
+        check_shares(wrong=wrong, malformed=malformed, stop=stop)
         self._rng, self._wrong, self._malformed = rng, wrong, malformed
         self._sets: list[tuple[str, int]] = list(task.gold["sets"].items())
         self._list: bool = task.gold["listed"]

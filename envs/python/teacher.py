@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.env import Message, Observation, Task, ToolCall
+from agentrl.env.authoring import check_shares
 
 
 class Teacher:
@@ -15,6 +16,7 @@ class Teacher:
     """
 
     def __init__(self, task: Task, rng: Any, *, wrong: float = 0.2, hasty: float = 0.1, broken: float = 0.1) -> None:
+        check_shares(wrong=wrong, hasty=hasty, broken=broken)
         self._rng, self._wrong = rng, wrong
         self._codes = [str(task.gold["solution"])]
         if rng.random() < broken:

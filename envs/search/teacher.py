@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.env import Message, Observation, Task, ToolCall
+from agentrl.env.authoring import check_shares
 
 
 class Teacher:
@@ -13,6 +14,7 @@ class Teacher:
     episode ends early, with an entity on the way as its answer. `rng` needs only `random()`."""
 
     def __init__(self, task: Task, rng: Any, gold: Sequence[Message], *, wrong: float = 0.15, stop: float = 0.4) -> None:
+        check_shares(wrong=wrong, stop=stop)
         self._rng, self._wrong = rng, wrong
         self._left = list(gold)
         self._documents = int(task.data["documents"])

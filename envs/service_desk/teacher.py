@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.env import Message, Observation
+from agentrl.env.authoring import check_shares
 
 _RULES = ("R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9")
 
@@ -24,6 +25,7 @@ class Teacher:
         wrong: float = 0.3,
         stop: float = 0.2,
     ) -> None:
+        check_shares(careless=careless, wrong=wrong, stop=stop)
         self._rng, self._careless, self._wrong = rng, careless, wrong
         self._left = list(gold)
         if rng.random() < stop:

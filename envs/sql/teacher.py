@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.env import Message, Task, ToolCall
-from agentrl.env.authoring import GoldTeacher
+from agentrl.env.authoring import GoldTeacher, check_shares
 
 
 class Teacher(GoldTeacher):
@@ -16,6 +16,7 @@ class Teacher(GoldTeacher):
     """
 
     def __init__(self, task: Task, rng: Any, *, wrong: float = 0.25, typo: float = 0.1, hasty: float = 0.1) -> None:
+        check_shares(wrong=wrong, typo=typo, hasty=hasty)
         sql = str(task.gold["sql"])
         if rng.random() < wrong:
             sql = sql.replace(" WHERE ", " WHERE 1 OR ", 1)

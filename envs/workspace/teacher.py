@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.env import Message, Observation
+from agentrl.env.authoring import check_shares
 
 
 class Teacher:
@@ -14,6 +15,7 @@ class Teacher:
     `random()`."""
 
     def __init__(self, rng: Any, gold: Sequence[Message], *, skip: float = 0.03, hasty: float = 0.2, stop: float = 0.2) -> None:
+        check_shares(skip=skip, hasty=hasty, stop=stop)
         self._rng, self._skip, self._hasty = rng, skip, hasty
         self._left = list(gold)
         if rng.random() < stop:

@@ -56,3 +56,18 @@ async def test_without_gold_turns_a_warm_start_says_so(tmp_path: Path) -> None:
 async def test_a_parameter_that_no_teacher_takes_is_a_mistake_in_the_config(params: dict[str, float], told: str) -> None:
     with pytest.raises(ConfigError, match=f"sft.teacher.*{told}"):
         await Transcripts(EnvRef("mcp"), None, params, 0).take(0, 1)  # type: ignore[arg-type]
+
+
+SHARES = {
+    "color_square": ["wrong"], "errands": ["skip", "stop"], "function_calling": ["wrong", "fewer", "abstain"],
+    "key_value": ["wrong", "malformed", "stop"], "python": ["wrong", "hasty", "broken"], "search": ["wrong", "stop"],
+    "service_desk": ["careless", "wrong", "stop"], "sql": ["wrong", "typo", "hasty"], "workspace": ["skip", "hasty", "stop"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARES)
+async def test_a_share_outside_of_0_to_1_is_named(name: str) -> None:
+    for share in SHARES[name]:
+        for value in (1.5, -0.1, float("nan")):
+            with pytest.raises(ConfigError, match=f"sft.teacher = .*: teacher: {share} = {value}; expected a share"):
+                await Transcripts(EnvRef(name), None, {share: value}, 0).take(0, 1)  # type: ignore[arg-type]

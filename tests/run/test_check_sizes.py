@@ -195,6 +195,17 @@ def test_a_learning_rate_of_a_toy_is_warned_of_on_a_real_model_and_only_there(tm
     assert said("optim.lr=1e-3") == []
 
 
+def test_a_warm_up_longer_than_its_training_is_warned_of() -> None:
+    def said(*more: str) -> list[str]:
+        return [note.partition(":")[0] for note in sizes.warmup_notes(config_of("steps=20", "optim.warmup=21", *more))]
+
+    assert said() == said("critic={}") == ["optim.warmup = 21 is above steps = 20"]
+    assert said("steps=21") == said("optim.warmup=20", "sft={}") == said("data.path=['x']") == []
+    assert said("steps=30", "sft.min_steps=29") == ["sft.warmup = 30 is above sft.min_steps = 29"]
+    with pytest.raises(ConfigError, match=r"model\.init\.layers"):  # a model of as many was built first, for hours
+        config_of("model.init.layers=100000000")
+
+
 def test_the_defaults_hold_one_another() -> None:
     """A micro-batch holds an episode, a sequence of vLLM too, and an update is one optimizer step."""
     config = config_of(model={"init": {"context": 1 << 20}})

@@ -28,7 +28,7 @@ from agentrl.utils.processor import TINY, prefers_bfloat16, size_of_folder, size
 class InitModelConfig(Frozen):
     """A small randomly initialized model with the packaged tokenizer: of Qwen3's architecture, with `vision` of Qwen2.5-VL's."""
 
-    layers: Annotated[PositiveInt, Unit("layers")] = 3
+    layers: Annotated[int, Field(ge=1, le=1000), Unit("layers")] = 3
     """How many layers it has."""
     hidden: Annotated[PositiveInt, Unit("dimensions")] = 64
     """Width of what flows between layers (and of the tied embeddings)."""

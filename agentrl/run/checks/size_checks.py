@@ -21,7 +21,7 @@ from agentrl.cluster.placement import (
     nodes_of,
     pools_of_roles,
 )
-from agentrl.config import ClusterConfig, ModelConfig
+from agentrl.config import ClusterConfig, ModelConfig, TrainConfig
 from agentrl.config.schema import DataConfig, OptimConfig
 from agentrl.engines.weights.base import ROUTES
 from agentrl.reward.leaf import SERVICES
@@ -218,6 +218,19 @@ def rate_notes(model: ModelConfig, data: DataConfig | None, optims: Mapping[str,
     ]
 
 
+def warmup_notes(config: TrainConfig) -> list[str]:
+    """Warnings for learning rates that still rise when their training ends: they never reach the one that is set."""
+    sft = config.sft
+    ends = [] if config.data is not None else [("optim.warmup", config.optim.warmup, "steps", config.steps)]
+    ends += [] if sft is None else [("sft.warmup", sft.warmup, "sft.min_steps", sft.min_steps)]
+    return [
+        f"{key} = {rise} is above {last} = {most}: the learning rate rises to the end and stays below the one that is set; lower "
+        f"{key}, or raise {last}"
+        for key, rise, last, most in ends
+        if rise > most
+    ]
+
+
 MISMATCH = 2e-4
 """KL per token between engine and trainer in bfloat16: 1.2e-4 to 3.7e-4 were measured (docs/moe.md, benchmarks/results)."""
 MANY = 0.05
@@ -266,7 +279,7 @@ def start_notes(start: RunStart) -> list[str]:
     config, path = start.config, start.config.model.path
     shape = path is not None and Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
     rates = rate_notes(config.model, config.data, optims_of(config))
-    return [*rates, *sequence_ratio_notes(start), *([] if shape or is_planned() else model_notes(start))]
+    return [*rates, *warmup_notes(config), *sequence_ratio_notes(start), *([] if shape or is_planned() else model_notes(start))]
 
 
 # Places
