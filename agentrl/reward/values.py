@@ -14,6 +14,8 @@ from fractions import Fraction
 from functools import cache, lru_cache, partial
 from typing import Any, Final, SupportsFloat
 
+import regex
+
 from agentrl.data.trajectory import Json, Message, Trajectory
 from agentrl.utils.parsing import LONGEST, nfc, numeral
 
@@ -27,7 +29,13 @@ class UnscorableError(Exception):
 Normalizer = Callable[[str], str]
 
 _SPACES = re.compile(r"\s+")
-_UNSEEN = re.compile("[\u00ad\u200b-\u200d\u2060\ufeff]")
+# What Unicode shows as nothing, without its operators (2\u20623 is 2 times 3); and where that changes what stands next to it, by
+# UAX 31: a joiner between letters that join, or after a virama; of emoji a joiner (a family), and tags behind a flag (England).
+_UNSEEN = regex.compile(r"(?V1)[\p{DI}--[\u2061-\u2064]]")
+_SEEN = regex.compile(
+    r"\u200c(?<=[\p{jt=D}\p{jt=L}]\p{jt=T}*\u200c)(?=\p{jt=T}*[\p{jt=D}\p{jt=R}])|[\u200c\u200d](?<=\p{ccc=9}.)(?=\p{L})"
+    r"|\u200d(?<=[\p{ExtPict}\p{EMod}]\ufe0f?\u200d)(?=\p{ExtPict})|[\U000e0020-\U000e007f](?<=\U0001f3f4[\U000e0020-\U000e007f]{1,32})"
+)
 _RAISED = {"<super>": "^", "<sub>": "_"}
 _SAME_DIGIT = frozenset({"<wide>", "<font>", "<narrow>", "<noBreak>"})
 _BFCL_TABLE = str.maketrans("'", '"', " ,./-_*^")
@@ -37,7 +45,8 @@ exact = nfc
 
 def _fold(text: str) -> str:
     if not text.isascii():
-        text = unicodedata.normalize("NFKC", "".join(map(_apart, _UNSEEN.sub("", text))))
+        shown = _UNSEEN.sub(lambda found: found[0] if _SEEN.match(text, found.start()) else "", text)
+        text = unicodedata.normalize("NFKC", "".join(map(_apart, shown)))
     return _SPACES.sub(" ", text).strip().casefold()
 
 
@@ -64,7 +73,7 @@ NORMALIZERS: Mapping[str, Normalizer] = {
     "tau": lambda text: text.lower().replace(",", ""),
 }
 """`exact`: unchanged but for Unicode NFC. `fold`: NFKC, case-folded, without characters that nobody sees (a zero-width
-space, a soft hyphen), runs of white space as one space, ends trimmed.
+space, a soft hyphen; not a joiner that makes another word or emoji), runs of white space as one space, ends trimmed.
 `bfcl`: spaces and `, . / - _ * ^` removed, lower case, ' as " (the Berkeley leaderboard's rule for arguments).
 `bfcl_said`: `, . / - _ * ^ ( )` removed, lower case, ' as " (its rule for answers in words).
 `tau`: lower case, commas removed (tau-bench)."""

@@ -576,6 +576,27 @@ def test_what_nobody_sees_of_a_text_is_folded_away():
             assert value("text.equals", {"expect": expect, "strings": "fold"}, episode(answer)) == 1
             assert value("text.equals", {"expect": expect}, episode(answer)) == 0
     assert value("text.equals", {"expect": "\u200b", "strings": "fold"}, episode("")) is None
+    hides = [
+        ("\u0646\u0627\u0645\u0647", "\u200e\u0646\u0627\u0645\u0647\u200c\u200f"),
+        ("10", "1\u200d0"),
+        ("coop", "co\u200cop"),
+    ]
+    for seen, hidden in (*hides, ("\u2764", "\u2764\ufe0f"), ("yes", "y\U000e0065es"), ("a", "\u3164a")):
+        assert value("text.equals", {"expect": seen, "strings": "fold"}, episode(hidden)) == 1, ascii(hidden)
+
+
+FLAG = "\U0001f3f4\U000e0067\U000e0062{}\U000e007f"
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    ("\u0646\u0627\u0645\u0647\u200c\u0627\u06cc", "\u0646\u0627\u0645\u0647\u0627\u06cc"),  # Persian: "a letter", and no word
+    ("\u0915\u094d\u200d\u0937", "\u0915\u094d\u0937"), ("\u0915\u094d\u200c\u0937", "\u0915\u094d\u200d\u0937"),  # Devanagari
+    ("\U0001f468\u200d\U0001f469", "\U0001f468\U0001f469"), ("\u2764\ufe0f\u200d\U0001f525", "\u2764\U0001f525"),
+    (FLAG.format("\U000e0065\U000e006e\U000e0067"), FLAG.format("\U000e0077\U000e006c\U000e0073")), ("2\u20623", "23"),
+])  # fmt: skip
+def test_a_joiner_that_makes_another_word_or_emoji_is_not_folded_away(one, other):
+    assert value("text.equals", {"expect": one, "strings": "fold"}, episode(other)) == 0
+    assert value("text.equals", {"expect": one, "strings": "fold"}, episode(f"\u200b{one}\u200d")) == 1
 
 
 def test_a_text_is_the_same_in_both_spellings_of_unicode():
