@@ -6,13 +6,24 @@ import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from agentrl.data.trajectory import Json, ToolCall
-from agentrl.reward.values import LITERAL, EqualityRule, UnscorableError, brief, equality_key, exact, same, with_nfc_keys
+from agentrl.reward.values import (
+    LITERAL,
+    EqualityRule,
+    UnscorableError,
+    brief,
+    equality_key,
+    exact,
+    leaves_of,
+    same,
+    with_nfc_keys,
+)
 from agentrl.utils.registry import Registry
 
 # Expected calls
@@ -429,21 +440,35 @@ def _literal_fits(made: Sequence[Json], gold: Sequence[Json], rule: EqualityRule
     table: npt.NDArray[np.bool_] = own[:, None] == wanted
     if rule.strict:
         return table
-    (numbers, others), (gold_numbers, gold_others) = map(_by_kind, (made, gold))
-    left, right = (np.array([v[i] for i in p], dtype=np.float64) for v, p in ((made, numbers), (gold, gold_numbers)))
-    near = np.abs(left[:, None] - right) <= np.maximum(rule.absolute, rule.relative * np.abs(right))
-    table[np.ix_(numbers, gold_numbers)] = near
-    for rows, columns in ((others, [*gold_numbers, *gold_others]), (numbers, gold_others)):
-        for i, j in product(rows, columns):
+    (shapes, odd), (gold_shapes, gold_odd) = (_by_shape(values, rule) for values in (made, gold))
+    for shape in shapes.keys() & gold_shapes.keys():
+        rows, columns = shapes[shape], gold_shapes[shape]
+        near = np.ones((len(rows), len(columns)), dtype=bool)
+        for left, right in zip(np.array([*rows.values()]).T, np.array([*columns.values()]).T, strict=True):
+            near &= np.abs(left[:, None] - right) <= np.maximum(rule.absolute, rule.relative * np.abs(right))
+            if not near.any():
+                break
+        table[np.ix_([*rows], [*columns])] = near
+    for rest, others in ((odd, range(len(gold))), (range(len(made)), gold_odd)):
+        for i, j in product(rest, others):
             table[i, j] = same(made[i], gold[j], rule)
     return table
 
 
-def _by_kind(values: Sequence[Json]) -> tuple[list[int], list[int]]:
-    """Places of numbers whose differences a double holds exactly, and of all else but texts."""
-    numbers = [place for place, value in enumerate(values) if type(value) in (int, float) and -(2**52) < value < 2**52]
-    texts = {place for place, value in enumerate(values) if isinstance(value, str)}
-    return numbers, sorted({*range(len(values))} - texts - {*numbers})
+def _by_shape(values: Sequence[Json], rule: EqualityRule) -> tuple[dict[Hashable, dict[int, list[float]]], list[int]]:
+    """By all but its numbers, the numbers of each value by its place, in the order in which they stand in it; and the places of
+    values with a number whose differences no double holds exactly."""
+    shapes: dict[Hashable, dict[int, list[float]]] = {}
+    odd: list[int] = []
+    for place, value in enumerate(values):
+        leaves = sorted(leaves_of(value), key=itemgetter(0))
+        numbers = [leaf for _, leaf in leaves if isinstance(leaf, int | float) and not isinstance(leaf, bool)]
+        if not all(type(number) in (int, float) and -(2**52) < number < 2**52 for number in numbers):
+            odd.append(place)
+        elif numbers:  # others are equal by their keys
+            shape = tuple((at, ... if type(leaf) in (int, float) else equality_key(leaf, rule.normalize)) for at, leaf in leaves)
+            shapes.setdefault(shape, {})[place] = [float(number) for number in numbers]
+    return shapes, odd
 
 
 def _different(values: Sequence[Json]) -> tuple[list[int], list[int]]:

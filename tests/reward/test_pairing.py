@@ -126,16 +126,36 @@ def test_many_calls_are_paired_as_few_are(how: dict[str, Any], calls: Any, wante
         assert score() == few
 
 
+SCALARS = st.sampled_from(
+    [0, 1, 1.0, 1.5, -2, True, False, None, "a", "A", "1", 2**52, 2**60, 2**60 + 1, float("nan"), float("inf")]
+)
+NESTED = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xy"), inner), max_leaves=5
+)
+
+
+@given(st.lists(NESTED, min_size=1, max_size=6), st.lists(NESTED, min_size=1, max_size=6), st.sampled_from(["exact", "fold"]))
+@settings(max_examples=200, deadline=None)
+def test_nested_values_are_compared_at_once_as_each_pair(made: list[Any], gold: list[Any], strings: str) -> None:
+    for tolerance in ({"absolute": 0.5}, {"relative": 0.6}, {"absolute": 1.0, "relative": 1.0}):
+        rule = EqualityRule(normalize=NORMALIZERS[strings], **tolerance)
+        each = [[same(one, other, rule) for other in gold] for one in made]
+        assert call_matching._literal_fits(made, gold, rule).tolist() == each
+
+
 def test_many_calls_are_not_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2,000 calls in order against 2,000 expected ones took half a minute."""
+    """2,000 calls in order against 2,000 expected ones took half a minute; with lists and a tolerance two."""
     compared, full, fits = list[int](), CallRule.full, CallRule.value_fits
+    monkeypatch.setattr(call_matching, "same", lambda *pair: compared.append(1) or same(*pair))
     monkeypatch.setattr(CallRule, "full", lambda *pair: compared.append(1) or full(*pair))
     monkeypatch.setattr(CallRule, "value_fits", lambda *pair: compared.append(1) or fits(*pair))
     made = made_of([("f", {"x": place}) for place in range(100)])
     want = [{"name": "f", "arguments": {"x": [(place + 1) % 100]}} for place in range(100)]
+    lists = made_of([("f", call["arguments"]) for call in want])
+    assert scored(lists, want[::-1], abs=0.1) == 1 and scored(lists, want[::-1], abs=0.1, credit="toolrl") == 1
     for how in (*HOW[:4], {"form": "sets", "assign": "greedy"}):
         scored(made, want, **{"credit": "matched", **how})
-    assert len(compared) < 5 * 300
+    assert len(compared) < 3_000
     monkeypatch.setattr(call_matching, "MOST_PAIRS", 9_000)
     want[0]["name"] = "g"
     assert scored(made, want, order="ordered") is scored(made, want, arguments="ignore") is None
