@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hmac
 import json
@@ -17,6 +18,7 @@ import httpx
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.sessions import RefusedError, Secret, SessionLimits
 from agentrl.contrib.toolkit.chat_forms import declarations
+from agentrl.data.images import Image
 from agentrl.data.trajectory import Json, Message, Task, ToolCall
 from agentrl.env.authoring import SPLITS
 from agentrl.env.base import ScorerLike, ToolEnv
@@ -289,7 +291,7 @@ class OpenEnv(ToolEnv):
         # A server that ends an episode and never gave a number could not score it, which is no 0.
         return {"reward": self.total if self.over else self.total or 0.0, "steps": self.steps, "done": self.over}
 
-    async def act(self, action: Mapping[str, Json]) -> str:
+    async def act(self, action: Mapping[str, Json]) -> str | list[str | Image]:
         """One step on the server. Raises ToolError if the server's episode is over, or if it refuses the action."""
         if self.over:
             raise ToolError("the episode is over")
@@ -357,19 +359,34 @@ def _show_fields(observation: Mapping[str, Json]) -> str:
     return only[0] if len(only) == 1 and isinstance(only[0], str) else as_text("act", kept)
 
 
-def _result(result: Json) -> str:
-    """Answer of a tool of an MCP environment: the texts of its content, or the value as JSON."""
-    blocks = result.get("content") if isinstance(result, dict) else None
-    texts = [block["text"] for block in blocks or () if isinstance(block, dict) and isinstance(block.get("text"), str)]
-    if texts:
-        return "\n".join(texts)
-    return as_text("act", result)
+def _result(result: Json) -> str | list[str | Image]:
+    """Answer of a tool of an MCP environment: the texts and images of its content, or the value as JSON."""
+    content = result.get("content") if isinstance(result, dict) else None
+    blocks = [block for block in content or () if isinstance(block, dict)]
+    if not any(isinstance(block.get("text"), str) or block.get("type") == "image" for block in blocks):
+        return as_text("act", result)
+    parts = list(map(_part, blocks))
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else parts
+
+
+def _part(block: Mapping[str, Json]) -> str | Image:
+    """A block as its text or image; anything else as a line of its type."""
+    if isinstance(block.get("text"), str):
+        return str(block["text"])
+    why = ""
+    if block.get("type") == "image":
+        try:
+            return Image.read(base64.b64decode(str(block.get("data")), validate=True))
+        except ValueError as problem:
+            why = f": {problem}"
+    return f"[{block.get('type')}, not shown{why}]"
 
 
 def _calls(name: str | None = None) -> Callable[..., Any]:
     """Makes the function of the tool `act`, or of the server's tool of that name."""
 
-    async def call(env: OpenEnv, **arguments: Any) -> str:
+    async def call(env: OpenEnv, **arguments: Any) -> str | list[str | Image]:
         return await env.act(arguments if name is None else {"type": "call_tool", "tool_name": name, "arguments": arguments})
 
     return call

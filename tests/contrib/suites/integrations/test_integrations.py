@@ -171,3 +171,22 @@ async def test_openenvs_protocol_from_both_of_our_sides() -> None:
     with pytest.raises(RemoteEnvError, match="the connection ended"):
         await lost.astep(Message("assistant", tool_calls=(ToolCall("act", {"text": "x"}),)))
     assert lost.trajectory.stop.infrastructure and lost.trajectory.reward is None
+
+
+async def test_images_of_an_openenv_tool_are_shown_and_other_blocks_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Image.of(PIL.Image.new("RGB", (4, 3), "red"))
+    text, image, broken = (
+        {"type": "text", "text": "a plot:"},
+        {"type": "image", "data": shown.data},
+        {"type": "image", "data": "AAAA"},
+    )
+
+    async def answer(env: OpenEnv, kind: str, data: Any) -> dict[str, Any]:
+        return {"observation": {"tool_name": "plot", "result": {"content": data["blocks"]}}}
+
+    monkeypatch.setattr(OpenEnv, "_ask", answer)
+    env = OpenEnv(url="http://x")
+    assert await env.act({"blocks": [text, image]}) == ["a plot:", shown]
+    assert await env.act({"blocks": [image]}) == [shown]
+    assert await env.act({"blocks": [text, {"type": "audio", "data": "AAAA"}]}) == "a plot:\n[audio, not shown]"
+    assert "not shown: 3 bytes that do not decode" in str(await env.act({"blocks": [broken]}))
