@@ -6,24 +6,13 @@ import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from agentrl.data.trajectory import Json, ToolCall
-from agentrl.reward.values import (
-    LITERAL,
-    EqualityRule,
-    UnscorableError,
-    brief,
-    equality_key,
-    exact,
-    leaves_of,
-    same,
-    with_nfc_keys,
-)
+from agentrl.reward.values import LITERAL, EqualityRule, UnscorableError, brief, by_kind, equality_key, exact, same, with_nfc_keys
 from agentrl.utils.registry import Registry
 
 # Expected calls
@@ -440,7 +429,7 @@ def _literal_fits(made: Sequence[Json], gold: Sequence[Json], rule: EqualityRule
     table: npt.NDArray[np.bool_] = own[:, None] == wanted
     if rule.strict:
         return table
-    (shapes, odd), (gold_shapes, gold_odd) = (_by_shape(values, rule) for values in (made, gold))
+    (shapes, odd), (gold_shapes, gold_odd) = (by_kind(values, rule) for values in (made, gold))
     for shape in shapes.keys() & gold_shapes.keys():
         rows, columns = shapes[shape], gold_shapes[shape]
         near = np.ones((len(rows), len(columns)), dtype=bool)
@@ -453,22 +442,6 @@ def _literal_fits(made: Sequence[Json], gold: Sequence[Json], rule: EqualityRule
         for i, j in product(rest, others):
             table[i, j] = same(made[i], gold[j], rule)
     return table
-
-
-def _by_shape(values: Sequence[Json], rule: EqualityRule) -> tuple[dict[Hashable, dict[int, list[float]]], list[int]]:
-    """By all but its numbers, the numbers of each value by its place, in the order in which they stand in it; and the places of
-    values with a number whose differences no double holds exactly."""
-    shapes: dict[Hashable, dict[int, list[float]]] = {}
-    odd: list[int] = []
-    for place, value in enumerate(values):
-        leaves = sorted(leaves_of(value), key=itemgetter(0))
-        numbers = [leaf for _, leaf in leaves if isinstance(leaf, int | float) and not isinstance(leaf, bool)]
-        if not all(type(number) in (int, float) and -(2**52) < number < 2**52 for number in numbers):
-            odd.append(place)
-        elif numbers:  # others are equal by their keys
-            shape = tuple((at, ... if type(leaf) in (int, float) else equality_key(leaf, rule.normalize)) for at, leaf in leaves)
-            shapes.setdefault(shape, {})[place] = [float(number) for number in numbers]
-    return shapes, odd
 
 
 def _different(values: Sequence[Json]) -> tuple[list[int], list[int]]:

@@ -146,6 +146,22 @@ def equality_key(value: Json, normalize: Normalizer = exact) -> Hashable:
     return None if value is None else object()
 
 
+def by_kind(values: Sequence[Json], rule: EqualityRule) -> tuple[dict[Hashable, dict[int, list[float]]], list[int]]:
+    """By all but its numbers, the numbers of each value by its place, in the order in which they stand in it; and the places of
+    values with a number whose differences no double holds exactly."""
+    shapes: dict[Hashable, dict[int, list[float]]] = {}
+    odd: list[int] = []
+    for place, value in enumerate(values):
+        leaves = sorted(leaves_of(value), key=operator.itemgetter(0))
+        numbers = [leaf for _, leaf in leaves if isinstance(leaf, int | float) and not isinstance(leaf, bool)]
+        if not all(type(number) in (int, float) and -(2**52) < number < 2**52 for number in numbers):
+            odd.append(place)
+        elif numbers:  # others are equal by their keys
+            shape = tuple((at, ... if type(leaf) in (int, float) else equality_key(leaf, rule.normalize)) for at, leaf in leaves)
+            shapes.setdefault(shape, {})[place] = [float(number) for number in numbers]
+    return shapes, odd
+
+
 def close(a: float, b: float, absolute: float = 0.0, relative: float = 0.0) -> bool:
     """|a - b| <= max(absolute, relative * |b|), exactly for integers of any size; False for NaN."""
     if a == b:
