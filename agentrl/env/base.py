@@ -37,14 +37,14 @@ _OPEN = "<tool_call>"
 
 
 def read_action(action: Any, calls_before: int) -> tuple[Message, int]:
-    """The assistant message of an action, and the number of calls in the episode with it.
+    """Return an action as an assistant message, and the episode's number of calls including it.
 
-    A string is parsed in the Hermes form, after its reasoning within <think>; so is the text of a message that contains call
-    markup but no parsed calls. Calls without an id, or with one already used in this turn, get `call_N`, with N counted
-    over the episode, or the next one that is free. Raises TypeError for an action that is neither text nor an assistant message.
+    The reasoning of a string (<think>) is split off and the rest parsed in the Hermes form; so is a message whose text has call
+    markup but that has no parsed calls. A call whose id is missing or already used in this turn gets `call_N`: N counts calls
+    over the episode and skips ids that are taken. Raises TypeError if the action is neither text nor an assistant message.
     """
     if isinstance(action, str):
-        from agentrl.render.base import THINK  # late, as below
+        from agentrl.render.base import THINK  # imported late, as below
 
         reasoning, said = THINK.split(action)
         action = Message("assistant", said.lstrip() if reasoning else said, reasoning=reasoning)
@@ -78,25 +78,25 @@ class ScorerLike(Protocol):
 
 @dataclass(eq=False)
 class OwnReward:
-    """A scorer by the own spec of an environment's class, which is read and compiled when the first episode ends."""
+    """Scorer by the spec that an environment's class names, read and compiled at the end of the first episode."""
 
     _env: ToolEnv
     _scorer: Scorer | None = None
 
     async def ascore(self, trajectory: Trajectory, /) -> Score:
-        """The score of an episode. Raises CatalogError if the spec is not there, RewardSpecError for a bad one."""
+        """Score an episode. Raises CatalogError if the spec is not found, RewardSpecError if it is invalid."""
         if self._scorer is not None:
             return await self._scorer.ascore(trajectory)
-        from agentrl.config.schema import RewardConfig  # here: the reward language is not needed to build an environment
+        from agentrl.config.schema import RewardConfig  # late: building an environment does not need the reward language
         from agentrl.reward import compile_spec, load_spec, make_context
         from agentrl.reward.compile import given_spec
 
         kind = type(self._env)
         name, path = str(own_reward(kind)), None
         if not is_given(name):
-            # Next to the file of the class that names the spec, or on a shelf.
+            # The spec is next to the file of the class that names it, or on a shelf.
             owner = next(base for base in kind.__mro__ if "reward" in vars(base))
-            with suppress(OSError, TypeError):  # a class that was typed in has no file
+            with suppress(OSError, TypeError):  # a class defined interactively has no file
                 beside = Path(inspect.getfile(owner)).parent / name
                 path = beside if beside.is_file() else None
             path = path or find_file(name, "rewards", ".json", "reward spec")
@@ -105,11 +105,11 @@ class OwnReward:
         return await self._scorer.ascore(trajectory)
 
     def replay_env(self, task: Task) -> ToolEnv:
-        """A new environment of the same parameters, for specs that replay gold calls."""
+        """Build a new environment with the same parameters, for specs that replay gold calls."""
         args, kwargs = self._env._built_with
         other = type(self._env)(*args, **kwargs)
         other.scorer = None
-        other.limit_output(self._env.toolbox.max_output)  # what its tools answer is compared with what they answered here
+        other.limit_output(self._env.toolbox.max_output)  # tool results of both environments are compared
         return other
 
 
@@ -128,22 +128,21 @@ class ToolEnv(Forkable):
     A subclass sets `id`, `reward` (the name of a spec in the catalog, or a path relative to the file) and `summary`,
     marks its tools with `@tool` (those of the simulated user with `@tool(by="user")`), and implements
     `make_task` and `prompt`; the other hooks have defaults.
-    Episode state is set in `setup` as ordinary attributes: snapshots copy all attributes except those named
-    in `shared`.
+    Set episode state in `setup`, as ordinary attributes: snapshots copy all attributes except those named in `shared`.
 
-    For `agentrl env check`: `splits` are the names that `make_task` accepts, `order_free` says that the calls of a
-    gold solution may come in any order, `idle_share` is the share of tasks in which doing nothing is correct. For rewards that
-    replay calls: `scripted` promises of a `user_reply` of its own that it does the same whatever the policy says. For
-    `agentrl env serve --http`: `host_params` name files, programs or addresses; a client may not set these parameters.
+    For `agentrl env check`: `splits` are the names that `make_task` accepts; `order_free` declares that the calls of a gold
+    solution may be made in any order; `idle_share` is the share of tasks in which doing nothing is correct. For rewards that
+    replay calls: `scripted` declares that an overridden `user_reply` does not depend on the policy's text. For
+    `agentrl env serve --http`: `host_params` are parameters with files, programs or addresses, which a client may not set.
 
     One object runs one episode at a time. The order of calls is `areset`, `astep`..., `aclose`; `reset`, `step`
-    and `close` are the same calls, blocking.
+    and `close` are their blocking forms.
     """
 
     is_remote: ClassVar[bool] = False
-    """True for a client of a server, which gives a task's prompt without an episode."""
+    """True for a client of an environment server, which returns a task's prompt without an episode."""
     replays: bool = False
-    """True in an episode that a reward replays: limits on turns are lifted then, since gold calls are made one a turn."""
+    """True in an episode that a reward replays; turn limits do not apply to it, since gold calls are made one per turn."""
     _built_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -159,9 +158,9 @@ class ToolEnv(Forkable):
         render_mode: str | None = None,
         count_tokens: CountTokens = estimate_tokens,
     ) -> None:
-        """`scorer`: rewards the end of an episode, by default by the class's own spec; with None, or if the class names no
-        spec, every reward is 0.0 and the caller scores the trajectory. `split`: of tasks drawn when `reset` is not given
-        one. `count_tokens`: measures the tools' output budgets. Raises TypeError for a tool whose signature does not fit."""
+        """`scorer`: scores finished episodes, by default with the spec that the class names; with None or without a spec every
+        reward is 0.0 and the caller scores the trajectory. `split`: the default split of `reset`. `count_tokens`: measures the
+        output budgets of tools. Raises TypeError for a tool with an invalid signature."""
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise ValueError(f"render_mode {render_mode!r}; expected one of {self.metadata['render_modes']}")
         self.split = split
@@ -170,7 +169,7 @@ class ToolEnv(Forkable):
         self.render_mode = render_mode
         self.initial_seed: int | None = None
         self.user: User | None = None
-        # The class's own tools are read once: methods in order of definition, then `tools`.
+        # The tools of a class are read once: methods in order of definition, then `tools`.
         cls = type(self)
         if "_class_tools" not in cls.__dict__:
             found: list[Tool | Callable[..., Any]] = [*tool_methods(cls), *cls.tools]
@@ -195,7 +194,7 @@ class ToolEnv(Forkable):
     async def user_reply(self, message: Message) -> list[Message] | None:
         """Answer an assistant turn without tool calls; None ends the episode.
 
-        By default `self.user` (see `agentrl.env.users`), set in `setup`, answers; without a user the episode ends.
+        By default `self.user` (see `agentrl.env.users`; set it in `setup`) answers. Without a user the episode ends.
         """
         if self.user is None:
             return None
@@ -203,11 +202,11 @@ class ToolEnv(Forkable):
         return None if text is None else [Message("user", text)]
 
     async def ask_user(self, before: Sequence[Message] = ()) -> str | None:
-        """Ask `self.user` for its next message, after the calls that it makes to its own tools; None: it leaves. `before`: the
-        messages so far of an opening that an async `prompt` is making.
+        """Ask `self.user` for its next message, running any tool calls that it makes first; None if it leaves. `before`: the
+        opening's messages so far, if an async `prompt` asks.
 
-        Raises EnvError if the user or one of its tools fails, or for another answer than a text, None or a message of role
-        "user"; UserLimitError beyond `user_call_limit` calls without a word.
+        Raises EnvError if the user or one of its tools fails, or for an answer that is neither text, None, a Parting nor a
+        message of role "user"; UserLimitError after more than `user_call_limit` calls without a text.
         """
         record, made = self._record, 0
         if self.user is None or record is None:
@@ -231,23 +230,23 @@ class ToolEnv(Forkable):
                     f"the user made {made} calls in one answer, without a word (user_call_limit = {self.user_call_limit})"
                 )
             step = next_step(record)
-            for place, call in enumerate(answer.tool_calls):  # one after the other, in its order
+            for place, call in enumerate(answer.tool_calls):  # one at a time, in order
                 await make_call(record, self.user_toolbox, call, step, "" if place else answer.content)
                 self._note_new_tools()
 
     def finish(self) -> None:
-        """Called by a tool or hook: by the task's own rules, this turn is the episode's last."""
+        """End the episode with this turn; for tools and hooks that apply the task's rules."""
         self._ended = True
 
     def cut(self, stop: StopReason) -> None:
-        """The step in progress is about to be cancelled, and this is why the episode ends (else it counts as cancelled)."""
+        """Set the stop reason of an episode whose current step is about to be cancelled (default: CANCELLED)."""
         self._cut_for = stop
 
     # -- the record --------------------------------------------------------------------------------
 
     @property
     def trajectory(self) -> Trajectory:
-        """The record so far; its `state` is the current one, or that at the episode's end. Raises EnvError before reset."""
+        """The record so far, with the current or final `state`. Raises EnvError before the first reset."""
         if self._record is None:
             raise EnvError(f"{self.id}: no episode yet; call reset first")
         if self._open:
@@ -256,14 +255,14 @@ class ToolEnv(Forkable):
 
     @property
     def task(self) -> Task:
-        """The current task, gold answers included: for the environment only. It is the episode's own; the record has another."""
+        """The episode's copy of the task, gold answers included: for the environment only. The record has its own copy."""
         if self._record is None:
             raise EnvError(f"{self.id}: no episode yet; call reset first")
-        return self._task or self._record.task  # of an episode that is played elsewhere there is only the record
+        return self._task or self._record.task  # an episode on a remote server has only the record
 
     @property
     def is_open(self) -> bool:
-        """True if an episode is running: reset, and neither finished nor closed."""
+        """True while an episode is running: after reset, neither finished nor closed."""
         return self._open
 
     # -- Gymnasium ---------------------------------------------------------------------------------
@@ -290,7 +289,7 @@ class ToolEnv(Forkable):
             run_sync(self.aclose())
 
     def render(self) -> Any:
-        """In mode "ansi": the latest messages as text."""
+        """Return the latest messages as text, in mode "ansi"."""
         if self.render_mode is None:
             return None
         return "\n".join(f"{message.role}: {message.content}" for message in self._last)
@@ -298,16 +297,16 @@ class ToolEnv(Forkable):
     # -- an episode --------------------------------------------------------------------------------
 
     async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
-        """Start an episode; returns the opening messages.
+        """Start an episode; returns the opening messages and info.
 
-        `seed` names the task; without it the next one is drawn. `options`: "split"; "task" for an existing Task; "user", who
-        takes the place of the environment's own if it has one: a replay's, or "gold" for that of `gold_user`. Raises ValueError
-        for other options and EnvError if the environment's own setup failed.
+        `seed` selects the task; without it the next one is drawn. `options`: "split"; "task", an existing Task; "user", which
+        replaces the environment's user, if it has one: the User of a replay, or "gold" for the one of `gold_user`. Raises
+        ValueError for other options and EnvError if the environment's setup fails.
         """
         options = options or {}
         check_options(options)
         await self.aclose()
-        # The task that the caller gives, that of the seed, or the next one of this environment's own random numbers.
+        # The task is the caller's, the seed's, or the next one of this environment's random stream.
         if seed is None and self._np_random is None:
             seed = self.initial_seed
         if seed is not None:
@@ -319,8 +318,8 @@ class ToolEnv(Forkable):
             chosen = int(self.np_random.integers(2**62) if seed is None else seed)  # True is 1
             task = self.make_task(chosen, str(options.get("split", self.split)))
         self._record = Trajectory(env_id=self.id, task=task, seed=task.seed)
-        task = self._task = task.copied()  # a hook or tool may change it, and tasks are shared by episodes and scored
-        # Open before `setup`, so that a setup that fails is torn down as well.
+        task = self._task = task.copied()  # hooks and tools may change it, but episodes and scorers share the original
+        # Marked open before `setup`, so that a failed setup is torn down too.
         self._open, self._ended, self._calls, self._cut_for = True, False, 0, None
         self.replays = isinstance(options.get("user"), RecordedUser)
         self._tools_before, self._user_tools_before = self.toolbox.table, self.user_toolbox.table
@@ -332,14 +331,14 @@ class ToolEnv(Forkable):
     async def astep(self, action: Action) -> StepResult:
         """Take one assistant turn: answer its tool calls, or let the user answer its text.
 
-        Returns (new messages, reward, terminated, truncated, info). Raises EnvError if the environment
-        failed (ToolTimeoutError if a tool hung); the trajectory then has the stop reason. If the policy used up
-        a tool's time, the step truncates the episode and sets `info["error"]`.
+        Returns (new messages, reward, terminated, truncated, info). Raises EnvError if the environment fails (ToolTimeoutError
+        if a tool hangs); the trajectory then has the stop reason. If the policy is responsible for a tool's timeout, or the user
+        makes too many calls, the episode is truncated and `info["error"]` set.
         """
         record = self._running("step")
         message, self._calls = read_action(action, self._calls)
         turn = Turn(index=len(record.turns), message=message)
-        # Recorded before it is answered, so that the record of a failed episode has the turn that caused it.
+        # Recorded before it is answered, so that a failed episode's record has the turn that failed.
         record.messages.append(message)
         record.turns.append(turn)
         try:
@@ -356,15 +355,15 @@ class ToolEnv(Forkable):
     # -- an episode of an agent that makes its calls itself ------------------------------------------
 
     def record_turn(self, turn: Turn) -> None:
-        """Record a turn of an agent that makes the turn's calls by itself (`acall`) and not by `astep`. Raises EnvError
+        """Record a turn of an agent that makes the turn's calls itself (`acall`) and does not use `astep`. Raises EnvError
         without a running episode."""
         record = self._running("a turn")
         record.messages.append(turn.message)
         record.turns.append(turn)
 
     async def acall(self, turn: Turn, call: ToolCall) -> ToolResult:
-        """Make one of the calls of a turn that `record_turn` recorded, and record its result; `has_finished` then says whether
-        it ended the episode. Raises what `astep` raises, and PolicyTimeoutError if the policy used up the tool's time."""
+        """Make one call of a turn from `record_turn` and record its result; `has_finished` is true if it ended the episode.
+        Raises as `astep`, and PolicyTimeoutError if the policy is responsible for the tool's timeout."""
         record = self._running("a call")
         result = await self._or_fail(self.toolbox.call(call), PolicyTimeoutError)
         note(record, turn, result)
@@ -372,8 +371,8 @@ class ToolEnv(Forkable):
         return result
 
     async def areply(self, turn: Turn) -> Observation | None:
-        """The user's reply to the text of a turn that `record_turn` recorded; None: nothing more. Raises as `astep`, and
-        UserLimitError."""
+        """Return the user's reply to the text of a turn from `record_turn`; None if the conversation is over. Raises as `astep`,
+        and UserLimitError."""
         record = self._running("a turn")
         replies: Observation | None = await self._or_fail(self._hook("user_reply", turn.message), UserLimitError)
         record.messages.extend(replies or [])
@@ -384,7 +383,7 @@ class ToolEnv(Forkable):
         return run_sync(self.auser_call(call))
 
     async def auser_call(self, call: ToolCall) -> ToolResult:
-        """Make a call of the user's, as a replay does with gold calls: nobody is asked. Raises what `astep` raises."""
+        """Make a call to a user tool without asking the user, as replays of gold calls do. Raises as `astep`."""
         record = self._running("a call")
         result = await self._or_fail(make_call(record, self.user_toolbox, call, next_step(record)))
         self._note_new_tools()
@@ -401,9 +400,9 @@ class ToolEnv(Forkable):
         return self._ended
 
     async def aend(self, stop: StopReason, error: str | None = None) -> float:
-        """End the running episode for a reason, tear it down, and return the reward of the Gymnasium interface.
+        """End the running episode with a stop reason, tear it down and return its reward.
 
-        The reward is 0.0 without a scorer and nan if the scorer could not score.
+        The reward is 0.0 without a scorer, and NaN if the episode is unscored.
         """
         record = self._record
         if record is None:
@@ -419,19 +418,19 @@ class ToolEnv(Forkable):
             return 0.0 if self.scorer is None else float("nan")
         score = await self.scorer.ascore(record)
         record.reward, record.success = score.value, score.success
-        record.evidence = getattr(score, "evidence", None)  # a scorer of a user's own may have none
+        record.evidence = getattr(score, "evidence", None)  # a custom scorer may have none
         return float("nan") if score.value is None else float(score.value)
 
     async def aclose(self) -> None:
-        """Tear down the running episode, if there is one; the record stays. Cancellation does not skip the teardown."""
+        """Tear down the running episode, if any, even on cancellation; the record is kept."""
         if not self._open or self._record is None:
             return
-        if self._record.stop is StopReason.DONE and not self._record.terminated:  # nobody ended it
+        if self._record.stop is StopReason.DONE and not self._record.terminated:  # DONE is the default: nothing ended it
             self._record.stop = StopReason.CANCELLED
         try:
             self._record.state = self.state() if not self._record.stop.infrastructure else None
         finally:
-            # Closed before the first await, so that no second aclose tears down again; shielded from cancellation below.
+            # Closed before the first await, so that a concurrent aclose does not tear down again; the await is shielded.
             self._open = False
             # Tools added or removed in this episode must not carry over to the next one.
             self.toolbox.table, self.user_toolbox.table = self._tools_before, self._user_tools_before
@@ -442,11 +441,11 @@ class ToolEnv(Forkable):
 
     @property
     def user_repeats(self) -> bool:
-        """True if the user of a replay does the same whatever the policy says."""
+        """True if the user in a replay acts the same whatever the policy says."""
         return self.scripted or type(self).user_reply is ToolEnv.user_reply
 
     def replay(self, record: Trajectory, rounds: Sequence[RoundTurns], found: Replay, *, gold: bool = False) -> None:
-        """Play an episode's rounds once more, for rewards: see `agentrl.reward.replays.MakeEnv`."""
+        """Replay an episode's rounds for a reward; see `agentrl.reward.replays.MakeEnv`."""
         run_sync(play_again(self, record, rounds, found, gold))
 
     # -- inside ------------------------------------------------------------------------------------
@@ -458,7 +457,7 @@ class ToolEnv(Forkable):
         return self._record
 
     async def _start_episode(self, task: Task, options: Mapping[str, Any]) -> Observation:
-        """Set the episode up; returns its opening messages."""
+        """Set up the episode; returns its opening messages."""
         self.toolbox.hidden = self.user_toolbox.hidden = self.hidden(task)
         if self._sources or self._set_makers:
             await self._open_sessions()
@@ -477,14 +476,14 @@ class ToolEnv(Forkable):
         if inspect.isawaitable(opening):
             try:
                 opening = await within(self.opening_timeout, opening, f"the opening of environment {self.id}")
-            except (LateError, UserLimitError) as fault:  # before the policy's first turn, so it is nothing of its doing
+            except (LateError, UserLimitError) as fault:  # before the policy's first turn, so not its fault
                 raise EnvError(str(fault)) from None
             check_answer(self.id, EnvHooks.prompt, type(self).prompt, opening)
-        # Templates that write no ids show a result without its call's name as another's.
+        # A template that writes no ids would attribute a result without a tool name to another call.
         return list(pair_results(list(opening), strict=False))
 
     async def _hook(self, hook: str, *args: Any) -> Any:
-        """Await a hook. Raises EnvError, which names it, if it is not async, and HookError for a user's reply of another form."""
+        """Await a hook. Raises EnvError if it is not async, and HookError for an invalid reply of `user_reply`."""
         begun = getattr(self, hook)(*args)
         if not inspect.isawaitable(begun):
             place = place_of(getattr(type(self), hook))
@@ -506,7 +505,7 @@ class ToolEnv(Forkable):
         try:
             await within(self.teardown_timeout, free(), f"the teardown of environment {self.id}")
         except LateError as late:
-            # The episode is over and its state is recorded, so the run can go on without waiting for this.
+            # The episode has ended and its state is recorded, so the run need not wait.
             log.error("%s; it is abandoned", late)
 
     async def _answer(self, turn: Turn) -> tuple[Observation, bool]:
@@ -518,14 +517,14 @@ class ToolEnv(Forkable):
         return replies or [], self._ended or replies is None
 
     def _note_new_tools(self) -> None:
-        """Add the schemas of new tools if the tools changed in this turn: the record has every schema ever offered."""
+        """Add the schemas of tools that appeared in this turn: the record has every schema ever offered."""
         record = self._record
         if record is not None and self.toolbox.table is not self._tools_before:
             known = {schema["function"]["name"] for schema in record.tools}
             record.tools += [item.schema for item in self.toolbox if item.name not in known]
 
     async def _or_fail(self, work: Awaitable[T], *but: type[BaseException]) -> T:
-        """The result of `work`; whatever it raises, other than `but`, is why the episode failed (`_fail`)."""
+        """Await `work`; any exception other than `but` fails the episode (`_fail`) and is raised."""
         try:
             return await work
         except but:
@@ -535,7 +534,7 @@ class ToolEnv(Forkable):
             raise
 
     async def _fail(self, fault: BaseException) -> None:
-        """Record why the episode failed and tear it down, whatever the fault was."""
+        """Record why the episode failed and tear it down, after any exception."""
         record, stop = self._record, StopReason.ENV_ERROR
         assert record is not None
         if isinstance(fault, ToolTimeoutError):
@@ -552,15 +551,14 @@ class ToolEnv(Forkable):
         if not self._open:
             info["stop"] = record.stop.value
         if record.evidence is not None and record.reward is None:
-            from agentrl.reward.explain import reasons  # here: the reward language is not needed to play
+            from agentrl.reward.explain import reasons  # late: playing does not need the reward language
 
             info["unscored"] = next(reasons(record.evidence), "")
         return info
 
 
 def plain_prompt(env: ToolEnv, task: Task) -> list[Message]:
-    """The opening messages without an episode. Raises EnvError for a `prompt` that awaits: only in an episode is there a user to
-    open the conversation."""
+    """Return a task's opening messages without an episode. Raises EnvError if `prompt` awaits its user."""
     opening = env.prompt(task)
     if isinstance(opening, list):
         return opening

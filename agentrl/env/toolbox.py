@@ -1,4 +1,4 @@
-"""`Toolbox`: an ordered set of tools; calls them and limits their output."""
+"""`Toolbox`: an ordered set of tools that validates calls and limits output."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from agentrl.utils.schemas import own_names
 from agentrl.utils.spans import span
 from agentrl.utils.threads import by_size, size_of
 
-# Images in an answer
+# Images in a tool's result
 
 
-def _put(name: str, item: Any, found: list[Image | None]) -> Any:
-    """The answer with lines for its images, which are added to `found`: None for one that is not shown."""
+def _put_lines(name: str, item: Any, found: list[Image | None]) -> Any:
+    """Replace the images of a result by text lines and append them to `found`, or None for an image that is not shown."""
     if isinstance(item, dict):
-        return {key: _put(name, value, found) for key, value in item.items()}
+        return {key: _put_lines(name, value, found) for key, value in item.items()}
     if isinstance(item, list | tuple):
-        return [_put(name, value, found) for value in item]
+        return [_put_lines(name, value, found) for value in item]
     if not isinstance(item, Image) and not type(item).__module__.startswith("PIL."):
         return item
     try:
@@ -51,7 +51,7 @@ def _put(name: str, item: Any, found: list[Image | None]) -> Any:
     why, data = "", image.bytes().decode("latin-1")
     if sum(one is not None for one in found) >= MOST_IMAGES:
         why = f"an answer may hold {MOST_IMAGES}"
-    elif redact(data) != data:  # within a picture's comment, say; a file cannot be cut as text is
+    elif redact(data) != data:  # for example in a comment; unlike text, an image file cannot be redacted
         why = "a secret of this run stands in its file"
     found.append(None if why else image)
     return f"[image, {image.size} bytes, not shown: {why}]" if why else image.line
@@ -64,47 +64,46 @@ MARK = "... [cut: {cut} of {total} characters]"
 
 
 def estimate_tokens(text: str) -> int:
-    """Four bytes per token, rounded up: the usual figure for English with a large vocabulary.
+    """Estimate four UTF-8 bytes per token, rounded up: usual for English and a large vocabulary.
 
-    Pass a tokenizer's own count to `Toolbox` if the budget has to be exact.
+    Pass a tokenizer's count to `Toolbox` if the budget must be exact.
     """
     return -(-len(text.encode("utf-8", "replace")) // 4)
 
 
 def shape_result(name: str, answer: Any, budget: int, count: CountTokens) -> tuple[Json, str, tuple[Image, ...]]:
-    """A tool's result, as JSON and as the text within its budget that the model reads; its images, with lines in both."""
+    """Return a tool's result as JSON, as text cut to `budget` tokens for the model, and its images (a line each in both)."""
     value, images = to_json(name, answer)
     text = fit(to_text(value), budget, count)
-    # The lines that the cut took go after its end: no image is left out silently.
+    # Image lines that were cut off are appended, so that no image is lost silently.
     lost = dict.fromkeys(image.line for image in images if image.line not in text)
     return value, "\n".join([text, *lost]), images
 
 
 def to_json(name: str, answer: Any) -> tuple[Json, tuple[Image, ...]]:
-    """The answer as JSON (`parsing.in_json`) with lines in the places of its images, and these. A list of texts and images is
-    text, line by line.
+    """Convert a result to JSON (`parsing.in_json`) with a line per image, and return the images too. A list of only strings and
+    images becomes text, one line each.
 
-    Raises EnvError if a tool returned something that has no JSON form, or whose own methods raise, or a Pillow picture that is
-    too large: errors in the tool."""
-    if answer is None or type(answer) in (str, bool):  # the most usual
+    Raises EnvError, as for any fault of a tool, if the result has no JSON form, its methods raise, or an image is too large."""
+    if answer is None or type(answer) in (str, bool):  # the common case
         return answer, ()
     found: list[Image | None] = []
     try:
         with as_value_error():
-            value = _put(name, answer, found)
+            value = _put_lines(name, answer, found)
         if not found:
             value = answer
         elif isinstance(value, list) and all(isinstance(item, str) for item in value):
             value = "\n".join(value)
         images = tuple(image for image in found if image is not None)
-        # Not float, which may be NaN or infinite: JSON has neither.
+        # Floats are converted too: JSON has no NaN and no infinity.
         return (value if value is None or type(value) in (str, bool) else in_json(value)), images
     except ValueError as problem:
         raise EnvError(f"tool {name} returned {type(answer).__name__}, which has no JSON form: {problem}") from problem
 
 
 def to_text(value: Json) -> str:
-    """Strings as they are, everything else as JSON; "ok" if a tool returned nothing."""
+    """Return strings unchanged, other values as JSON text, and "ok" for None."""
     if value is None:
         return "ok"
     text = value if isinstance(value, str) else json_text(value, ensure_ascii=False)
@@ -112,24 +111,24 @@ def to_text(value: Json) -> str:
 
 
 def as_text(name: str, answer: Any) -> str:
-    """The whole text that a model reads of a tool's return value. Raises EnvError as `to_json`."""
+    """Return a tool's result as the uncut text for the model. Raises EnvError as `to_json`."""
     return to_text(to_json(name, answer)[0])
 
 
 def error_text(kind: str, message: str) -> str:
-    """The structured tool message for a call that failed."""
+    """Return the structured tool message of a failed call."""
     return json.dumps({"error": kind, "message": message}, ensure_ascii=False)
 
 
 def fit(text: str, budget: int, count: CountTokens) -> str:
-    """`text` within `budget` tokens, cut at the end with a mark at the cut.
+    """Cut the end of `text` to fit `budget` tokens, with a mark at the cut.
 
-    The mark is kept whole: a budget smaller than the mark alone gives the mark alone.
+    The mark is never cut: if it alone exceeds the budget, it is the whole result.
     """
-    # At most 4 tokens per character (its UTF-8 bytes): short texts need no counting.
+    # A character is at most 4 tokens (its UTF-8 bytes), so short texts need no counting.
     if len(text) * 4 <= budget:
         return text
-    # Counting may be slow: if the beginning is too much already, the rest need not be looked at.
+    # Counting may be slow: if the beginning alone exceeds the budget, the rest is not counted.
     begins = len(text) <= 16 * budget or count(text[: 16 * budget]) <= budget
     if begins and count(text) <= budget:
         return text
@@ -156,7 +155,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """A call in progress: `since` when (time.monotonic()), and whether it runs or still waits for a slot."""
+    """A call in progress: its start (`since`, time.monotonic()), and whether it is running or waiting for a slot."""
 
     tool: Tool
     call_id: str
@@ -171,11 +170,10 @@ class Waiting:
 class Toolbox:
     """An ordered set of tools, bound to the object whose methods they are.
 
-    Tools are shared between toolboxes; adding or removing one takes effect at once and in this toolbox only, so that
-    an environment may change its tools during an episode. `max_output`: tokens of an answer, of tools that do not say. `table`:
-    the tools by name; changing the toolbox makes a new one, so that a table kept elsewhere is a snapshot. `waiting`: the calls in
-    progress. `unlisted`: tools that are not offered and answer all the same, by name (a benchmark's functions that are yet to
-    arrive).
+    Tools are shared between toolboxes; adding or removing one takes effect at once and in this toolbox only, so an environment
+    may change its tools during an episode. `max_output`: tokens per result, for tools without a limit of their own. `table`: the
+    tools by name; each change makes a new table, so a reference to an old one is a snapshot. `waiting`: the calls in progress.
+    `unlisted`: tools by name that are not offered but answer calls (functions that a benchmark offers later).
     """
 
     __slots__ = ("_count", "_owner", "hidden", "max_output", "table", "unlisted", "waiting")
@@ -189,8 +187,9 @@ class Toolbox:
         count_tokens: CountTokens = estimate_tokens,
         max_output: int = MAX_OUTPUT,
     ) -> None:
-        """`tools`: in order, or a table that many episodes share, which is never changed. `hidden`: values of Hidden parameters
-        by name. `owner` may have a method `error_text` (see `ToolEnv`). Raises TypeError for an invalid or duplicate tool."""
+        """`tools`: an ordered list, or a table shared by many episodes, which is never changed. `hidden`: values of Hidden
+        parameters by name. `owner` may have a method `error_text` (see `ToolEnv`). Raises TypeError for an invalid or duplicate
+        tool."""
         self.table: Mapping[str, Tool] = tools if isinstance(tools, Mapping) else {}
         self._owner = owner
         self._count = count_tokens
@@ -202,11 +201,11 @@ class Toolbox:
             self.add(item)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Toolbox:
-        """The same tools, bound to the copy of the owner."""
+        """Return a toolbox with the same tools, bound to the copy of the owner."""
         tools = self.table
         if any(item.bound for item in tools.values()):
             tools = {name: copy.deepcopy(item, memo) for name, item in tools.items()}
-        hidden = copy.deepcopy(dict(self.hidden), memo)  # they may be parts of the episode
+        hidden = copy.deepcopy(dict(self.hidden), memo)  # values may be episode state
         owner, count = memo.get(id(self._owner), self._owner), self._count
         box = Toolbox(tools, owner=owner, hidden=hidden, count_tokens=count, max_output=self.max_output)
         box.unlisted = copy.deepcopy(self.unlisted, memo) if any(t.bound for t in self.unlisted.values()) else self.unlisted
@@ -229,12 +228,12 @@ class Toolbox:
         return tuple(self.table)
 
     def release(self, owner: object) -> None:
-        """Let go of the owner (if it is this one), which is used no more and then ends at once. A circle would wait for the
-        garbage collector, whose passes over thousands of such objects take a fifth of the time of scores that replay calls."""
+        """Drop the reference to an owner that is no longer used, so that it is freed at once. The reference cycle would otherwise
+        wait for the garbage collector, whose passes took a fifth of the time of scores that replay calls."""
         self._owner = None if self._owner is owner else self._owner
 
     def find(self, name: str) -> Tool | None:
-        """The tool of this name, in either spelling of Unicode, also if it is unlisted."""
+        """Return the tool with this name in any Unicode normalization, listed or unlisted; None if there is none."""
         return self.table.get(own_name(name, self.table)) or self.unlisted.get(own_name(name, self.unlisted))
 
     def schemas(self) -> list[dict[str, Json]]:
@@ -246,33 +245,32 @@ class Toolbox:
         added = item if isinstance(item, Tool) else make_tool(item)
         if own_name(added.name, self.table) in self.table:
             raise ToolSchemaError(f"two tools are called {added.name!r}")
-        _ = added.schema, added.check  # both are lazy: a bad signature should fail here, not in an episode
+        _ = added.schema, added.check  # both are lazy: an invalid signature should fail here, not in an episode
         self.table = {**self.table, added.name: added}
 
     def offer(self, tools: Mapping[str, Tool]) -> None:
-        """Add a table of tools that many episodes share, before those that are here (a tool set's, say). Raises TypeError if a
-        name is taken."""
+        """Add a table of tools shared by many episodes, before the present tools. Raises TypeError if a name is taken."""
         if taken := sorted(tools.keys() & self.table.keys()):
             raise ToolSchemaError(f"two tools are called {taken[0]!r}")
         self.table = {**tools, **self.table} if self.table else tools
 
     def replace(self, item: Tool) -> None:
-        """Replace the tool with the same name. Raises KeyError without one."""
+        """Replace the tool with the same name. Raises KeyError if there is none."""
         if item.name not in self.table:
             raise KeyError(item.name)
         self.table = {**self.table, item.name: item}
 
     def remove(self, name: str) -> None:
-        """Remove a tool. Raises KeyError without one with that name."""
+        """Remove a tool. Raises KeyError if there is none with that name."""
         if name not in self.table:
             raise KeyError(name)
         self.table = {key: value for key, value in self.table.items() if key != name}
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Answer one call. A bad call is answered with a structured error, never raised.
+        """Answer one call; an invalid call gets a structured error as its result.
 
-        Raises EnvError if the tool itself fails. If it times out and its `on_timeout` is "stop": PolicyTimeoutError
-        if the policy is responsible (`Options.late`), else ToolTimeoutError.
+        Raises EnvError if the tool fails. On a timeout with `on_timeout` "stop" it raises PolicyTimeoutError if the policy is
+        responsible (`Options.late`), else ToolTimeoutError.
         """
         with span("tool", call.name) as opened:
             began = time.monotonic()
@@ -288,7 +286,7 @@ class Toolbox:
                 finally:
                     self.waiting.remove(waiting)
                 began, most = waiting.since, item.options.max_output or self.max_output
-            if type(answer) is Problem:  # not isinstance, which asks the answer
+            if type(answer) is Problem:  # not isinstance, which reads `__class__` of a tool's object
                 text = redact(to_text(self.refusal(call, answer)))
                 result = ToolResult(call.id, call.name, text, None, answer.kind, time.monotonic() - began)
             else:
@@ -301,10 +299,10 @@ class Toolbox:
             return result
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Answer the calls of one turn, in order. Adjacent calls run in parallel if their tools allow it."""
+        """Answer the calls of a turn, in order. Adjacent calls run in parallel if their tools allow it."""
         results: list[ToolResult] = []
         while left := calls[len(results) :]:
-            # Up to a tool that overlaps nothing, before which all must have ended; or this alone.
+            # All calls before the next non-parallel tool, or that tool's call alone.
             alone = (n for n, call in enumerate(left) if (item := self.find(call.name)) is not None and not item.options.parallel)
             together = left[: next(alone, len(left)) or 1]
             if len(together) == 1:
@@ -328,7 +326,7 @@ class Toolbox:
             return Problem("unknown_tool", f"no tool {call.name!r}; {nearest(call.name, list(self.table))}")
         try:
             given = own_names(call.arguments, item.signature.parameters)
-            # A copy, because a tool may keep and change what it is given, and the call is part of the record.
+            # A copy: a tool may keep and change its arguments, and the call is part of the record.
             values = item.check(given) or item.convert(deep_copy_json(given))
         except TwiceError as twice:
             return Problem("malformed_call", str(twice))
@@ -336,7 +334,7 @@ class Toolbox:
             return Problem("invalid_argument", str(late))
         if isinstance(values, Problem):
             return values
-        # After the check, which refuses arguments that the schema does not have: a policy cannot set these.
+        # After the check, which refuses unknown arguments, so that a policy cannot set these.
         for name in item.signature.hidden:
             if name not in self.hidden:
                 raise EnvError(f"tool {item.name}: no value for its hidden parameter {name!r} (ToolEnv.hidden)")
@@ -347,7 +345,7 @@ class Toolbox:
         item, child = waiting.tool, None
         try:
             async with item.place() as child:
-                # The clock starts only here: time in a queue does not count as the tool's time.
+                # The clock starts here: time in a queue is not the tool's time.
                 waiting.since, waiting.running = time.monotonic(), True
                 answer = _invoke_tool(item, self._owner, values, child)
                 if item.options.inline and not item.is_async:
@@ -355,7 +353,7 @@ class Toolbox:
                 return await within(item.options.timeout, answer, f"tool {item.name}")
         except ToolError as refusal:
             return Problem("tool_error", str(refusal))
-        # As they are: the last clause would hide what they say about who is to blame.
+        # Unchanged: the last clause would lose who is to blame.
         except (EnvError, PolicyTimeoutError):
             raise
         except LateError:
@@ -370,7 +368,7 @@ class Toolbox:
             raise EnvError(redact_said(f"tool {item.name} failed: {fault_text(fault)}")) from fault
 
     def refusal(self, call: ToolCall, problem: Problem) -> str:
-        """Text that the policy reads in place of an answer: in the form of the tool, of the environment, or as JSON with the
+        """Return the text that the policy reads instead of a result: in the tool's format, the environment's, or as JSON with the
         keys "error" and "message". The message is cut to the tool's budget."""
         item = self.find(call.name)
         most = item.options.max_output if item is not None else None
@@ -384,11 +382,11 @@ class Toolbox:
 
 
 async def _invoke_tool(item: Tool, owner: object | None, values: Mapping[str, Any], child: Child | None) -> Any:
-    """Call the tool and return its result. Raises what it raises; what the policy is to read of, as ToolError."""
+    """Call the tool and return its result. Raises its exceptions, as ToolError those that the policy should read."""
     try:
         return await item.invoke(owner, values, child)
     except AgentrlError as fault:
-        str(fault)  # which may raise as well, then here
+        str(fault)  # may raise; then here, where it counts as the tool's fault
         raise
     except Exception as fault:
         options = item.options

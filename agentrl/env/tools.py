@@ -30,10 +30,10 @@ from agentrl.utils.registry import Registry
 from agentrl.utils.schemas import DATA
 from agentrl.utils.threads import TOOLS
 
-# A typed Python signature as JSON Schema, and JSON arguments as Python values.
+# From typed Python signatures to JSON Schema, and from JSON arguments to Python values.
 #
-# pydantic handles the types; this file only decides which parameters are arguments, where their
-# descriptions come from, and in what simplified form a model sees the schema.
+# pydantic handles the types; this file decides which parameters are arguments, where their
+# descriptions come from, and how the schema is simplified for the model.
 
 
 class Hidden:
@@ -45,9 +45,9 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A tool's parameters: JSON Schema for the model, the names that it never sees, and, unless JSON values are passed as they
-    are, the Python types of arguments by name (`hints`), with the `reader` of them all. `declared`: what the model is shown,
-    where others wrote it; else None."""
+    """A tool's parameters: JSON Schema for the model, `hidden` names, and Python types by name (`hints`). `reader` converts all
+    arguments at once (None if JSON values are passed on unchanged), `readers` single ones. `declared`: the whole declaration
+    that the model is shown, if it was given and not made from the signature."""
 
     description: str
     parameters: dict[str, Json]
@@ -59,16 +59,15 @@ class Signature:
 
 
 _PREFIX = "p_"
-# int and float are not among them: JSON Schema takes 1.0 for an integer and 1 for a number, and pydantic
-# turns these into 1 and 1.0.
+# Without int and float: JSON Schema accepts 1.0 for an integer and 1 for a number, which pydantic converts to 1 and 1.0.
 _AS_JSON = frozenset({str, bool, Any, dict, list})
 
 
 def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
-    """Read the name, types, defaults and docstring of `function` (`method`: its first parameter is `self`).
+    """Read the types, defaults and docstring of `function` (`method`: its first parameter is `self`).
 
-    Raises TypeError if a parameter has no annotation, is `*args` or `**kwargs`, has a `Field` as its default, or has a type
-    that has no JSON form.
+    Raises TypeError if a parameter has no annotation, is `*args`, `**kwargs` or positional-only, has a `Field` as its default,
+    or has a type without a JSON form.
     """
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -87,17 +86,17 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
         if get_origin(hint) is Annotated and any(item is Hidden or isinstance(item, Hidden) for item in get_args(hint)[1:]):
             hidden.append(parameter.name)
             continue
-        if isinstance(parameter.default, FieldInfo):  # which Python would pass on as the value
+        if isinstance(parameter.default, FieldInfo):  # Python would pass the Field itself as the value
             raise ToolSchemaError(f"{place} has a Field as its default. Write Annotated[TYPE, Field(...)] = DEFAULT")
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-        if default is None:  # `x: int = None`, whose default would not fit its own schema
+        if default is None:  # `x: int = None`: the default would not fit the schema
             base, *more = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-            optional = Optional[base]  # type: ignore[valid-type]  # noqa: UP045 - it may be a text, which `|` does not take
+            optional = Optional[base]  # type: ignore[valid-type]  # noqa: UP045 - it may be a string, which `|` does not take
             hint = Annotated[(optional, *more)] if more else optional
-        # The alias is the argument's name; the field's own name (see below) is never visible.
+        # The alias is the argument's name; the prefixed field name (see below) is never visible.
         info = Field(default=default, alias=parameter.name, description=described.get(parameter.name))
         fields[parameter.name] = (hint, info)
-    # The prefix keeps names such as `schema`, `copy` or `_x` out of pydantic's way.
+    # The prefix avoids clashes with names that pydantic uses or forbids, such as `schema`, `copy` or `_x`.
     renamed: dict[str, Any] = {f"{_PREFIX}{name}": field for name, field in fields.items()}
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
     try:
@@ -105,14 +104,14 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
         schema = plain_schema(model.model_json_schema(by_alias=True))
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as problem:
         raise ToolSchemaError(f"tool {function.__name__}: no JSON form for its parameters: {problem}") from problem
-    except SchemaError as problem:  # a pattern or a bound
+    except SchemaError as problem:  # an invalid pattern or bound
         said, of = str(problem), re.search(rf'Field "{_PREFIX}(\w+)"', str(problem))
         place = f"parameter {of[1]!r}" if of else "its parameters"
         why = re.sub(r"^\s*(\w*Error|error): ", "", said.splitlines()[-1])
         raise ToolSchemaError(f"tool {function.__name__}: {place}: {why}. Change its pattern or bound") from problem
     for part in parts_of(model.__pydantic_core_schema__):
         for value in part.get("expected", ()) if isinstance(part, dict) and part.get("type") == "literal" else ():
-            if isinstance(value, Enum) and not isinstance(value, str | int):  # pydantic takes it only as a Python object
+            if isinstance(value, Enum) and not isinstance(value, str | int):  # pydantic accepts it only as a Python object
                 raise ToolSchemaError(f"tool {function.__name__}: Literal[{value}] is no JSON. Write Literal[{value.value!r}]")
     hints = {name: hint for name, (hint, _) in fields.items()}
     plain = all((hint is Any or isinstance(hint, type)) and hint in _AS_JSON for hint in hints.values())
@@ -130,17 +129,17 @@ def _reader(schema: Any) -> SchemaValidator:
 
 
 def _without_seconds(schema: Any) -> Any:
-    """A schema of pydantic's core in which no date, however deep, is read from "2024", which would be seconds since 1970."""
+    """Rewrite a pydantic core schema so that no date accepts "2024", which pydantic reads as seconds since 1970."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(_without_seconds, schema))
     if not isinstance(schema, dict):
         return schema
-    kind = schema.get("type")  # a dict, where the keys are names of fields
+    kind = schema.get("type")  # a dict if the keys are field names
     kept = ("default", "expected", "metadata", "serialization") if isinstance(kind, str) else ()
     changed = {key: value if key in kept else _without_seconds(value) for key, value in schema.items()}
     if kind not in ("date", "datetime"):
         return changed
-    # A union of one, since only the choice among its members sees the text and leaves to them how they read it.
+    # A tagged union with one member: its discriminator sees the text and leaves the conversion to the member.
     named = {"ref": changed.pop("ref", None), "custom_error_type": _SECONDS, "custom_error_message": _SECONDS}
     tag = lambda given: None if isinstance(given, str) and _NUMBER.fullmatch(given) else _SECONDS  # noqa: E731
     return core_schema.tagged_union_schema({_SECONDS: changed}, tag, **named)
@@ -153,11 +152,11 @@ def _is_json(value: Any) -> bool:
 
 
 def plain_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
-    """The same schema as short as possible: no titles, references inlined unless they are recursive."""
+    """Shorten a schema: no titles, and references inlined unless they are recursive."""
     definitions = dict(schema.get("$defs", {}))
     found = {name: [part.get("$ref") for part in parts_of(body) if isinstance(part, dict)] for name, body in definitions.items()}
     reached = {name: {one.rpartition("/")[2] for one in said if isinstance(one, str)} for name, said in found.items()}
-    for _ in reached:  # until each has all that it leads to
+    for _ in reached:  # transitive closure
         for names in reached.values():
             names.update(*(reached[name] for name in names & reached.keys()))
     recursive = {name for name, names in reached.items() if name in names}
@@ -170,7 +169,7 @@ def plain_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *, named: bool) -> Json:
-    """`named`: the keys of `node` are property names, so that a property called "title" stays."""
+    """Inline references and drop titles. `named`: the keys of `node` are property names, so a property "title" is kept."""
     if isinstance(node, list):
         return [_inline(item, definitions, recursive, named=False) for item in node]
     if not isinstance(node, dict):
@@ -195,7 +194,7 @@ _SPHINX = re.compile(r"^\s*:param\s+(?:[\w\[\], |]+\s+)?(\w+)\s*:\s*(.*)$")
 
 @cache
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The summary and the description of each parameter of a Google, NumPy or Sphinx docstring."""
+    """Return the summary and each parameter's description of a Google, NumPy or Sphinx docstring."""
     summary: list[str] = []
     described: dict[str, list[str]] = {}
     section, current = "", ""
@@ -219,7 +218,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _describe(section: str, line: str, current: str, described: dict[str, list[str]]) -> str:
-    """Read one line of a parameter section; returns the parameter that the next line may continue."""
+    """Read a line of a parameter section; returns the parameter whose description may continue."""
     numpy = section.startswith("numpy ")
     if section == "sphinx":
         described[current].append(line.strip())
@@ -238,15 +237,15 @@ def _describe(section: str, line: str, current: str, described: dict[str, list[s
 
 # Tools
 
-_AT_ONCE: nullcontext[None] = nullcontext()  # keeps nothing, so calls may share it
+_NO_SLOT: nullcontext[None] = nullcontext()  # stateless, so calls may share it
 
 
 @dataclass(frozen=True, eq=False)
 class Tool:
-    """One function with its name, schema and call options; stateless and shared by all episodes.
+    """A function with its name, schema and call options; stateless and shared by all episodes.
 
-    Defined in a class it is a method: accessed through an instance it is the bound function, so that `env.get("a")`
-    works in plain Python, without validation. A `Toolbox` makes the validated calls.
+    A tool defined in a class is a method: accessed through an instance it is the bound function, so `env.get("a")`
+    works in plain Python, without validation. A `Toolbox` makes validated calls.
     """
 
     function: Callable[..., Any]
@@ -255,7 +254,7 @@ class Tool:
     method: bool = False
     explicit: Signature | None = field(default=None, repr=False)
     in_set: str = ""
-    """The tool set that it is a method of, which its calls find through the environment: that of a fork is the fork's own."""
+    """Name of the tool set that it is a method of; calls look the set up in the environment, since a fork has its own copy."""
 
     def __get__(self, instance: object | None, owner: type | None = None) -> Any:
         if instance is None:
@@ -263,7 +262,7 @@ class Tool:
         return self.function.__get__(instance, owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tool:
-        """A tool has no state, so copies of its owner share it. One that is a method of an object calls that object's copy."""
+        """Return the tool itself, which is stateless; a bound one is rebound to the copy of its object."""
         if not self.bound:
             return self
         other = copy.copy(self)
@@ -272,7 +271,7 @@ class Tool:
 
     @property
     def bound(self) -> bool:
-        """True if its function is bound to an object: a method of it, or a partial call."""
+        """True if its function is bound to an object: a bound method, or a partial."""
         return not isinstance(self.function, FunctionType) and not isinstance(getattr(self.function, "__self__", None), type)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -288,12 +287,12 @@ class Tool:
         options: Options = DEFAULT,
         hidden: Sequence[str] = (),
     ) -> Tool:
-        """A tool with an existing schema (from an MCP server or a dataset), which the policy is shown as it is; `function` takes
-        keyword arguments, among them those named in `hidden`, which the environment fills in (`ToolEnv.hidden`).
+        """Make a tool with an existing schema (from an MCP server or a dataset), shown to the policy unchanged; `function` takes
+        keyword arguments, including those in `hidden`, which the environment fills in (`ToolEnv.hidden`).
 
-        Raises ValueError if the schema shows one of those, and TypeError, which names the place, if it could fetch something,
-        never end or fill the memory (`agentrl.utils.schemas`). What arguments are checked against is `Options.check`; with
-        "strict" the schema must be valid JSON Schema, which is found out when the tool is added to a toolbox.
+        Raises ValueError if the schema shows a hidden argument, and TypeError, naming the place, if the schema could fetch
+        something, not terminate or exhaust memory (`agentrl.utils.schemas`). `Options.check` selects the argument check; with
+        "strict" the schema must be valid JSON Schema, which adding the tool to a toolbox verifies.
         """
         safe_schema(name, parameters)
         if shown := [name for name in hidden if name in parameters.get("properties", {})]:
@@ -304,21 +303,21 @@ class Tool:
     def from_declaration(
         cls, declaration: Mapping[str, Any], function: Callable[..., Any], options: Options = DEFAULT, hidden: Sequence[str] = ()
     ) -> Tool:
-        """`from_schema` of a whole declaration in OpenAI's form, which the policy is shown key for key."""
+        """Make a tool from a declaration in OpenAI's format, shown to the policy unchanged; see `from_schema`."""
         body = declaration["function"]
         made = cls.from_schema(body["name"], body.get("description", ""), body["parameters"], function, options, hidden)
         return replace(made, explicit=replace(made.signature, declared=dict(declaration)))
 
     def with_options(self, **changes: Any) -> Tool:
-        """The same tool with some options replaced."""
+        """Return the tool with some options replaced."""
         made = replace(self, options=replace(self.options, **changes))
-        if "signature" in self.__dict__:  # read already; it does not depend on the options
+        if "signature" in self.__dict__:  # already read; it does not depend on the options
             made.__dict__["signature"] = self.signature
         return made
 
     @cached_property
     def signature(self) -> Signature:
-        """Read once. Raises TypeError if the function's parameters have no JSON form, or one that should not be used."""
+        """The parameters, read once. Raises TypeError if they have no JSON form or an unsafe schema."""
         if self.explicit is not None:
             return self.explicit
         signature = read_signature(self.function, method=self.method)
@@ -327,7 +326,7 @@ class Tool:
 
     @cached_property
     def schema(self) -> dict[str, Json]:
-        """The schema in OpenAI's function format. Shared: do not change it."""
+        """The schema in OpenAI's function format. It is shared: do not change it."""
         signature = self.signature
         if signature.declared is not None:
             return signature.declared
@@ -336,7 +335,7 @@ class Tool:
 
     @cached_property
     def check(self) -> Callable[[Json], Problem | None]:
-        """The compiled argument check, as `Options.check` says."""
+        """The compiled argument check of `Options.check`."""
         if self.options.check == "strict":
             return compile_validator(self.name, self.signature.parameters)
         return as_called(self.function, self.signature.hidden, method=self.method, by_python=self.options.check == "lenient")
@@ -347,20 +346,19 @@ class Tool:
 
     @cached_property
     def _slots(self) -> WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]:
-        # A semaphore belongs to one event loop, and tools are shared between loops (one per thread).
+        # A semaphore belongs to one event loop, but tools are shared between loops (one per thread).
         return WeakKeyDictionary()
 
     def place(self) -> AbstractAsyncContextManager[Child | None]:
-        """Wait for a slot under the tool's own concurrency limit, and for a thread or a child process if it needs
-        one."""
+        """Wait for a slot under the tool's concurrency limit, and for a thread or child process if it needs one."""
         options = self.options
         at_once = options.concurrency is None and not options.process and (options.inline or self.is_async)
-        return _AT_ONCE if at_once else self._place()
+        return _NO_SLOT if at_once else self._place()
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[Child | None]:
         async with AsyncExitStack() as stack:
-            # The tool's own limit first: calls that wait for it must not hold threads that other tools could use.
+            # The tool's limit first: calls that wait for it must not hold threads that other tools could use.
             if self.options.concurrency is not None:
                 slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.options.concurrency))
                 await stack.enter_async_context(slots)
@@ -372,37 +370,37 @@ class Tool:
             yield child
 
     def convert(self, arguments: Mapping[str, Json]) -> dict[str, Any] | Problem:
-        """Checked arguments as Python values; a Problem if a type refuses what its schema allows."""
+        """Convert checked arguments to Python values; a Problem if a type refuses a value that its schema allows."""
         signature, values = self.signature, dict(arguments)
         reader, hints = signature.reader, signature.hints
         if reader is None or self.options.check == "off":
             return values
-        if self.options.check == "lenient":  # as they are, unless the parameter's type is no JSON type and takes them
+        if self.options.check == "lenient":  # unchanged, unless the parameter's type is no JSON type and accepts the value
             for name, value in arguments.items():
                 if name in hints and hints[name] not in _PLAIN:
                     if name not in signature.readers:
                         signature.readers[name] = _reader(TypeAdapter(hints[name]).core_schema)
                     with suppress(ValidationError):
                         made = signature.readers[name].validate_json(json.dumps(value), strict=True)
-                        # 5 for a list of floats, say, stays what it is: Python would not change it either.
+                        # [5] for a list of floats stays unchanged: Python would not convert it either.
                         values[name] = value if _is_json(made) else made
             return values
-        # Arguments of their declared types skip pydantic. `type` and not isinstance: a bool must not pass for an int.
+        # Arguments of the declared types skip pydantic. `type`, not isinstance: a bool must not pass for an int.
         if all(type(arguments[name]) is hints[name] for name in arguments):
             return values
         try:
-            # JSON text on purpose: pydantic then accepts enums, dates and tuples in their JSON form only.
+            # From JSON text, so that pydantic accepts enums, dates and tuples only in their JSON form.
             read = reader.validate_json(json.dumps(arguments))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             place = ".".join(_OF_ONE.sub(r"\1", str(part)) for part in first["loc"] if part != _SECONDS)
             said = f"{first['input']!r} is no date or time. Write it in ISO 8601" if first["type"] == _SECONDS else first["msg"]
             return Problem("invalid_argument", f"{place}: {said}" if place else said)
-        # Only those that were given: for the others the function has its own defaults.
+        # Only the given arguments: the function has its own defaults for the others.
         return {name.removeprefix(_PREFIX): getattr(read, name) for name in read.model_fields_set}
 
     async def invoke(self, owner: Any, values: Mapping[str, Any], child: Child | None = None) -> Any:
-        """Call the function with Python values: awaited, inline, in a thread or in a child. `child`: what `place` gave."""
+        """Call the function with Python values: awaited, inline, in a thread or in `child`, the process from `place`."""
         if child is not None:
             return await child.call(self.name, function_ref(self.function, self.name), values)
         target: Callable[..., Any] = self.function
@@ -411,7 +409,7 @@ class Tool:
         if self.is_async:
             return await target(**values)
         made = target(**values) if self.options.inline else await TOOLS.call(self.name, target, **values)
-        return await made if inspect.iscoroutine(made) else made  # of a plain function around an async one, as decorators make
+        return await made if inspect.iscoroutine(made) else made  # a decorator may wrap an async function in a plain one
 
 
 @overload
@@ -421,7 +419,7 @@ def tool(*, name: str | None = None, **options: Any) -> Callable[[Callable[..., 
 def tool(
     function: Callable[..., Any] | None = None, /, *, name: str | None = None, **options: Any
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
-    """Make a tool of a typed function or of a method of a ToolEnv. Options are the fields of `Options`.
+    """Make a tool from a typed function or a method of a ToolEnv. Options are the fields of `Options`.
 
         @tool
         async def get(self, key: str) -> int: ...
@@ -430,11 +428,11 @@ def tool(
         def run(code: str) -> str: ...
 
     An async function is awaited on the event loop; a plain one runs in a thread (so it may block) unless
-    `inline=True`. A thread cannot be killed: after a timeout it keeps running with its result ignored, and once 256
-    calls of one tool do so, no further ones are started (HungError); use `process=True` for functions that may hang.
+    `inline=True`. A thread cannot be killed: after a timeout it keeps running and its result is ignored; once 256 calls of one
+    tool are in that state, no more are started (HungError). Use `process=True` for functions that may hang.
     The docstring becomes the description; `Annotated[..., Hidden()]` parameters are filled in by the environment.
     Raises TypeError for an unknown option, and for `process=True` on a function that a child process cannot import;
-    types are resolved at first use, so that they may be declared further down.
+    annotations are resolved at first use, so types may be defined further down.
     """
 
     def decorate(target: Callable[..., Any]) -> Tool:
@@ -444,7 +442,7 @@ def tool(
         first = next(iter(inspect.signature(target).parameters), None)
         made = Tool(target, name or target.__name__, Options(**options), method=first == "self")
         if made.options.process:
-            # For its error: where the tool is written, not at the first call in an episode.
+            # To raise its error at the definition, not at the first call in an episode.
             function_ref(target, made.name)
         return made
 
@@ -458,66 +456,66 @@ class ToolSession(Protocol):
     """One episode's connection to a source of tools."""
 
     async def open(self) -> list[Tool]:
-        """Connect and list the tools. Raises EnvError if the other side does not answer."""
+        """Connect and list the tools. Raises EnvError if the source does not answer."""
 
     async def close(self) -> None:
         """Disconnect; idempotent, also after a failed `open`."""
 
 
 class ToolSource(Protocol):
-    """Makes a separate session for every episode."""
+    """A source of tools that opens a separate session for each episode."""
 
     def session(self) -> ToolSession:
-        """A new, unopened session."""
+        """Make a new session, not yet open."""
 
 
 TOOL_SOURCES: Registry[Callable[..., ToolSource]] = Registry("tools", "TOOL_SOURCES", "agentrl.env", given=2)
-"""Makers of sources by the key of `tools` that names them, from a name and its section of the config."""
+"""Factories of tool sources by their key in the `tools` section; arguments: a name and its config section."""
 
 # Tool sets
 
 
 class ToolSet:
-    """Base class of the stateful sets of a shelf (`tools/NAME.py`): `name`, and methods marked with `@tool`.
+    """Base class of stateful tool sets on a shelf (`tools/NAME.py`): a `name`, and methods marked with `@tool`.
 
-    Keyword arguments of the class are those of `tools.args.NAME`; it raises ConfigError for unfit ones, and ResourceError if
-    this machine lacks what it needs. State is set in `__init__` and `open` as ordinary attributes: a snapshot or fork of the
-    environment copies them with `copy.deepcopy`, so a large and constant part is immutable, or shared by `__deepcopy__`.
+    The keyword arguments of the class come from `tools.args.NAME`; raise ConfigError for invalid ones, and ResourceError if
+    this machine lacks a requirement. Set state in `__init__` and `open`, as ordinary attributes: snapshots and forks of the
+    environment copy them with `copy.deepcopy`, so make a large constant part immutable, or share it by `__deepcopy__`.
     """
 
     name: ClassVar[str] = ""
     _tools: ClassVar[tuple[Tool, ...]]
 
     async def open(self) -> None:
-        """An episode begins. Raises EnvError if the set fails at it."""
+        """Start an episode. Raises EnvError if that fails."""
 
     async def close(self) -> None:
-        """The episode is over; called once, also if `open` raised."""
+        """End the episode; called once, also if `open` raised."""
 
     @property
     def queued(self) -> str:
-        """As `ToolEnv.queued`."""
+        """The resource that it queues for; see `ToolEnv.queued`."""
         return ""
 
     def state(self) -> Json:
-        """State of the set, as JSON, for an environment that shows it in its own `state`."""
+        """The set's state as JSON, for an environment that includes it in its `state`."""
         return None
 
     @classmethod
     def tools(cls) -> tuple[Tool, ...]:
-        """Its tools as methods of an environment, whose set of this name they are called on: read once a class. Raises TypeError
-        for a signature that does not fit."""
+        """Return its tools, read once per class; a call runs on the environment's set of this name. Raises TypeError for an
+        invalid signature."""
         if "_tools" not in cls.__dict__:
             cls._tools = tuple(replace(item, explicit=item.signature, in_set=cls.name) for item in tool_methods(cls))
         return cls._tools
 
 
 def tool_methods(owner: type) -> Iterator[Tool]:
-    """The tools of a class in order of definition, those of its bases first. Raises TypeError for one that could not work."""
+    """Yield a class's tools in order of definition, inherited ones first. Raises TypeError for an invalid one."""
     found: dict[str, Tool] = {}
     taken = {name for base in owner.__mro__ if base.__module__.startswith(("agentrl.env.", "gymnasium.")) for name in vars(base)}
     for base in reversed(owner.__mro__):
-        # A name that a subclass redefines as something else is not a tool any longer.
+        # A name that a subclass redefines as something else is no longer a tool.
         for name, value in vars(base).items():
             found.pop(name, None)
             if isinstance(getattr(value, "__wrapped__", None), Tool):
