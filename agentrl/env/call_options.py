@@ -1,4 +1,4 @@
-"""Calls of tools: the validation of its arguments, and its options."""
+"""Tool calls: validation of their arguments, and their options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from agentrl.utils.schemas import (
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Problem with a call: `kind` is stable and short, `message` is for the model to read."""
+    """A problem with a call: `kind` is a short, stable code, `message` is for the model to read."""
 
     kind: str
     message: str
@@ -38,13 +38,13 @@ Check = Callable[[Json], Problem | None]
 
 
 def compile_validator(name: str, parameters: Mapping[str, Json]) -> Check:
-    """A function from arguments to the first problem, or None; equal schemas share it. Raises TypeError for a bad schema; the
-    function raises TimeoutError if it takes too long, and TooLongError on an event loop (`agentrl.utils.schemas`)."""
-    # By content: tools that are made anew for each episode (from an MCP server, or by a wrapper) compile nothing anew.
+    """Compile a schema into a function that returns the first problem of arguments, or None. Raises TypeError for a bad schema;
+    the function raises TimeoutError if it takes too long, and TooLongError on an event loop (`agentrl.utils.schemas`)."""
+    # Cached by content, so that tools made per episode (by an MCP server or a wrapper) compile nothing again.
     safe_schema(name, parameters)
     try:
         kind = parameters.get("type")
-        if isinstance(kind, str | list) and "object" not in kind:  # each call would be refused
+        if isinstance(kind, str | list) and "object" not in kind:  # it would refuse every call
             raise BadSchemaError("/type", f"{kind!r} takes no arguments, which are an object", 'write "object"')
         return _compiled_check(json.dumps(parameters))
     except BadSchemaError as problem:
@@ -52,7 +52,7 @@ def compile_validator(name: str, parameters: Mapping[str, Json]) -> Check:
 
 
 def safe_schema(name: str, parameters: Mapping[str, Json]) -> None:
-    """Raises TypeError, which names the tool and the place, if its schema could fetch something, never end or fill the memory."""
+    """Raise TypeError, naming tool and place, for a schema that could fetch, not terminate or exhaust memory."""
     try:
         check_schema(parameters)
     except BadSchemaError as problem:
@@ -71,8 +71,8 @@ _TYPES: dict[str, type] = {"string": str, "integer": int, "boolean": bool}
 def _compiled_check(text: str) -> Check:
     parameters = json.loads(text)
     validator = checked_validator(parameters)
-    # For a flat schema of plain strings, integers and booleans valid arguments, the common case, are recognized without the
-    # general validator, which is slow. If there are other arguments, it decides, since the schema may allow them.
+    # For a flat schema of strings, integers and booleans, valid arguments (the common case) skip the slow general validator,
+    # which decides on all others.
     properties, required = parameters.get("properties", {}), set(parameters.get("required", ()))
     kinds = {
         name: _TYPES[schema["type"]]
@@ -107,15 +107,15 @@ def _compiled_check(text: str) -> Check:
             return Problem("unexpected_argument", f"{prefix}no argument {extra!r}; {nearest(extra, known)}")
         if error.validator == "type":
             expected = " or ".join(wanted) if isinstance(wanted, list) else wanted
-            return Problem("wrong_type", f"{prefix}expected {expected}, got {_short(instance)}")
+            return Problem("wrong_type", f"{prefix}expected {expected}, got {_shorten(instance)}")
         return Problem("invalid_argument", f"{prefix}{fault_words(error)}")
 
     return check
 
 
 def call_fault(name: str, arguments: Mapping[str, Json], parameters: Mapping[str, Json], *, shown: bool = True) -> str | None:
-    """The fault of an expected call, or None: the tool's schema does not take the arguments, or, with `shown`, does not show one
-    of them to the policy."""
+    """Return the fault of an expected call, or None: arguments that the tool's schema refuses or, with `shown`, does not show to
+    the policy."""
     try:
         given = own_names(arguments, parameters)
         wrong = compile_validator(name, parameters)(given)
@@ -130,9 +130,9 @@ def call_fault(name: str, arguments: Mapping[str, Json], parameters: Mapping[str
 
 
 def as_called(function: Callable[..., Any], hidden: Sequence[str], *, method: bool, by_python: bool) -> Check:
-    """A function from arguments to a problem if they are no object or name a parameter that is `hidden`, which the caller fills
-    in; with `by_python`, also to what Python says if `function` does not take them. `method`: the caller fills in the first."""
-    # Not what it wraps: the wrapper is what would be called.
+    """Return a check for arguments that are no object or set a `hidden` parameter, which the caller fills in; with `by_python`,
+    also for those that `function` does not take, in Python's words. `method`: the caller fills in the first parameter."""
+    # The signature of the wrapper, not of the wrapped function: the wrapper is called.
     signature = inspect.signature(function, follow_wrapped=False) if by_python else None
     first = (None,) if method else ()
     filled = dict.fromkeys(hidden)
@@ -140,7 +140,7 @@ def as_called(function: Callable[..., Any], hidden: Sequence[str], *, method: bo
 
     def check(arguments: Json) -> Problem | None:
         if not isinstance(arguments, dict):
-            return Problem("wrong_type", f"expected object, got {_short(arguments)}")
+            return Problem("wrong_type", f"expected object, got {_shorten(arguments)}")
         for name in hidden:
             if name in arguments:
                 return Problem("unexpected_argument", f"{called}() got an unexpected keyword argument {name!r}")
@@ -151,7 +151,7 @@ def as_called(function: Callable[..., Any], hidden: Sequence[str], *, method: bo
         except TypeError as found:
             unknown = arguments.keys() - signature.parameters.keys()
             try:
-                function(*first, **arguments, **filled)  # for Python's own words: nothing of it runs, since it cannot be entered
+                function(*first, **arguments, **filled)  # for Python's message; the body does not run, since binding fails
             except TypeError as problem:
                 return Problem("unexpected_argument" if unknown else "missing_argument", str(problem))
             raise AssertionError(f"{function!r} takes arguments that its signature refuses") from found
@@ -161,11 +161,11 @@ def as_called(function: Callable[..., Any], hidden: Sequence[str], *, method: bo
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """A hint for a misspelled name: the nearest known one, or all of them."""
+    """Return a hint for an unknown name: the nearest known one, or else the first 20 known ones."""
     return did_you_mean(name, known, f"known: {', '.join(known[:20])}" if known else "none are known")
 
 
-def _short(value: Json) -> str:
+def _shorten(value: Json) -> str:
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
     kind = "null" if value is None else kinds.get(type(value), type(value).__name__)
     said = repr(value)
@@ -179,7 +179,7 @@ Caller = Literal["assistant", "user"]
 Strictness = Literal["strict", "lenient", "off"]
 
 MAX_OUTPUT = 2048
-"""Tokens of an answer, where neither the tool nor its environment says."""
+"""Default budget of a tool's result, in tokens."""
 
 FIELD = re.compile(r"\{(\w+)\}")
 _FIELDS = ("message", "json", "error", "tool")
@@ -189,32 +189,31 @@ _FIELDS = ("message", "json", "error", "tool")
 class Options:
     """Options of a tool's calls.
 
-    `timeout` (seconds) and `max_output` (tokens; None: the environment's, `ToolEnv.max_output`) bound every call. `on_timeout`
-    says what happens after a timeout: "stop" ends the episode; with "answer" the policy continues. `late` says who is
-    responsible for it: the "infrastructure" (default with "stop": the episode ends unscored) or the "policy" (default with
-    "answer", and right for tools that run what the policy wrote: the episode ends there and is scored).
-    `parallel=False` keeps other calls of the turn from overlapping this one. `concurrency` bounds the calls that
-    run at the same time in this process, over all episodes. `inline` runs a plain function on the event loop instead
-    of in a thread: for functions that take microseconds and never wait. `process` runs a plain module function
-    in a child process, which is killed after a timeout: for functions that may hang. Arguments and result are
-    pickled; nothing else is shared. `read_only` promises that the call does not change any state. `by`: who may call it, the
-    policy or the environment's simulated user (docs/users.md): the tools of one are not offered to the other, and the time of
-    the user's is never the policy's fault.
+    `timeout` (seconds) and `max_output` (tokens; None: the environment's, `ToolEnv.max_output`) bound every call. `on_timeout`:
+    after a timeout, "stop" ends the episode; with "answer" the policy reads an error and continues. `late`: who is responsible
+    for a timeout, the "infrastructure" (default with "stop": the episode ends unscored) or the "policy" (default with "answer",
+    and right for tools that run the policy's code: with "stop" the episode ends there and is scored).
+    `parallel=False` keeps other calls of the turn from overlapping this one. `concurrency` bounds the simultaneous calls in this
+    process, over all episodes. `inline` runs a plain function on the event loop instead of in a thread: for functions that take
+    microseconds and never wait. `process` runs a plain module function in a child process, which is killed after a timeout: for
+    functions that may hang; arguments and result are pickled, and nothing else is shared. `read_only` declares that the call
+    changes no state. `by`: the caller, the policy or the environment's simulated user (docs/users.md); each sees only its own
+    tools, and the policy is never responsible for a timeout of a user tool.
 
-    `check` says what arguments are checked against; what the policy is shown is the tool's schema in any case. "strict": that
-    schema. "lenient": only whether Python would make the call; argument names that the function does not take, or lacks, are
-    answered with Python's own words. Values are passed on as they are ("5" stays "5", 5 is fine for a float), except those of a
-    parameter whose annotation is no JSON type, which become it if they can. "off": nothing, and nothing is converted.
+    `check` selects the argument check; the policy is shown the tool's schema in any case. "strict": against that schema.
+    "lenient": only whether Python could make the call; unknown or missing argument names are answered with Python's message.
+    Values are passed on unchanged ("5" stays "5", and 5 is accepted for a float), except for parameters whose annotation is no
+    JSON type: their values are converted if possible. "off": no check and no conversion.
 
     `on_error`: "stop" ends the episode unscored if the function raises anything but ToolError; with "answer" the policy reads the
-    exception's text, as it always does for ToolError. By default "stop" if `check` is "strict", else "answer": what is not
-    checked makes functions raise, and a policy must not escape a bad reward by a wrong argument.
+    exception's text, as it always does for ToolError. Default: "stop" if `check` is "strict", else "answer", since unchecked
+    arguments make functions raise, and a policy must not escape a bad reward by a wrong argument.
 
-    `error`: the text that the policy reads in place of an answer, by default the environment's (`ToolEnv.error_text`). In it,
-    `{message}` stands for the message, `{json}` for the same as a JSON text with its quotes, `{error}` for its kind
-    ("tool_error", say) and `{tool}` for the tool's name.
+    `error`: the text that the policy reads instead of a result, by default the environment's (`ToolEnv.error_text`). Fields:
+    `{message}`, `{json}` (the message as a quoted JSON string), `{error}` (the kind, such as "tool_error") and `{tool}` (the
+    tool's name).
 
-    Raises ValueError for another name in braces, and ConfigError for a value of another type or out of range.
+    Raises ValueError for another field in braces, and ConfigError for a value of the wrong type or out of range.
     """
 
     timeout: float = 30.0

@@ -55,7 +55,7 @@ from agentrl.utils.redaction import map_texts
 
 
 def check_contract(subject: Subject) -> str:
-    """Gymnasium's own checker, and what a ToolEnv guarantees beyond it."""
+    """Run Gymnasium's checker, and check the further guarantees of a ToolEnv."""
     env = subject.build()
     if "/" not in env.id or not env.id.rpartition("-v")[2].isdigit():
         raise CheckFailed(f"id {env.id!r} is not of the form Namespace/Name-v0")
@@ -84,7 +84,7 @@ def check_contract(subject: Subject) -> str:
 
 
 def check_seeds(subject: Subject) -> str:
-    """With the same seed and the same turns, two instances must agree in every message and in the final state."""
+    """Check that two instances with the same seed and turns agree in all messages and the final state."""
     digests = set()
     for seed in range(subject.tasks):
         texts: list[str] = []
@@ -94,7 +94,7 @@ def check_seeds(subject: Subject) -> str:
             play(env, subject.turns(env, seed))
             record = env.trajectory
             env.close()
-            # Results are compared without value and duration: the time that a call took differs between runs.
+            # Results are compared without value, duration and images: durations differ between runs.
             for turn in record.turns:
                 turn.results = [replace(result, value=None, seconds=0.0, images=()) for result in turn.results]
             row = record.to_json()
@@ -118,7 +118,7 @@ print(tasks_digest(pickle.loads(sys.stdin.buffer.read()).build(), int(sys.argv[1
 
 
 def tasks_digest(env: ToolEnv, count: int) -> str:
-    """A fingerprint of the tasks and prompts of the first `count` seeds of both splits."""
+    """Return a digest of the tasks and prompts of the first `count` seeds of each split."""
     rows = []
     for split in env.splits:
         for seed in range(count):
@@ -130,7 +130,7 @@ def tasks_digest(env: ToolEnv, count: int) -> str:
 
 
 def check_process(subject: Subject) -> str:
-    """Another process, of another hash seed, makes the same tasks."""
+    """Check that a process with another hash seed makes the same tasks."""
     if subject.portable is None:
         raise Skipped("the environment cannot be built in another process (no reference to it)")
     here = tasks_digest(subject.build(), subject.tasks)
@@ -149,7 +149,7 @@ def check_process(subject: Subject) -> str:
 
 
 def check_splits(subject: Subject) -> str:
-    """No task's data and gold occur in two splits."""
+    """Check that no task's data and gold occur in two splits."""
     env = subject.build()
     seen: dict[str, str] = {}
     for split in env.splits:
@@ -166,13 +166,13 @@ def check_splits(subject: Subject) -> str:
 
 
 def shown_by(env: ToolEnv) -> str:
-    """Everything an episode shows: messages and state."""
+    """Return all that an episode shows, messages and state, as JSON text."""
     row = env.trajectory.to_json()
     return json.dumps([row["messages"], row["state"]], sort_keys=True)
 
 
 def check_instances(subject: Subject) -> str:
-    """Two instances played alternately give the same episodes as each one alone."""
+    """Check that two instances played alternately give the same episodes as each alone."""
     for seed in subject.few_seeds():
         seeds = (seed, seed + 1000)
         scripts: list[list[Action]] = []
@@ -203,7 +203,7 @@ def check_instances(subject: Subject) -> str:
 
 
 def check_fork(subject: Subject) -> str:
-    """A fork starts equal to its parent, its turns do not change the parent, and restore returns to the snapshot."""
+    """Check that a fork equals its parent and does not change it, and that restore returns to the snapshot."""
     count = 0
     for seed in subject.few_seeds():
         env = subject.build()
@@ -211,7 +211,7 @@ def check_fork(subject: Subject) -> str:
         turns = subject.turns(env, seed)
         half = len(turns) // 2
         if any(env.step(turn)[2] for turn in turns[:half]):
-            continue  # sampled turns may end an episode early, and then there is nothing left to compare
+            continue  # sampled turns may end an episode early, which leaves nothing to compare
         before, snapshot, forked = shown_by(env), env.snapshot(), env.fork()
         if shown_by(forked) != before:
             raise CheckFailed(f"seed {seed}: a fork after {half} turns is not equal to its parent")
@@ -235,12 +235,14 @@ def check_fork(subject: Subject) -> str:
 # Gold answers that leak
 
 MARK = "CANARY"
-LONG = 24
-MOST = 0.5
+LONG_TEXT = 24
+"""Characters from which on a gold text is searched for in the shown text."""
+MAX_SHOWN = 0.5
+"""Largest share of prompts that may contain the gold answer."""
 
 
 def check_leaks(subject: Subject) -> str:
-    """Three tests: gold marked with canaries, long gold texts, and answers that occur in the prompt."""
+    """Check that gold is not shown: by canaries in it, by its long texts, and by answers in prompts."""
     env = subject.build()
     marked = 0
     prompts: list[tuple[str, str]] = []
@@ -248,14 +250,14 @@ def check_leaks(subject: Subject) -> str:
         opened, _ = env.reset(seed=seed)
         task = env.task
         shown = _shown_text(env, task, seed)
-        # What the task's data and the tools' schemas say anyway (a tool's name in gold calls) is no secret; of the
-        # record, since the toolbox of an episode that is over has lost what its setup added.
+        # Text of the task's data and the tools' schemas (a tool's name in gold calls) is no secret. The schemas are the
+        # record's, since a toolbox loses the tools that `setup` added when the episode ends.
         known = json.dumps([dict(task.data), env.trajectory.tools], ensure_ascii=False, default=str)
         for (place, _), text in leaves_of(task.gold):
-            if isinstance(text, str) and len(text) >= LONG and text in shown and text not in known:
+            if isinstance(text, str) and len(text) >= LONG_TEXT and text in shown and text not in known:
                 raise CheckFailed(f"{describe(task)}: gold{place} {short_repr(text)} is shown to the policy")
-        # Once more with a marker in place of each string of the gold. An environment may need meaningful gold (a simulated
-        # user's goal, say) and refuse that; the other tests still apply.
+        # Again with a canary in place of each gold string. An environment may need meaningful gold (a simulated user's goal)
+        # and refuse canaries; the other tests still apply.
         try:
             gold = map_texts(task.gold, lambda text: f"{MARK}{len(text)}", keys=False)
             shown = _shown_text(env, replace(task, gold=gold), seed)
@@ -270,13 +272,13 @@ def check_leaks(subject: Subject) -> str:
             prompts.append((str(task.gold["answer"]), " ".join(m.content for m in opened)))
     env.close()
     found = [a for a, opening in prompts if a and re.search(rf"(?<!\w){re.escape(a)}(?!\w)", opening)]
-    if len({answer for answer, _ in prompts}) >= 3 and len(found) / len(prompts) > MOST:
+    if len({answer for answer, _ in prompts}) >= 3 and len(found) / len(prompts) > MAX_SHOWN:
         raise CheckFailed(f"the gold answer occurs in {len(found)} of {len(prompts)} prompts, {found[0]!r} for one")
     return f"{subject.tasks} tasks, {marked} of them with canaries in the gold, none seen"
 
 
 def _shown_text(env: ToolEnv, task: Task, seed: int) -> str:
-    """Everything that a policy sees in an episode in which it tries every tool once, as text."""
+    """Return as text what a policy sees in an episode in which it calls every tool once."""
     observation, info = env.reset(seed=seed, options={"task": task})
     seen: list[Any] = [[m.content for m in observation], info, env.toolbox.schemas()]
     rng = np.random.default_rng(seed)
@@ -291,14 +293,14 @@ def _shown_text(env: ToolEnv, task: Task, seed: int) -> str:
 
 # Scores of scripted policies
 
-LUCK = 0.1
-"""Most that idling may earn on average beyond the design, where rewards are partial."""
+SLACK = 0.1
+"""Mean score that idling may reach above `idle_share`, for partial rewards."""
 NAMED = 10
-"""Tasks that evidence names."""
+"""Tasks that evidence lists by name."""
 
 
 def check_gold(subject: Subject) -> str:
-    """Gold turns end the episode and are a success, on every split."""
+    """Check that gold turns end the episode with success, on every split."""
     env = subject.build()
     played = 0
     for split in env.splits:
@@ -317,13 +319,13 @@ def check_gold(subject: Subject) -> str:
                     f"{describe(env.task)}: gold scored {subject.score(env).value} and is not a success{_refused_calls(env)}"
                 )
             played += 1
-    # The leaves of the spec that would call a model.
+    # Leaves of the spec that would call a model.
     judged = subject.scorer.judged if isinstance(subject.scorer, Scorer) else []
     return f"gold succeeded on {played} tasks" + (f"; not judged: {', '.join(judged)}" if judged else "")
 
 
 def _refused_calls(env: ToolEnv) -> str:
-    """For evidence: the running episode's tool calls that ended in errors, by tool, and the first error; nothing without any."""
+    """Describe the episode's tool calls that ended in errors, by tool, with the first error; "" without any."""
     answers = [(turn.index + 1, result) for turn in env.trajectory.turns for result in turn.results]
     wrong = [(turn, result) for turn, result in answers if result.error is not None]
     if not wrong:
@@ -343,8 +345,8 @@ IDLERS: dict[str, Script] = {
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Earnings of one of `IDLERS`: a value for each task (None: unscored), the tasks on which it was paid in full, and of a
-    suite the episodes, for its own metrics."""
+    """Scores of one of `IDLERS`: a value per task (None: unscored), the tasks that it solved (`paid`), and for a Benchmark the
+    episodes (`played`), for its official metrics."""
 
     agent: str
     values: list[float | None] = field(default_factory=list)
@@ -353,14 +355,14 @@ class Floor:
 
 
 def floors(subject: Subject, env: ToolEnv, split: str, seeds: Iterable[int]) -> Iterator[Floor]:
-    """Earnings of scripts that solve nothing on tasks of a split, one script after the other. Raises Skipped without a scorer."""
+    """Yield the scores of each script of `IDLERS` on tasks of a split. Raises Skipped without a scorer."""
     tasks, inner = list(seeds), env.unwrapped
     for name, script in IDLERS.items():
         found = Floor(name)
         for seed in tasks:
             env.reset(seed=seed, options={"split": split})
             turns = script(env, np.random.default_rng(seed))
-            for turn in [*turns, *turns[-1:] * 20]:  # a simulated user may ask back
+            for turn in [*turns, *turns[-1:] * 20]:  # a simulated user may keep the conversation going
                 if any(env.step(turn)[2:4]):
                     break
             score = subject.score(env)
@@ -373,8 +375,8 @@ def floors(subject: Subject, env: ToolEnv, split: str, seeds: Iterable[int]) -> 
 
 
 def check_exploits(subject: Subject) -> str:
-    """Scripts that solve nothing must not be paid in full on any task, nor well on average, except as often as idling is correct
-    by design (`idle_share`)."""
+    """Check that scripts that solve nothing succeed on no task and score low on average, up to the share of tasks in which idling
+    is correct by design (`idle_share`)."""
     env = subject.build()
     shown: list[str] = []
     count = subject.tasks if subject.light else subject.tasks * 2
@@ -391,10 +393,10 @@ def check_exploits(subject: Subject) -> str:
                 f"{100 * high:.1f} % of all, 95 %; idle_share allows {100 * env.idle_share:g} %): {', '.join(paid[:NAMED])}{more}"
             )
         mean = sum(values) / len(values)
-        if mean > env.idle_share + LUCK:
+        if mean > env.idle_share + SLACK:
             worst = values.index(max(values))
             raise CheckFailed(
-                f"{floor.agent!r} scores {mean:.2f} on average (allowed: {env.idle_share + LUCK:.2f}), {values[worst]:.2f} at "
+                f"{floor.agent!r} scores {mean:.2f} on average (allowed: {env.idle_share + SLACK:.2f}), {values[worst]:.2f} at "
                 f"seed {worst}"
             )
         shown.append(f"{floor.agent} {mean:.2f}, {len(paid)} in full")
@@ -403,8 +405,7 @@ def check_exploits(subject: Subject) -> str:
 
 
 def share_interval(count: int, of: int) -> tuple[float, float]:
-    """The 95 % confidence interval of a share, seen `count` times of `of` (Wilson, 1927, equation 8); above 0 if one is
-    seen, since that one is there."""
+    """Return the 95 % Wilson score interval (Wilson 1927, eq. 8) of `count` of `of`; its low end is 0 if `count` is 0."""
     z = 1.959964
     middle = (count + z * z / 2) / (of + z * z)
     half = z / (of + z * z) * math.sqrt(count * (of - count) / of + z * z / 4)
@@ -464,24 +465,24 @@ CHECKS: dict[str, Check] = {
 }
 
 
-AT_ONCE = 4
-"""Checks that run at the same time, of an environment whose episodes start programs: most of the time they wait for these."""
+PARALLEL_CHECKS = 4
+"""Checks that run at the same time if episodes start programs, for which they mostly wait."""
 
 
 def check_all(
     subject: Subject, only: Iterable[str] | None = None, report: Callable[[CheckFinding], None] = lambda finding: None
 ) -> list[CheckFinding]:
-    """Run the checks (those named in `only`) and report every outcome; errors of the environment become findings. `report` is
-    called with each as it is found.
+    """Run all checks, or those named in `only`, and return their findings in order.
 
-    Raises KeyError for an unknown name in `only`.
+    Exceptions of the environment become findings. `report` is called with each finding as it is made. Raises KeyError for an
+    unknown name in `only`.
     """
     checks = {name: CHECKS[name] for name in (CHECKS if only is None else only)}
     found: dict[str, CheckFinding] = {}
     waiting, lock = iter(list(checks.items())), threading.Lock()
 
     def work() -> None:
-        for name, check in waiting:  # each goes to the thread that is free
+        for name, check in waiting:  # the threads share this iterator
             began = time.perf_counter()
             ok: bool | None = True
             try:
@@ -491,7 +492,7 @@ def check_all(
             except Skipped as reason:
                 ok, evidence = None, str(reason)
             except Exception as fault:
-                # The environment is the code under test, so anything that it raises is a finding.
+                # The environment is the code under test, so any exception is a finding.
                 ok, evidence = False, f"raised {fault_text(fault)}"
             with lock:
                 found[name] = CheckFinding(name, ok, evidence, time.perf_counter() - began)
@@ -500,7 +501,7 @@ def check_all(
     if not subject.light:
         work()
         return list(found.values())
-    threads = [threading.Thread(target=work, daemon=True, name="agentrl-check") for _ in range(AT_ONCE)]
+    threads = [threading.Thread(target=work, daemon=True, name="agentrl-check") for _ in range(PARALLEL_CHECKS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -509,8 +510,8 @@ def check_all(
 
 
 def limit_to(subject: Subject, seconds: float = 30.0) -> Subject:
-    """With fewer tasks and inputs if each episode starts a program, so that all checks take about `seconds`. Raises EnvError if
-    an episode does not start."""
+    """Reduce tasks and inputs if episodes start programs, so that all checks take about `seconds`. Raises EnvError if an episode
+    does not start."""
     env = subject.build()
     if not env.has_sources:
         return subject
@@ -518,7 +519,7 @@ def limit_to(subject: Subject, seconds: float = 30.0) -> Subject:
     env.reset(seed=0)
     tools = max(1, len(env.toolbox))
     env.close()
-    # Episodes of a server of 0.6 s take two cores 0.3 s each; about 30 are played whatever the number of tasks, and 20 for each.
+    # About 30 episodes are played for any number of tasks, and 20 more per task.
     episodes = seconds / (time.perf_counter() - began)
     tasks = max(1, min(subject.tasks, int((episodes - 30) / 20)))
     fuzz = subject.fuzz if tasks == subject.tasks else min(subject.fuzz, max(9, 100 // tools))

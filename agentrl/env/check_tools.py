@@ -1,4 +1,4 @@
-"""Findings of `agentrl env check`, scripted policies, and checks of tools by random input and faults."""
+"""Findings of `agentrl env check`, scripted policies, and tool checks by random input and planted faults."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ class CheckFinding:
 
 @dataclass(frozen=True)
 class Subject:
-    """The environment that is checked.
+    """The environment under check, and how much of it to check.
 
-    `build` gives a new instance each time, `scorer` scores whole episodes (None: checks of rewards do not
-    apply), `tasks` is the number of tasks per check, `fuzz` the number of inputs per tool. `portable` is
-    a pickled object with `build()`, for building the environment in another process. `every`: gold and idling are tried on
-    each task of an environment that has finitely many. `spec`: the reward spec's path, for evidence. `light`: episodes start
-    programs, so faults are planted in one tool alone.
+    `build` makes a new instance, `scorer` scores whole episodes (None: reward checks do not apply), `tasks` is the number of
+    tasks per check, `fuzz` the number of inputs per tool. `portable` is a pickled object with `build()`, to build the
+    environment in another process. `every`: try gold and idling on all tasks, which must be finitely many. `spec`: the reward
+    spec's path, for evidence. `light`: episodes start programs, so faults are planted in one tool only.
     """
 
     build: Callable[[], ToolEnv]
@@ -63,7 +62,7 @@ class Subject:
     light: bool = False
 
     def probe_seeds(self, env: ToolEnv, split: str, count: int) -> range:
-        """Seeds of the tasks of a split: `count` of them, or each with `every`."""
+        """Return seeds of a split's tasks: `count` at most, or all with `every`. Raises CheckFailed if they are infinite."""
         known = env.task_count(split)
         if known is not None:
             return range(known if self.every else min(count, known))
@@ -72,18 +71,18 @@ class Subject:
         return range(count)
 
     def few_seeds(self) -> range:
-        """For checks that play a task several times."""
+        """Return fewer seeds, for checks that play a task several times."""
         return range(min(self.tasks, max(2, self.tasks // 2)))
 
     def gold(self, env: ToolEnv) -> list[Message]:
-        """The gold turns of the running task. Raises CheckFailed if the environment has none."""
+        """Return the current task's gold turns. Raises CheckFailed if the environment has none."""
         try:
             return env.gold_turns(env.task)
         except NotImplementedError as problem:
             raise CheckFailed(f"no gold_turns: {problem}") from problem
 
     def turns(self, env: ToolEnv, seed: int, count: int = 4) -> list[Action]:
-        """Gold turns if there are any, else `count` sampled calls."""
+        """Return the gold turns, or `count` sampled calls if there are none."""
         try:
             return list(env.gold_turns(env.task))
         except NotImplementedError:
@@ -91,13 +90,13 @@ class Subject:
             return [env.action_space.sample() for _ in range(count)]
 
     def score(self, env: ToolEnv) -> Score:
-        """Value and success of the environment's finished episode. Raises Skipped without a scorer."""
+        """Score the environment's finished episode. Raises Skipped without a scorer."""
         if self.scorer is None:
             raise Skipped("the environment names no reward spec")
         return run_sync(self.scorer.ascore(env.trajectory))
 
     def won(self, env: ToolEnv) -> bool:
-        """Return True if the episode is a success. Judges are not asked: it is one if they say the best of it, or the worst."""
+        """Return True if the episode is a success, assuming the best or the worst verdict of every judge."""
         if not isinstance(self.scorer, Scorer) or not self.scorer.asks:
             return self.score(env).success is True
         judged = (self.scorer.assuming(lambda _: True), self.scorer.assuming(lambda _: False))
@@ -105,19 +104,19 @@ class Subject:
 
 
 def play(env: ToolEnv, turns: Sequence[Action]) -> None:
-    """Play turns until they or the episode end."""
+    """Play turns until they are used up or the episode ends."""
     for turn in turns:
         if env.step(turn)[2]:
             break
 
 
 def describe(task: Task) -> str:
-    """A task's name for evidence."""
+    """Name a task for evidence."""
     return f"task {task.id!r} (seed {task.seed}, {task.split})"
 
 
 def short_repr(value: Any, limit: int = 160) -> str:
-    """A value's repr, cut to `limit` characters."""
+    """Return the repr of a value, cut to `limit` characters."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -127,31 +126,31 @@ def short_repr(value: Any, limit: int = 160) -> str:
 REFUSAL = "I do not know."
 
 Script = Callable[[ToolEnv, Any], list[Message]]
-"""The turns of a running episode; from a `numpy.random.Generator`, if it draws. Raises NotImplementedError without any."""
+"""A script: from a running episode and a `numpy.random.Generator` to its turns. Raises NotImplementedError without any."""
 
 
 def gold(env: ToolEnv, rng: Any) -> list[Message]:
-    """The environment's own solution."""
+    """Play the environment's gold solution."""
     return list(env.gold_turns(env.task))
 
 
 def idle(env: ToolEnv, rng: Any) -> list[Message]:
-    """Says nothing."""
+    """Say nothing."""
     return [Message("assistant")]
 
 
 def refuse(env: ToolEnv, rng: Any) -> list[Message]:
-    """Says that it does not know."""
+    """Say that the answer is not known."""
     return [Message("assistant", REFUSAL)]
 
 
 def echo(env: ToolEnv, rng: Any) -> list[Message]:
-    """Repeats what the user said in the opening, and puts its formula into a box."""
+    """Repeat the user's opening text, with its formula in a box."""
     return [Message("assistant", copied_question(env.trajectory.messages))]
 
 
 def spam(env: ToolEnv, rng: Any) -> list[Message]:
-    """Calls every read-only tool twice, with sampled arguments, and then says nothing."""
+    """Call every read-only tool twice with sampled arguments, then say nothing."""
     readers = [item for item in env.toolbox if item.options.read_only]
     calls = [(ToolCall(item.name, sample_arguments(item.signature.parameters, rng)),) for item in readers * 2]
     return [*(Message("assistant", tool_calls=one) for one in calls), Message("assistant")]
@@ -161,7 +160,7 @@ SCRIPTS: dict[str, Script] = {"gold": gold, "idle": idle, "refuse": refuse, "ech
 
 
 def lines_of(name: str, env: ToolEnv, rng: Any) -> Iterator[Message]:
-    """The turns of a script, without an end: gold falls silent, the others repeat their last one, since a user may ask back."""
+    """Yield a script's turns endlessly, since a user may keep asking: after gold silence, else the last turn again."""
     turns = SCRIPTS[name](env, rng)
     yield from turns
     last = Message("assistant") if SCRIPTS[name] is gold else turns[-1]
@@ -179,14 +178,14 @@ ODD: tuple[Json, ...] = (
 
 
 def check_fuzz(subject: Subject) -> str:
-    """Every input gets a result or a structured error, never a crash."""
+    """Check that every input gets a result or a structured error, never a crash."""
     env = subject.build()
     env.reset(seed=0)
     names = env.toolbox.names
     if not names:
         raise Skipped("the environment has no tools")
     refused = 0
-    gold: dict[str, list[dict[str, Json]]] = {}  # by tool, the arguments of its calls in the gold solution
+    gold: dict[str, list[dict[str, Json]]] = {}  # tool name -> arguments of its gold calls
     for place, name in enumerate(names):
         rng, before = np.random.default_rng(len(name)), place * subject.fuzz
         for number in range(subject.fuzz):
@@ -200,22 +199,22 @@ def check_fuzz(subject: Subject) -> str:
             if name not in env.toolbox:
                 continue
             tool = env.toolbox[name]
-            base, words = sample_arguments(tool.signature.parameters, rng), _words(env)
-            for key, value in base.items():  # most strings are the task's, so that calls get past "no such record" errors
+            base, words = sample_arguments(tool.signature.parameters, rng), _task_strings(env)
+            for key, value in base.items():  # mostly strings of the task, so that calls get past "no such record" errors
                 if isinstance(value, str) and words and rng.random() < 0.8:
                     base[key] = words[int(rng.integers(len(words)))]
             made = gold.get(name, [])
-            # Half of the calls start from a gold call, since random arguments seldom reach a tool's deeper code.
+            # Half of the calls vary a gold call, since random arguments seldom reach a tool's deeper code.
             if made and rng.random() < 0.5:
                 base = copy.deepcopy(made[int(rng.integers(len(made)))])
-            refused += _one(env, tool, _vary_call(tool.signature.parameters, base, rng, number), number)
+            refused += _try_call(env, tool, _vary_call(tool.signature.parameters, base, rng, number), number)
     env.close()
     total = subject.fuzz * len(names)
     return f"{total} calls of {len(names)} tools: {total - refused} answered, {refused} refused, no crash"
 
 
-def _one(env: ToolEnv, tool: Tool, arguments: Any, number: int) -> int:
-    """Make one call; 1 if it was refused."""
+def _try_call(env: ToolEnv, tool: Tool, arguments: Any, number: int) -> int:
+    """Make one call and check its result; returns 1 if it was refused, else 0."""
     where = f"{tool.name}({short_repr(arguments)})"
     try:
         result = run_sync(env.toolbox.call(ToolCall(tool.name, arguments, id=f"f{number}")))
@@ -231,8 +230,8 @@ def _one(env: ToolEnv, tool: Tool, arguments: Any, number: int) -> int:
     return int(result.error is not None)
 
 
-def _words(env: ToolEnv) -> list[str]:
-    """Short strings (keys included) of the task's data and gold."""
+def _task_strings(env: ToolEnv) -> list[str]:
+    """Return short strings, keys included, of the task's data and gold."""
     task = env.task
     found: dict[str, None] = {}
     level: list[Any] = [dict(task.data), dict(task.gold)]
@@ -250,7 +249,7 @@ def _words(env: ToolEnv) -> list[str]:
 
 
 def _vary_call(parameters: Mapping[str, Json], arguments: dict[str, Json], rng: np.random.Generator, number: int) -> Json:
-    """A third of the calls unchanged, a third with one change, a third with an odd value."""
+    """Vary a call by its number: one third unchanged, one with one change, one with an odd value."""
     kind = number % 3
     if kind == 0:
         return arguments
@@ -265,7 +264,7 @@ def _vary_call(parameters: Mapping[str, Json], arguments: dict[str, Json], rng: 
         else:
             arguments[name] = ODD[int(rng.integers(len(ODD)))] if change == 2 else [arguments.get(name)]
         return arguments
-    # Odd values are used in turn, not drawn, so that each one occurs; the other arguments stay valid.
+    # Odd values are cycled through, not drawn, so that each occurs; the other arguments stay valid.
     return {**arguments, name: ODD[number // 3 % len(ODD)]}
 
 
@@ -281,14 +280,14 @@ async def crash(**arguments: Any) -> None:
 
 
 def check_fault(subject: Subject, fault: Callable[..., Any], expected: StopReason) -> str:
-    """Replace each tool in turn by one that never answers, or that raises."""
+    """Replace each tool in turn by `fault`, and check the episode's stop reason."""
     env = subject.build()
     env.reset(seed=0)
     names = env.toolbox.names[:1] if subject.light else env.toolbox.names
     if not names:
         raise Skipped("the environment has no tools")
     for name in names:
-        if not env.is_open:  # a fault has ended the episode
+        if not env.is_open:  # the last fault ended the episode
             env.reset(seed=0)
         _plant_faults(env, name, fault, expected)
     return f"{len(names)} tools: the episode ends with {expected.value}, unscored"
@@ -297,7 +296,7 @@ def check_fault(subject: Subject, fault: Callable[..., Any], expected: StopReaso
 def _plant_faults(env: ToolEnv, name: str, function: Any, expected: StopReason) -> None:
     original = env.toolbox[name]
     schema = original.schema["function"]
-    # Unchecked: what a policy is shown need not be JSON Schema, and it is not the arguments that fail here.
+    # Unchecked: the shown schema need not be valid JSON Schema, and the planted fault must fail, not the arguments.
     options = Options(timeout=0.01, check="off", on_error="stop")
     env.toolbox.replace(Tool.from_schema(name, "", schema["parameters"], function, options))
     try:
@@ -318,7 +317,7 @@ def _call(tool: Tool) -> Message:
 
 
 def check_teardown(subject: Subject) -> str:
-    """`teardown` runs once for every `setup`: at the end, on a fault, on cancellation and on a new reset."""
+    """Check that `teardown` runs once per `setup`: at the end, on a fault, on cancellation, on a new reset."""
     cases = ("the end", "a fault", "cancellation", "a new reset")
     for case in cases:
         env = subject.build()

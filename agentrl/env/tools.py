@@ -60,7 +60,7 @@ class Signature:
 
 _PREFIX = "p_"
 # Without int and float: JSON Schema accepts 1.0 for an integer and 1 for a number, which pydantic converts to 1 and 1.0.
-_AS_JSON = frozenset({str, bool, Any, dict, list})
+_UNCONVERTED = frozenset({str, bool, Any, dict, list})
 
 
 def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
@@ -114,29 +114,29 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
             if isinstance(value, Enum) and not isinstance(value, str | int):  # pydantic accepts it only as a Python object
                 raise ToolSchemaError(f"tool {function.__name__}: Literal[{value}] is no JSON. Write Literal[{value.value!r}]")
     hints = {name: hint for name, (hint, _) in fields.items()}
-    plain = all((hint is Any or isinstance(hint, type)) and hint in _AS_JSON for hint in hints.values())
+    plain = all((hint is Any or isinstance(hint, type)) and hint in _UNCONVERTED for hint in hints.values())
     return Signature(summary, schema, tuple(hidden), hints, None if plain else _reader(model.__pydantic_core_schema__))
 
 
 _PLAIN = (str, int, float, bool, Any, dict, list)
 _NUMBER = re.compile(r"\s*[-+]?[0-9.]+\s*")
 _SECONDS = "agentrl_seconds"
-_OF_ONE = re.compile(r"tagged-union\[(\w+)\]")
+_TAGGED_UNION = re.compile(r"tagged-union\[(\w+)\]")
 
 
 def _reader(schema: Any) -> SchemaValidator:
-    return SchemaValidator(_without_seconds(schema), _use_prebuilt=False)
+    return SchemaValidator(_refuse_seconds(schema), _use_prebuilt=False)
 
 
-def _without_seconds(schema: Any) -> Any:
+def _refuse_seconds(schema: Any) -> Any:
     """Rewrite a pydantic core schema so that no date accepts "2024", which pydantic reads as seconds since 1970."""
     if isinstance(schema, list | tuple):
-        return type(schema)(map(_without_seconds, schema))
+        return type(schema)(map(_refuse_seconds, schema))
     if not isinstance(schema, dict):
         return schema
     kind = schema.get("type")  # a dict if the keys are field names
     kept = ("default", "expected", "metadata", "serialization") if isinstance(kind, str) else ()
-    changed = {key: value if key in kept else _without_seconds(value) for key, value in schema.items()}
+    changed = {key: value if key in kept else _refuse_seconds(value) for key, value in schema.items()}
     if kind not in ("date", "datetime"):
         return changed
     # A tagged union with one member: its discriminator sees the text and leaves the conversion to the member.
@@ -393,7 +393,7 @@ class Tool:
             read = reader.validate_json(json.dumps(arguments))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-            place = ".".join(_OF_ONE.sub(r"\1", str(part)) for part in first["loc"] if part != _SECONDS)
+            place = ".".join(_TAGGED_UNION.sub(r"\1", str(part)) for part in first["loc"] if part != _SECONDS)
             said = f"{first['input']!r} is no date or time. Write it in ISO 8601" if first["type"] == _SECONDS else first["msg"]
             return Problem("invalid_argument", f"{place}: {said}" if place else said)
         # Only the given arguments: the function has its own defaults for the others.
