@@ -1,4 +1,4 @@
-"""Places that environments need: servers (`env.url`), sandboxes, and folders with the files of benchmarks."""
+"""Addresses that environments need: servers (`env.url`), sandbox providers, and folders with benchmark files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AGENTRL = "agentrl"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Environment that a client wants: as `EnvRef`, which a server makes of it."""
+    """A client's request for an environment, from which the server makes an `EnvRef`."""
 
     id: str
     params: Mapping[str, Json] = field(default_factory=dict)
@@ -36,12 +36,12 @@ class Asked:
     max_output: int | None = None
 
     def row(self) -> dict[str, Json]:
-        """As JSON; `of` is the inverse."""
+        """Return the request as JSON; `of` is the inverse."""
         return asdict(self)
 
     @classmethod
     def of(cls, row: Mapping[str, Json]) -> Asked:
-        """Raises ValueError for a row of another shape."""
+        """Read a request from JSON. Raises ValueError for a row of another form."""
         try:
             return TypeAdapter(cls).validate_python(row)
         except ValidationError as problem:
@@ -52,7 +52,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class EnvAddress:
-    """The server of an environment: its `url`, whose `protocol` it speaks, and the environment variable with its token."""
+    """The server of an environment: `url`, `protocol`, and the environment variable with its token."""
 
     url: str
     protocol: Literal["agentrl", "openenv"] = "agentrl"
@@ -60,7 +60,7 @@ class EnvAddress:
 
     @classmethod
     def of(cls, config: EnvConfig) -> EnvAddress | None:
-        """The address in a config; None if the environment is not elsewhere. Raises ConfigError for one that is not one."""
+        """Read the address from a config; None if the environment is local. Raises ConfigError for an invalid one."""
         if config.url is None:
             if config.token_env is not None or config.protocol != AGENTRL:
                 raise ConfigError("env.protocol, env.token_env: only for an environment elsewhere; set env.url")
@@ -74,11 +74,11 @@ class EnvAddress:
 
     @property
     def ours(self) -> bool:
-        """True if the server is `agentrl env serve`, which has wrappers, tool sets, gold answers and the reward spec."""
+        """True if the server is `agentrl env serve`, which supports wrappers, tool sets, gold answers and reward specs."""
         return self.protocol == AGENTRL
 
     def token(self) -> str:
-        """The server's token, of this process's environment. Raises ConfigError if it is not set."""
+        """Read the server's token from the environment variable; "" without one. Raises ConfigError if it is not set."""
         return "" if self.token_env is None else token_in(self.token_env, "env.token_env")
 
 
@@ -87,22 +87,22 @@ class RemoteProtocol:
 
     @staticmethod
     def env_class() -> Callable[..., ToolEnv]:
-        """Class of the client, built with `name`, `url` and `token`, for servers other than agentrl's."""
+        """Return the client class for servers other than agentrl's; its arguments: `name`, `url`, `token`."""
         raise NotImplementedError
 
     @staticmethod
     def describe(address: EnvAddress) -> str:
-        """One line about the server for `--dry-run`. Raises ConfigError if it cannot be reached."""
+        """Describe the server in one line, for `--dry-run`. Raises ConfigError if it cannot be reached."""
         raise NotImplementedError
 
     @staticmethod
     def build(address: EnvAddress, wanted: Asked, extra: Mapping[str, Any]) -> ToolEnv:
-        """An environment of a server of agentrl; `extra`: arguments that every environment takes, such as `scorer`."""
+        """Build the client of an agentrl server's environment; `extra`: base arguments such as `scorer`."""
         raise NotImplementedError
 
     @staticmethod
     def card(address: EnvAddress, wanted: Asked, fresh: bool) -> dict[str, Json]:
-        """The description that a server of agentrl gives of an environment; `fresh`: asked again. Blocks. Raises EnvError if it
+        """Fetch an environment's description from an agentrl server, uncached if `fresh`. Blocks. Raises EnvError if the server
         does not answer."""
         raise NotImplementedError
 
@@ -120,21 +120,21 @@ SANDBOXES: Registry[Callable[..., Any]] = Registry(
         "remote": "runs on other machines, so it needs a key and costs money",
     },
 )
-"""Providers of sandboxes (`agentrl.contrib.sandboxes`), in which environments run the policy's commands."""
+"""Sandbox providers (`agentrl.contrib.sandboxes`); environments run the policy's commands in sandboxes."""
 
 SOURCES: Registry[Callable[[], Mapping[str, str]]] = Registry("source", "SOURCES", "agentrl.env")
-"""Functions that return the folders of this machine with the files of benchmarks, by the benchmark's name."""
+"""Functions that map benchmark names to the folders with their files on this machine."""
 DRIVER_SOURCES = "AGENTRL_SOURCES"
-"""Set on the workers of a cluster: `known_sources` of the driver, as JSON."""
+"""Environment variable of cluster workers: the driver's `known_sources` as JSON."""
 
 
 def known_sources() -> dict[str, str]:
-    """The folders with the files of benchmarks."""
+    """Return the folders with benchmark files, by benchmark name."""
     return {suite: folder for name in SOURCES for suite, folder in SOURCES[name]().items()}
 
 
 def module_folder(module: str) -> Path | None:
-    """The folder of an importable top-level package, which is not imported; else None."""
+    """Find the folder of a top-level package without importing it; None if there is none."""
     try:
         spec = find_spec(module)
     except (ImportError, ValueError):
@@ -144,7 +144,7 @@ def module_folder(module: str) -> Path | None:
 
 
 def token_in(variable: str, key: str) -> str:
-    """Raises ConfigError if the environment variable is not set."""
+    """Read a token and register it for redaction. Raises ConfigError if the environment variable is not set."""
     token = os.environ.get(variable, "")
     if not token:
         raise ConfigError(f"{key}: the environment variable {variable} is not set, which has the server's token")

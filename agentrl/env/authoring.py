@@ -25,10 +25,10 @@ from agentrl.env.users import User, UserModel
 from agentrl.utils.errors import EnvError, HookError, TaskDataError, answer_problem, did_you_mean, is_alien, place_of, raised_text
 from agentrl.utils.parsing import json_form
 
-# Tasks from seeds, with disjoint train and held-out content by construction.
+# Tasks from seeds, with train and held-out content that is disjoint by construction.
 #
-# The split of a piece of content is determined by the content itself (a hash of it), not by the seed: a
-# generator proposes content until some belongs to the wanted split, so that no two splits can share any.
+# A hash of the content, not the seed, determines its split: a generator proposes content until
+# some belongs to the wanted split, so no two splits share any.
 
 SPLITS = ("train", "heldout")
 HELD_OUT_SHARE = 0.125
@@ -37,12 +37,12 @@ T = TypeVar("T")
 
 
 def task_rng(env_id: str, split: str, seed: int) -> random.Random:
-    """The random stream of one task: the same in every process, different for every seed, split and environment."""
+    """Return a task's random stream: the same in every process, different per seed, split and environment."""
     return random.Random(int.from_bytes(blake2b(f"{env_id}/{split}/{seed}".encode(), digest_size=8).digest(), "big"))
 
 
 def content_split(fingerprint: str) -> str:
-    """The split that content belongs to: an eighth of all content, by a uniform hash, is held out."""
+    """Return the split of content: a uniform hash holds one eighth of all content out."""
     digest = blake2b(fingerprint.encode(), digest_size=4).digest()
     return "heldout" if int.from_bytes(digest, "big") < HELD_OUT_SHARE * 2**32 else "train"
 
@@ -52,8 +52,8 @@ def draw(
 ) -> T:
     """Propose content until some belongs to `split`.
 
-    `fingerprint` must cover everything that makes two tasks the same problem. Raises TaskDataError for an
-    unknown split, and if none of `tries` proposals belongs to it (the content is too uniform to be split).
+    `fingerprint` must cover everything that makes two tasks the same problem. Raises TaskDataError for an unknown split, or if
+    none of `tries` proposals belongs to it (there are too few different tasks to split).
     """
     if split not in SPLITS:
         raise TaskDataError(f"no split {split!r}; expected one of {', '.join(SPLITS)}")
@@ -77,9 +77,9 @@ def check_shares(**shares: float) -> None:
 
 
 class GoldTeacher:
-    """Plays the gold turns; before each turn but the first it gives up with probability `stop`.
+    """Teacher that plays the gold turns; before each but the first it gives up with probability `stop`.
 
-    `stop` above 0 leaves something for reinforcement learning to improve after training on this teacher.
+    A `stop` above 0 leaves reinforcement learning something to improve after training on this teacher.
     """
 
     def __init__(self, turns: Sequence[Message], rng: Any, stop: float = 0.0) -> None:
@@ -89,7 +89,7 @@ class GoldTeacher:
         self._begun = False
 
     def act(self, observation: list[Message]) -> Message | None:
-        """The next gold turn, or the turn that gives up; None afterwards."""
+        """Return the next gold turn, or the turn that gives up; None afterwards."""
         turn = next(self._turns, None)
         if turn is not None and self._begun and self._rng.random() < self._stop:
             self._turns = iter(())
@@ -112,7 +112,7 @@ class Teacher(Protocol):
 
 
 class EnvHooks(gymnasium.Env[Observation, Action]):
-    """The hooks of `ToolEnv`, which says how they are used; an environment inherits from that."""
+    """Hooks of `ToolEnv`, from which environments inherit; see there for their use."""
 
     id: ClassVar[str] = ""
     reward: ClassVar[str | None] = None
@@ -127,16 +127,16 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
     metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 - Gymnasium's own attribute
 
     max_output: ClassVar[int | None] = None
-    """Tokens of an answer, of tools without a `max_output` of their own; None: 2048. A config's `env.max_output` goes first."""
+    """Tokens per result of tools without a `max_output`; None: 2048. The config's `env.max_output` overrides it."""
 
     teardown_timeout: float = 120.0
-    """Seconds for `teardown` and for closing tool sessions; after that they are abandoned with an error in the log."""
+    """Seconds for `teardown` and closing tool sessions; then both are abandoned and an error is logged."""
 
     opening_timeout: float = 120.0
-    """Seconds for a `prompt` that awaits; after that the reset fails (EnvError)."""
+    """Seconds for an async `prompt`; then the reset fails with EnvError."""
 
     user_call_limit: int = 64
-    """The calls that the user may make to its own tools in one answer; beyond that the episode is cut, as at its most turns."""
+    """Tool calls that the user may make in one answer; more truncate the episode, as `max_turns` does."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -150,88 +150,86 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
 
     @abstractmethod
     def make_task(self, rng_seed: int, split: str) -> Task:
-        """The task of a seed: the same arguments give the same task, and splits share no content."""
+        """Make the task of a seed: equal arguments give equal tasks, and splits share no content."""
         raise NotImplementedError(f"{type(self).__name__}.make_task")
 
     @abstractmethod
     def prompt(self, task: Task) -> Opening:
-        """The opening messages (system and user). They must not contain anything of `task.gold`. It may be `async def`, if the
-        user opens the conversation (`ask_user`)."""
+        """Return the opening messages (system and user), without anything of `task.gold`. It may be `async def` if the user opens
+        the conversation (`ask_user`)."""
         raise NotImplementedError(f"{type(self).__name__}.prompt")
 
     def check_split(self, split: str) -> None:
-        """Raise TaskDataError, with the nearest name, for a split that the class does not declare in `splits`."""
+        """Raise TaskDataError, with the nearest name, for a split that is not in `splits`."""
         if split not in self.splits:
             hint = did_you_mean(split, self.splits, f"its `splits` are {', '.join(self.splits)}")
             raise TaskDataError(f"{self.id}: no split {split!r}; {hint}")
 
     def task_count(self, split: str) -> int | None:
-        """The number of tasks in a split if it is finite: seeds 0 to count - 1 then name each task once, and
-        training samples them without replacement, epoch by epoch. None: every seed gives a task."""
+        """Return the number of tasks in a finite split: seeds 0 to count - 1 then select each task once, and
+        training samples them without replacement, epoch by epoch. None: every seed has a task."""
         return None
 
     def family(self, task: Task) -> str:
-        """Family of the task, for reports by family and splits that hold whole families out; "" if there are no kinds."""
+        """Return the task's family, for reports by family and splits that hold out whole families; "" if there are none."""
         return str(task.data.get("family") or "")
 
     async def setup(self, task: Task) -> None:
-        """Set the episode's state. `teardown` runs after it in every case, even if it raised."""
+        """Set the episode's state. `teardown` runs afterwards in every case, even if this raises."""
 
     async def teardown(self) -> None:
-        """Free what `setup` acquired. Runs once per episode: at its end, on a fault, on cancellation, on close."""
+        """Free the resources of `setup`. Runs once per episode: at its end, on a fault, on cancellation, on close."""
 
     async def conclude(self) -> None:
-        """Look once more at what the policy left (run a task's tests, say), before `state` is recorded and `teardown` runs.
+        """Inspect the final state (for example, run a task's tests) before `state` is recorded and `teardown` runs.
 
-        Called once, when an episode ends by itself or at one of its limits; not after a fault, whose episode is not scored. It
-        must end in a time of its own. Raises EnvError if the environment fails at it: the episode is then unscored.
+        Called once when an episode ends by itself or at a limit; not after a fault, whose episode is unscored. It must limit its
+        own time. Raise EnvError if the inspection fails: the episode is then unscored.
         """
 
     def state(self) -> Json:
-        """The environment's state as JSON, for state leaves of a reward spec."""
+        """Return the environment's state as JSON, for state leaves of a reward spec."""
         return None
 
     def hidden(self, task: Task) -> Mapping[str, Any]:
-        """Values of the tools' Hidden parameters in this task."""
+        """Return the values of the tools' Hidden parameters in this task, by name."""
         return {}
 
     def error_text(self, call: ToolCall, problem: Problem) -> str:
-        """Text that the policy reads in place of an answer if its call is refused (`problem.kind` says why, "unknown_tool",
-        say) or its tool raised, of tools without an `error` option of their own. By default JSON with the keys "error" and
-        "message"."""
+        """Return the text that the policy reads if its call is refused (`problem.kind`, for example "unknown_tool") or the tool
+        raised; not used for tools with an `error` option. By default JSON with the keys "error" and "message"."""
         return error_text(problem.kind, problem.message)
 
     def user_models(self) -> Sequence[UserModel]:
-        """The models behind an API that its users will ask, which are then asked once before a run; known from its parameters,
-        not from a task."""
+        """Return the API models that its users call, so that each is tested once before a run; from parameters, not a task."""
         return ()
 
     def gold_turns(self, task: Task) -> list[Message]:
-        """Assistant turns that score the maximum. Raises NotImplementedError without any."""
+        """Return assistant turns that score the maximum. Raises NotImplementedError if there are none."""
         raise NotImplementedError(f"{self.id} has no scripted gold policy")
 
     def horizon(self, task: Task) -> int | None:
-        """Number of tool calls in a solution of the task: those of `gold_turns`. None if it is not known."""
+        """Return the number of tool calls in a solution, by default in `gold_turns`; None if unknown."""
         try:
             return sum(len(turn.tool_calls) for turn in self.gold_turns(task))
         except NotImplementedError:
             return None
         except HookError:
             raise
-        except Exception as fault:  # what is only told of an episode must not end it
+        except Exception as fault:  # the horizon is only reported, so a fault must not end the episode
             log.debug("%s: the gold solution of task %s cannot be shown: %s", self.id, task.id, fault)
             return None
 
     def gold_user(self, task: Task) -> User | None:
-        """The user that goes with `gold_turns`, for an environment whose own may be a model: it says what a solution needs to
-        hear and makes those of its calls that belong to it. None: the environment's own."""
+        """Return a scripted user for `gold_turns`, if the environment's user may be a model: it says what the solution needs and
+        makes the user calls that belong to it. None: use the environment's user."""
         return None
 
     def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
-        """An imperfect scripted policy for a warm start; `rng.random()` is its only source of randomness.
+        """Make an imperfect scripted policy for a warm start; `rng.random()` is its only source of randomness.
 
-        By default the gold turns; before each one but the first it gives up with probability `stop` (see
-        `agentrl.env.authoring`). Raises NotImplementedError without any, TypeError for other `params`.
+        By default a `GoldTeacher`, with parameter `stop`. Raises NotImplementedError without gold turns, TypeError for other
+        `params`.
         """
         return GoldTeacher(self.gold_turns(task), rng, **params)
 
@@ -240,11 +238,11 @@ CHECKED = frozenset({
     "make_task", "prompt", "task_count", "family", "state", "hidden", "error_text", "user_models", "gold_turns", "horizon",
     "gold_user",
 })  # fmt: skip
-"""Hooks whose answers are checked, whoever asks."""
+"""Hooks whose return values are checked on every call."""
 
 
 def check_answer(env_id: str, hook: Callable[..., Any], own: Callable[..., Any], answer: Any) -> None:
-    """Raise HookError, which names FILE:LINE of a class's `own` hook, for an answer that the annotation of `hook` forbids."""
+    """Raise HookError, naming FILE:LINE of the `own` hook, for a value that `hook`'s annotation forbids."""
     if text := answer_problem(answer, hook, own):
         raise HookError(f"{env_id}: {hook.__name__} {text}")
 
@@ -257,12 +255,12 @@ def _check_hook(hook: str, own: Callable[..., Any]) -> Callable[..., Any]:
             self.check_split(asked := kwargs["split"] if "split" in kwargs else args[1])
         try:
             answer = own(self, *args, **kwargs)
-        except BaseException as problem:  # of `state`, which is read with the record: also where no other hook is called
+        except BaseException as problem:  # only of `state`, which is also read where no hook call handles its faults
             if hook != "state" or not is_alien(problem):
                 raise
             raise HookError(f"{self.id}: state {raised_text(problem, own)}") from problem
         check_answer(self.id, getattr(EnvHooks, hook), own, answer)
-        if asked is not None and answer.split != asked:  # it would count as one of those: of training in a held-out score, say
+        if asked is not None and answer.split != asked:  # else a training task could count in a held-out score
             wrong = f"{self.id}: make_task, asked for split {asked!r}, returned a task of split {answer.split!r}"
             raise HookError(f"{wrong}. Hand the split on, Task(id, seed, split, ...), at {place_of(own)}")
         if hook != "state":
@@ -279,7 +277,7 @@ def _check_hook(hook: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ToolSide(EnvHooks):
-    """Tools of a `ToolEnv`: the policy's (`toolbox`), its user's (`user_toolbox`), and their sources."""
+    """Tools of a `ToolEnv`: of the policy (`toolbox`), of the user (`user_toolbox`), and their sources."""
 
     toolbox: Toolbox
     user_toolbox: Toolbox
@@ -291,41 +289,41 @@ class ToolSide(EnvHooks):
 
     @property
     def queued(self) -> str:
-        """Resource that this environment queues for (a sandbox, say), in words; "" if for nothing. Such time is not counted
-        against the episode."""
+        """Description of the resource that it is queuing for, such as a sandbox; "" if none. That time does not count against
+        the episode."""
         return next(filter(None, map(attrgetter("queued"), self._sets.values())), "")
 
     def limit_output(self, tokens: int) -> None:
-        """Cut the answers of tools that have no `max_output` of their own to this many tokens, in place of the class's."""
+        """Limit the results of tools without a `max_output` to this many tokens, overriding the class."""
         self.toolbox.max_output = self.user_toolbox.max_output = tokens
 
     def add_source(self, source: ToolSource) -> None:
-        """Tools from outside (an MCP server, say): every later episode opens its own session. Those with `Options(by="user")` are
-        the user's."""
+        """Add external tools, for example of an MCP server; each later episode opens its own session. Tools with
+        `Options(by="user")` go to the user."""
         self._sources += (source,)
 
     @property
     def has_sources(self) -> bool:
-        """True if an episode offers tools from outside."""
+        """True if episodes offer external tools."""
         return bool(self._sources)
 
     def add_set(self, make: Callable[[], ToolSet]) -> None:
-        """Tools with a state of their own, which `make` makes for every later episode. Raises what `make` raises, and TypeError
-        if one of its names is taken."""
+        """Add a stateful tool set, which `make` creates for each later episode. Raises what `make` raises, and TypeError if a
+        tool's name is taken."""
         made = make()
         for item in made.tools():
             (self.user_toolbox if item.options.by == "user" else self.toolbox).add(item)
         self._set_makers += (make,)
 
     def tool_set(self, name: str) -> ToolSet:
-        """The set of this name, as the running episode (or the last one) has it. Raises EnvError without one."""
+        """Return the tool set of this name in the current or last episode. Raises EnvError if there is none."""
         if name not in self._sets:
             raise EnvError(f"{self.id}: no tool set {name!r} in an episode; there are {', '.join(self._sets) or 'none'}")
         return self._sets[name]
 
     @property
     def waiting(self) -> Sequence[Waiting]:
-        """The calls in progress, the policy's and the user's."""
+        """The calls in progress, of the policy and of the user."""
         return [*self.toolbox.waiting, *self.user_toolbox.waiting]
 
     async def _open_sessions(self) -> None:
@@ -353,28 +351,25 @@ class ToolSide(EnvHooks):
 
 
 class Forkable(ToolSide):
-    """Copies of a `ToolEnv` in its episode's state: all attributes but those that the class names in `shared`."""
+    """Copies of a `ToolEnv` in mid-episode: of all attributes except those named in `shared`."""
 
     def snapshot(self) -> Snapshot:
-        """The current episode, detached from this environment. Picklable if its attributes are."""
+        """Save the current episode, detached from this environment. Picklable if its attributes are."""
         return Snapshot(type(self).__name__, copy_parts(self, self, self._unshared_parts()))
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Return to a snapshot of an environment of the same class; the snapshot stays usable.
-
-        Raises ValueError for a snapshot of another class.
-        """
+        """Return to a snapshot, which stays usable. Raises ValueError for one of another class."""
         if snapshot.owner != type(self).__name__:
             raise ValueError(f"a snapshot of {snapshot.owner} does not fit {type(self).__name__}")
         for name in set(self._unshared_parts()) - set(snapshot.parts):
             del self.__dict__[name]
-        # A copy each time: one snapshot may begin several episodes.
+        # Copied each time: several episodes may start from one snapshot.
         self.__dict__.update(copy.deepcopy(snapshot.parts, {id(ENVIRONMENT): self}))
 
     def fork(self) -> Self:
-        """A second environment in the same state; from here on neither affects the other.
+        """Return a second, independent environment in the same state.
 
-        An environment with attributes that cannot be copied (a connection, a process) overrides this.
+        Override this in an environment with attributes that cannot be copied (a connection, a process).
         """
         return self._fork_within({})
 
@@ -386,7 +381,7 @@ class Forkable(ToolSide):
         return forked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A fork, that shares with the rest of the copy what this environment shares with the rest of the original."""
+        """Fork as part of a larger copy: objects shared with the rest of the original stay shared in the copy."""
         return self._fork_within(memo) if type(self).fork is Forkable.fork else self.fork()
 
     def __reduce__(self) -> NoReturn:
@@ -395,8 +390,8 @@ class Forkable(ToolSide):
 
     @property
     def holds(self) -> bool:
-        """True if an episode may hold something outside of this object, that has to be freed: a `teardown` of its own,
-        sessions or tool sets say so."""
+        """True if the episode may hold outside resources to free: `teardown` is overridden, or an open session or tool set has a
+        `close`."""
         if getattr(self.teardown, "__func__", None) is not EnvHooks.teardown:
             return True
         return bool(self._opened) and any(getattr(item.close, "__func__", None) is not ToolSet.close for item in self._opened)

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 def load_tools(path: Path) -> type[ToolSet] | list[Tool]:
-    """The ToolSet that a content file defines if its tools have a state, else its tools, in order. Raises CatalogError without
-    any, and for two sets, or one without a name."""
+    """Load a file's ToolSet class, or if it has none, its tools in order. Raises CatalogError if it has neither, more than one
+    set, or a set without a name."""
     module = load_module(path)
     sets = [item for item in vars(module).values() if isinstance(item, type) and issubclass(item, ToolSet)]
-    # A set that builds on another one imports that, which is then in its module too.
+    # A module may import another set to build on it.
     found = [item for item in sets if item.__module__ == module.__name__]
     if len(found) > 1 or (found and not found[0].name):
         raise CatalogError(f"{path}: expected one ToolSet with a `name`, found {', '.join(item.__name__ for item in found)}")
@@ -53,16 +53,16 @@ def load_tools(path: Path) -> type[ToolSet] | list[Tool]:
 
 # From an id to an environment, and from a name to a tool set, reward spec or config.
 #
-# Content is on shelves: folders with `envs/`, `tools/`, `rewards/` and `configs/` in them. They are
-# searched in this order: the working directory, each folder of AGENTRL_PATH, the shelf that comes with
-# agentrl, and last the packages that declare environments in the entry-point group `agentrl.envs`.
-# Listing reads source text and never runs it; a module is loaded when one of its environments is built.
+# Content is on shelves: folders with `envs/`, `tools/`, `rewards/` and `configs/`. The search order is
+# the working directory, each folder of AGENTRL_PATH, the shelf that comes with agentrl, and last
+# the packages that declare environments in the entry-point group `agentrl.envs`. Listing parses source
+# text and never runs it; a module is loaded when one of its environments is built.
 
 GROUP = "agentrl.envs"
 
 
 class ParameterError(CatalogError):
-    """An environment does not take a parameter, or not with this value. `name`: which; None if one that it needs is missing."""
+    """An environment refuses a parameter or its value. `name`: the parameter; None if a required one is missing."""
 
     def __init__(self, text: str, name: str | None = None) -> None:
         super().__init__(text)
@@ -71,7 +71,7 @@ class ParameterError(CatalogError):
 
 @dataclass(frozen=True, slots=True)
 class EnvEntry:
-    """One environment that can be built: its id, short name, location, and the name of its own reward spec."""
+    """An environment that can be built: its id, short name, location, and the reward spec that it names."""
 
     id: str
     name: str
@@ -81,20 +81,20 @@ class EnvEntry:
     class_name: str
     entry_point: EntryPoint | None = None
     made: Callable[..., Any] | None = None
-    """From Python: the class, or a function that returns an environment."""
+    """Given from Python: the class, or a function that returns an environment."""
     suite: str | None = None
-    """Of an environment of a suite (contrib/suites), as are `module` and `own`: constants of its class that name its source."""
+    """Constant of the class of a suite's environment (contrib/suites) that names its source, as do `module` and `own`."""
     module: str | None = None
     own: str | None = None
 
     def lacks_source(self) -> bool:
-        """Return True if it is of a suite whose source is nowhere: not installed, no package, none of its own."""
+        """Return True for a suite environment without a source: not installed, no package, no `own` one."""
         if self.suite is None or self.own is not None or self.suite in known_sources():
             return False
         return self.module is None or module_folder(self.module) is None
 
     def load(self) -> Callable[..., ToolEnv]:
-        """The class. Raises CatalogError, with the cause, if its module does not load."""
+        """Load the class, or the function that makes it. Raises CatalogError, with the cause, if its module does not load."""
         from agentrl.env import ToolEnv
 
         if self.made is not None and not isinstance(self.made, type):
@@ -109,7 +109,7 @@ class EnvEntry:
         return loaded
 
     def reward_path(self) -> Path | None:
-        """The environment's own reward spec: next to its file, or on a shelf. None if it names none."""
+        """Find the reward spec that it names, next to its file or on a shelf; None if it names none."""
         if self.reward is None:
             return None
         if self.path is not None and (beside := self.path.parent / self.reward).is_file():
@@ -119,15 +119,13 @@ class EnvEntry:
 
 @dataclass(frozen=True)
 class EnvRef:
-    """An environment by name: what a worker needs to build one where it runs.
+    """A picklable reference from which a worker builds an environment.
 
-    `params` are the keyword arguments of its class, in which references to variables (agentrl/utils/redaction.py) stay until
-    it is
-    built; `seed` is what its first reset uses if it is given none. `source` is filled in when the reference is pickled, so that
-    a worker with another working directory still finds the same file, or its copy if the shelves were shipped to the worker.
-    `tools`: sets and MCP servers in addition to the environment's own. `wrappers`: by name, innermost first.
-    `at`: the server that has it, if it is elsewhere; then nothing of it need be on this machine. `max_output`: tokens of an
-    answer, of tools that do not say.
+    `params` are the keyword arguments of its class; references to variables in them (agentrl/utils/redaction.py) are resolved
+    when it is built. `seed`: the default of its first reset. `source` is set when the reference is pickled, so that a worker
+    with another working directory finds the same file, or its copy if the shelves were shipped to the worker. `tools`: sets and
+    MCP servers in addition to the environment's tools. `wrappers`: by name, innermost first. `at`: the server of a remote
+    environment, of which nothing need be on this machine. `max_output`: tokens per result, for tools without a limit.
     """
 
     id: str
@@ -141,7 +139,7 @@ class EnvRef:
 
     @classmethod
     def of(cls, env: EnvConfig, tools: ToolsConfig) -> EnvRef:
-        """An environment of a config, with its own tools or those of the config's `tools` section."""
+        """Make the reference of a config's environment, with `env.tools` or else the `tools` section."""
         system = [] if env.system is None else [Choice(name="system_prompt", args={"text": env.system})]
         sandbox = {} if env.sandbox is None else {"sandbox": env.sandbox.model_dump()}
         wrappers, tools = (*env.wrappers, *system), env.tools or tools
@@ -158,7 +156,7 @@ class EnvRef:
 
     @cached_property
     def entry(self) -> EnvEntry:
-        """The catalog's entry, looked up once. Raises CatalogError for an unknown id, naming near ones."""
+        """The catalog entry, looked up once. Raises CatalogError for an unknown id, with the nearest ones."""
         path = None if self.source is None else here(self.source)
         if path is None:
             return find_env(self.id)
@@ -188,7 +186,7 @@ class EnvRef:
         return self.entry.id if self.at is None else self.id
 
     def default_reward(self) -> str | None:
-        """The path of the environment's own reward spec; None if it names none, or if it is a server that has it (`card`)."""
+        """Return the path of the environment's reward spec; None if it names none or its server has it (`card`)."""
         if self.at is not None:
             return None if self.at.ours else str(find_reward(str(getattr(self._class, "reward", None))))
         if is_given(self.entry.reward):
@@ -197,8 +195,8 @@ class EnvRef:
         return None if path is None else str(path)
 
     def card(self, fresh: bool = False) -> dict[str, Any] | None:
-        """Description by the environment's server of agentrl, `fresh` or as it was first asked; None if there is no such
-        server. Blocks. Raises ConfigError if it does not answer, and UserError for what it refuses."""
+        """Fetch the description from the environment's agentrl server, cached unless `fresh`; None if there is no such server.
+        Blocks. Raises ConfigError if the server does not answer, and UserError if it refuses the request."""
         if self.at is None or not self.at.ours:
             return None
         try:
@@ -209,19 +207,17 @@ class EnvRef:
 
     @cached_property
     def _request(self) -> Asked:
-        """The request for the environment, with what its parameters refer to. Raises ConfigError for a variable that is not
-        set."""
+        """The request to its server, with references resolved. Raises ConfigError for a variable that is not set."""
         wrappers = [{"name": one.name, "args": resolve_references(one.args, f"env.wrappers.{one.name}")} for one in self.wrappers]
         params = resolve_references(self.params, "env.params")
         return Asked(self.id, params, tuple(self.tools.sets), tuple(wrappers), self.max_output)
 
     def with_params(self, params: Mapping[str, Any]) -> EnvRef:
-        """The same environment with some of its parameters replaced."""
+        """Return the reference with some parameters replaced."""
         return replace(self, params={**self.params, **params}) if params else self
 
     def with_gold_user(self) -> EnvRef:
-        """The same environment with the user of its gold solution in place of its own, if it has one: for scripts, which ask no
-        model."""
+        """Return the reference with the scripted `gold_user` in place of the user, if it has one: scripts call no model."""
         from agentrl.env.base import ToolEnv  # not at the top: listing environments loads none
 
         own = None if self.at is not None else getattr(self._class, "gold_user", None)
@@ -230,9 +226,9 @@ class EnvRef:
         return replace(self, wrappers=(Choice(name="gold_user"), *self.wrappers))
 
     def build(self, **extra: Any) -> ToolEnv:
-        """A new environment; `extra` are further arguments of its class, such as `scorer`.
+        """Build a new environment; `extra` are further arguments of its class, such as `scorer`.
 
-        Raises CatalogError if the class does not take these parameters.
+        Raises CatalogError if the class refuses the parameters.
         """
         if self.at is not None and self.at.ours:
             remote = PROTOCOLS[self.at.protocol].build(self.at, self._request, extra)
@@ -241,14 +237,14 @@ class EnvRef:
         from agentrl.env.base import OwnReward, ToolEnv
 
         scorer = None
-        if extra and not isinstance(self._class, type):  # a function knows nothing of scorers
+        if extra and not isinstance(self._class, type):  # a factory function takes no scorer
             scorer = extra.pop("scorer", None)
         if extra:
             _check_parameters(self._label, self._class, extra)
         place = {} if self.at is None else {"name": self.id, "url": self.at.url, "token": self.at.token()}
         try:
             env = self._class(**{**resolve_references(self.params, "env.params"), **place, **extra})
-        except (AttributeError, LookupError, NameError, ArithmeticError) as problem:  # a fault of its code, and no wrong value
+        except (AttributeError, LookupError, NameError, ArithmeticError) as problem:  # a bug in its code, not a wrong value
             raise CatalogError(f"{self._label}: __init__ {raised_text(problem, self._class)}. Correct it there") from problem
         if not isinstance(env, ToolEnv):
             raise CatalogError(f"{self.id}: it returned {env!r:.80}, expected a ToolEnv")
@@ -257,7 +253,7 @@ class EnvRef:
                 f"{self._label}: its __init__ does not call the base's. Write `def __init__(self, **base): "
                 f"super().__init__(**base)` ({place_of(type(env).__init__)})"
             )
-        if isinstance(env.scorer, OwnReward):  # who builds by reference scores by what the run says, or not at all
+        if isinstance(env.scorer, OwnReward):  # an environment built by reference is scored by the run, or not at all
             env.scorer = None
         env.scorer = scorer or env.scorer
         env.initial_seed = self.seed
@@ -278,14 +274,14 @@ class EnvRef:
 
 
 def check_ref(ref: EnvRef) -> None:
-    """Raise CatalogError if there is no such environment or it cannot be loaded, ParameterError if it does not take the
-    parameters. Builds none; what a server of agentrl has is not asked."""
+    """Raise CatalogError if the environment does not exist or load, ParameterError if it refuses the parameters. Builds nothing,
+    and skips environments of agentrl servers."""
     if ref.at is None or not ref.at.ours:
         _ = ref._class
 
 
 def list_envs() -> list[EnvEntry]:
-    """Every environment, each id once (the first shelf that has it), sorted by id."""
+    """List all environments by id, each from the first shelf that has it."""
     found: dict[str, EnvEntry] = {}
     for entry in _all_entries():
         found.setdefault(entry.id, entry)
@@ -293,16 +289,16 @@ def list_envs() -> list[EnvEntry]:
 
 
 def find_env(name: str) -> EnvEntry:
-    """The environment with that id or short name, or "given:NAME" (utils/search_path.py). Raises CatalogError naming the nearest
-    known ones, ConfigError for one that this process was not given."""
+    """Find an environment by id, short name or "given:NAME" (utils/search_path.py). Raises CatalogError with the nearest known
+    names, ConfigError for a "given:" name that this process does not have."""
     if is_given(name):
-        # A class, or a function that makes environments. A reward that the class has as a spec or a function is given with it.
+        # A class, or a function that makes environments. A spec or function in the class's `reward` is given with it.
         made = given_object(name, "env.id").value
         if not callable(made):
             raise CatalogError(f"{name}: expected a ToolEnv class or a function that returns an environment, not {made!r:.80}")
         short = name.removeprefix(PREFIX)
         if isinstance(made, type) and not getattr(made, "id", "x"):
-            made.id = f"given/{short}-v0"  # type: ignore[attr-defined]  # what its episodes are recorded under
+            made.id = f"given/{short}-v0"  # type: ignore[attr-defined]  # the id in the records of its episodes
         summary = getattr(made, "summary", "") or (inspect.getdoc(made) or "").partition("\n")[0]
         return EnvEntry(name, short, summary, own_reward(made), None, short, made=made)
     known: list[str] = []
@@ -315,12 +311,12 @@ def find_env(name: str) -> EnvEntry:
 
 
 def shelf_problems() -> list[str]:
-    """Problems that hide environments on the shelves: files that are no valid Python, and classes that are environments by their
-    bases and set no id, so that no name finds them."""
+    """List problems that hide environments on the shelves: files that are not valid Python, and ToolEnv classes without an id,
+    which no name finds."""
     found = []
     for path in _env_files():
         try:
-            nodes = [] if _entries_of(path) else module_of(read_text(path)).body  # next to others it is a base, perhaps
+            nodes = [] if _entries_of(path) else module_of(read_text(path)).body  # next to others it may be a base class
         except CatalogError as problem:
             found.append(str(problem))
             continue
@@ -332,17 +328,17 @@ def shelf_problems() -> list[str]:
 
 
 def find_reward(name: str) -> Path:
-    """The reward spec at a path, or `rewards/NAME.json` on a shelf. Raises CatalogError."""
+    """Find the reward spec at a path, or `rewards/NAME.json` on a shelf. Raises CatalogError if there is none."""
     return find_file(name, "rewards", ".json", "reward spec")
 
 
 def find_config(name: str) -> Path:
-    """The config at a path, or `configs/NAME.toml` on a shelf. Raises CatalogError."""
+    """Find the config at a path, or `configs/NAME.toml` on a shelf. Raises CatalogError if there is none."""
     return find_file(name, "configs", ".toml", "config")
 
 
 def find_tools(name: str) -> Path:
-    """The tool module at a path, or `tools/NAME.py` on a shelf. Raises CatalogError."""
+    """Find the tool module at a path, or `tools/NAME.py` on a shelf. Raises CatalogError if there is none."""
     return find_file(name, "tools", ".py", "tool set")
 
 
@@ -364,13 +360,13 @@ def _all_entries() -> Iterator[EnvEntry]:
         with suppress(CatalogError):
             yield from _entries_of(path)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        # Its name is the environment's id, its value `module:Class`.
+        # The entry point's name is the environment's id, its value `module:Class`.
         short = point.name.rpartition("/")[2].partition("-v")[0]
         yield EnvEntry(point.name, short, "", None, None, point.value, point)
 
 
 def _entries_of(path: Path) -> tuple[EnvEntry, ...]:
-    """Every class in the file that sets `id` to a string. Raises CatalogError if the file is not Python."""
+    """List the classes of a file that set `id` to a string. Raises CatalogError if it is not valid Python."""
     stat = path.stat()
     return _read_entries(path, stat.st_mtime_ns, stat.st_size)
 
@@ -409,11 +405,10 @@ def _read_entries(path: Path, modified: int, size: int) -> tuple[EnvEntry, ...]:
 
 
 def add_tool_set(env: ToolEnv, name: str, args: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Give an environment the tools of a set (`tools/NAME.py` of a shelf, or the file at a path), made with `args` if it is a
-    ToolSet.
+    """Add the tools of `tools/NAME.py` on a shelf, or of the file at a path, made with `args` if it has a ToolSet.
 
-    Raises CatalogError if there is no such set or the environment has a tool of the same name, ConfigError for unfit arguments,
-    ResourceError if this machine lacks what the set needs.
+    Raises CatalogError if there is no such file or a tool's name is taken, ConfigError for invalid arguments, ResourceError if
+    this machine lacks a requirement of the set.
     """
     found = load_tools(find_tools(name))
     for item in found if isinstance(found, list) else found.tools():
@@ -441,8 +436,8 @@ def _check_parameters(env_id: str, env_class: Callable[..., ToolEnv], params: Ma
     except TypeError as problem:
         raise ParameterError(f"{env_id}: {problem}; parameters: {', '.join(sorted(known))}") from problem
     for name, value in params.items():
-        # Values are read as JSON is. A reference, whose value is known later, and a value that is no JSON (given from Python) are
-        # left to the class, and so is an annotation that cannot be read.
+        # Values are validated as JSON. Not checked here: a reference, whose value is known later; a value that is no JSON (given
+        # from Python); an annotation that cannot be read.
         if any(references(value)):
             continue
         try:
@@ -456,7 +451,7 @@ def _check_parameters(env_id: str, env_class: Callable[..., ToolEnv], params: Ma
 
 
 def _parameters_of(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:
-    """Keyword parameters of the class and, if it passes `**` on, of its bases, each with its annotation (Any if unknown)."""
+    """Return the class's keyword parameters, with those of its bases if it takes `**`, and annotations (Any if unknown)."""
     found: dict[str, Any] = {}
     if not isinstance(env_class, type):
         makers, own = [env_class], 0
@@ -464,7 +459,7 @@ def _parameters_of(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:
         makers, own = [vars(base)["__init__"] for base in env_class.__mro__ if "__init__" in vars(base)], 1
     for make in makers:
         hints: dict[str, Any] = {}
-        with suppress(NameError, TypeError, AttributeError):  # a signature that names unknown types
+        with suppress(NameError, TypeError, AttributeError):  # an annotation may name an unknown type
             hints = get_type_hints(make, include_extras=True)
         parameters = list(inspect.signature(make).parameters.values())[own:]
         for one in parameters:
@@ -479,8 +474,8 @@ def _parameters_of(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:
 
 
 def find_spec(env: EnvRef, name: str | None) -> dict[str, Any]:
-    """The spec of that name or path, by default the environment's own: its server's, if it is elsewhere. Raises ConfigError if
-    there is none."""
+    """Load the spec with that name or path, by default the environment's (from its server if remote). Raises ConfigError if there
+    is none."""
     card = env.card() if name is None else None
     if card is not None and card["reward"] is not None:
         return load_spec(card["reward"])
@@ -491,7 +486,7 @@ def find_spec(env: EnvRef, name: str | None) -> dict[str, Any]:
 
 
 def spec_word(env: EnvRef, name: str | None, scorer: Scorer) -> str:
-    """Word for the spec of that name or path, by default the environment's own, on a command line."""
+    """Return a shell word that names the spec, by default the environment's, for command lines."""
     found = name or (None if env.at is not None else env.default_reward())
     if found is None or is_given(found):
         return scorer.name
@@ -501,19 +496,19 @@ def spec_word(env: EnvRef, name: str | None, scorer: Scorer) -> str:
 def make_scorer(
     spec: dict[str, Any], config: RewardConfig, env: EnvRef | None, *, timeout: float = 120.0, services: Services | None = None
 ) -> Scorer:
-    """The compiled spec: its functions as `config` says, its gold replays on new environments of `env`.
+    """Compile a spec, with functions by `config` and gold replays on new environments of `env`.
 
-    `timeout` (seconds) limits the scoring of an episode; `services`: those of the run, by default new ones.
-    Raises RewardSpecError for a bad spec, and for one that replays if `env` is None.
+    `timeout` (seconds) limits the scoring of an episode; `services` default to new ones.
+    Raises RewardSpecError for an invalid spec, and for one that replays if `env` is None.
     """
     context = make_context(config, replay_env=None if env is None else lambda task: env.build(), services=services)
     return compile_spec(spec, context=context, timeout=timeout)
 
 
 def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEnv:
-    """An environment that scores its own episodes (Gymnasium's face): by `reward`, or by its own spec.
+    """Build an environment that scores its episodes (for Gymnasium) by `reward` or its class's spec.
 
-    Raises CatalogError for an unknown id or unfit parameters, RewardSpecError for a bad spec.
+    Raises CatalogError for an unknown id or invalid parameters, RewardSpecError for an invalid spec.
     """
     entry = find_env(env_id)
     extra = {"scorer": params.pop("scorer")} if "scorer" in params else {}

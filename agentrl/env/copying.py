@@ -1,4 +1,4 @@
-"""Copy an episode: snapshots, and replays of its calls."""
+"""Copies of an episode: snapshots, and replays of its calls."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from agentrl.reward.values import UnscorableError, brief
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A saved episode: the class that it belongs to and a private copy of its attributes."""
+    """A saved episode: the name of its environment's class and a private copy of the attributes."""
 
     owner: str
     parts: dict[str, Any]
 
 
 class _Owner:
-    """Placeholder for the environment inside a snapshot, so that a snapshot contains no environment."""
+    """Placeholder for the environment inside a snapshot, which thus contains no environment."""
 
     def __reduce__(self) -> str:
-        return "ENVIRONMENT"  # itself in copies of a snapshot, also pickled ones
+        return "ENVIRONMENT"  # copied and unpickled snapshots get the same object
 
 
 ENVIRONMENT = _Owner()
 
 
 def copy_parts(source: Any, target: object, names: Iterable[str], memo: dict[int, Any] | None = None) -> dict[str, Any]:
-    """Deep copies of some attributes of `source`, with references to `source` redirected to `target`.
+    """Deep-copy attributes of `source`, with references to `source` redirected to `target`.
 
-    If `target` is `source` itself, the references become a placeholder (`ENVIRONMENT`), which `ToolEnv.restore` replaces.
+    If `target` is `source` itself, the references become the placeholder `ENVIRONMENT`, which `ToolEnv.restore` replaces.
     Raises TypeError, naming the attribute, if one cannot be copied.
     """
-    # Seeding deepcopy's memo makes references to the environment end at `target` instead of copying it.
+    # Seeding deepcopy's memo redirects references to the environment to `target` instead of copying it.
     memo = {} if memo is None else memo
     memo[id(source)] = ENVIRONMENT if target is source else target
     parts: dict[str, Any] = {}
@@ -58,14 +58,14 @@ def copy_parts(source: Any, target: object, names: Iterable[str], memo: dict[int
 
 
 async def play_again(env: Any, record: Trajectory, rounds: Sequence[RoundTurns], found: Replay, gold: bool) -> None:
-    """Play an episode's rounds once more on a `ToolEnv`; see `agentrl.reward.replays.MakeEnv`."""
+    """Replay an episode's rounds on a `ToolEnv`; see `agentrl.reward.replays.MakeEnv`."""
     calls, done, over = sum(one.calls for one in rounds), 0, False
 
     async def take(turn: Message | ToolCall, answers: list[str]) -> None:
         nonlocal done, over
         made = (turn,) if isinstance(turn, ToolCall) else turn.tool_calls
         if not made and (over or not env.has_user):
-            return  # nobody listens
+            return  # no user reads the text
         if over:
             raise UnscorableError(f"the replay environment ended after {done} of {calls} replayed calls")
         done += len(made)
@@ -73,7 +73,7 @@ async def play_again(env: Any, record: Trajectory, rounds: Sequence[RoundTurns],
             results, over = [await env.auser_call(turn)], env.has_finished
         else:
             observation, _, terminated, truncated, _ = await env.astep(turn)
-            turns = env.unwrapped._record.turns  # none of an environment elsewhere, whose server keeps them
+            turns = env.unwrapped._record.turns  # empty for a remote environment, whose server has them
             results, over = turns[-1].results if turns else [], terminated or truncated
             answers += [message.content for message in observation if message.role == "tool"]
         if gold and (refused := next((result for result in results if result.error is not None), None)):
@@ -83,7 +83,7 @@ async def play_again(env: Any, record: Trajectory, rounds: Sequence[RoundTurns],
             )
 
     try:
-        # A user that may be a model is not asked.
+        # The recorded user, since the environment's may be a model.
         await env.areset(seed=record.task.seed, options={"task": record.task, "user": RecordedUser.of(record)})
         for one in rounds:
             answers: list[str] = []
@@ -93,7 +93,7 @@ async def play_again(env: Any, record: Trajectory, rounds: Sequence[RoundTurns],
             if one.text is not None and one is not rounds[-1]:
                 await take(one.text, answers)
     finally:
-        if env.holds:  # else there is nothing to free, and its state would be taken once more
+        if env.holds:  # else there is nothing to free, and closing would compute the state again
             await env.aclose()
         for box in (env.unwrapped.toolbox, env.unwrapped.user_toolbox):
             box.release(env.unwrapped)

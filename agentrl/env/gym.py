@@ -1,7 +1,7 @@
-"""Importing this registers every environment with Gymnasium: `gymnasium.make("agentrl.env.gym:KeyValue-v0")`.
+"""Registration of all environments with Gymnasium on import: `gymnasium.make("agentrl.env.gym:KeyValue-v0")`.
 
-Each is there under its id and (without a namespace) its bare name; a name that is taken is left alone. Gymnasium imports the
-module before the colon. `import agentrl` itself registers nothing.
+Each is registered under its id and its name without the namespace, unless that is taken. Gymnasium imports the module before
+the colon. `import agentrl` registers nothing.
 """
 
 from gymnasium.envs.registration import register, registry

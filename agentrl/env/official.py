@@ -1,4 +1,4 @@
-"""pass@k with confidence intervals, and the contract of a benchmark with metrics of its own."""
+"""pass@k with confidence intervals, and the interface of benchmarks with official metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.env.base import ToolEnv
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of k samples is correct, drawn without replacement from n with c correct ones.
+    """Estimate the probability that at least one of k samples is correct, given c correct of n.
 
     1 - C(n - c, k) / C(n, k): the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), eq. 1.
     Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
@@ -25,18 +25,20 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float:
-    """Probability that all of k samples drawn without replacement are correct: C(c, k) / C(n, k).
+    """Estimate the probability that all of k samples are correct, given c correct of n: C(c, k) / C(n, k).
 
-    The pass^k of tau-bench (Yao et al. 2024, arXiv 2406.12045, section 4). It measures reliability, pass@k the best case.
+    pass^k of tau-bench (Yao et al. 2024, arXiv 2406.12045, section 4); it measures reliability, pass@k the best case. Raises
+    ValueError as `pass_at_k`.
     """
     _check(n, c, k)
     return math.comb(c, k) / math.comb(n, k)
 
 
 def success_rates(counts: Sequence[tuple[int, int]], samples: int) -> dict[str, dict[str, float] | None]:
-    """pass@k and pass^k for k up to `samples`, with 95 % intervals over tasks, of (scored, solved) episodes per task.
+    """Compute pass@k and pass^k for k = 1 to `samples`, with 95 % intervals over tasks.
 
-    A task with fewer than k scored episodes is left out of that k; None without a task.
+    `counts`: (scored, solved) episodes per task. A task with fewer than k scored episodes is left out for that k; None if no
+    task is left.
     """
     rates: dict[str, dict[str, float] | None] = {}
     for k in range(1, samples + 1):
@@ -47,11 +49,10 @@ def success_rates(counts: Sequence[tuple[int, int]], samples: int) -> dict[str, 
 
 
 def rate_of(values: Sequence[float], least: float = 0.0) -> dict[str, float] | None:
-    """Mean over tasks, and low and high of its normal-approximation 95 % interval, clipped to [`least`, 1]; None without values.
+    """Return mean, low and high of a 95 % normal interval over tasks, clipped to [`least`, 1]; None without values.
 
-    `least` -1: of paired differences, one for each task, whose spread, and not that of the two rates, says how sure the mean is.
-    If all values are equal, for which the approximation gives a width of 0, the half-width is 3 / tasks (rule of
-    three).
+    Use `least` = -1 for paired differences per task, whose spread, not that of the two rates, gives the interval. If all values
+    are equal, for which the approximation has width 0, the half-width is 3 / tasks (rule of three).
     """
     if not (n := len(values)):
         return None
@@ -69,13 +70,13 @@ def _check(n: int, c: int, k: int) -> None:
 # Benchmarks
 
 WHOLE = "all"
-"""The split that has every task: to evaluate a benchmark as a whole. It is in no `splits`, and nothing trains on it."""
+"""The split with every task, to evaluate a benchmark as a whole; it is in no `splits`, and nothing trains on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An episode as the official metrics see it. `sample`: its number among those of its task, 0 to k - 1; `unscored`: why it has
-    no score (an outage, say), or None."""
+    """An episode as input of official metrics. `sample`: its index among its task's episodes, 0 to k - 1; `unscored`: the reason
+    for a missing score (such as an outage), or None."""
 
     task_id: str
     family: str
@@ -91,8 +92,8 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class OfficialRow:
-    """A row of a benchmark's official table: `n` is what the value is a mean of, `weight` its part in the overall value (None:
-    none); `value` is None if nothing of it was scored."""
+    """A row of a benchmark's official table: `value` is a mean over `n` episodes or tasks (None if none was scored), `weight` its
+    share of the overall value (None: not part of it)."""
 
     name: str
     value: float | None
@@ -102,10 +103,10 @@ class OfficialRow:
 
 
 class Benchmark(ToolEnv):
-    """An environment with published tasks, each in a finite split, with files of its own and official metrics.
+    """An environment with published tasks in finite splits, data files and official metrics.
 
-    `suite`: the name of the benchmark; several environments may share one. `version`: that of its files. `holdout`: the unit in
-    which tasks without a split of the benchmark are held out, for reports.
+    `suite`: the benchmark's name, which several environments may share. `version`: of its files. `holdout`: the unit in which
+    tasks are held out if the benchmark has no split of its own, for reports.
     """
 
     suite: ClassVar[str] = ""
@@ -114,34 +115,34 @@ class Benchmark(ToolEnv):
 
     @classmethod
     def official(cls, episodes: Sequence[Played]) -> Sequence[OfficialRow]:
-        """The benchmark's own metrics with its own weights; by default none. Unscored episodes (`success` None) are counted by
-        no mean, and `n` says how many were."""
+        """Compute the benchmark's metrics with its weights; by default none. No mean includes unscored episodes (`success` None),
+        and `n` is the number of scored ones."""
         return ()
 
     @abstractmethod
     def task_count(self, split: str) -> int:
-        """The number of tasks in a split."""
+        """Return the number of tasks in a split."""
 
     @abstractmethod
     def spread(self, split: str, count: int, seed: int = 0) -> tuple[int, ...]:
-        """The numbers of `count` tasks that stand for a split: the same for the same seed, and those of a smaller count are among
-        those of a larger one."""
+        """Select the indices of `count` representative tasks of a split: the same per seed; a smaller count's are a subset
+        of a larger one's."""
 
     @abstractmethod
     def split_sizes(self) -> dict[str, dict[str, Any]]:
-        """Each split: the number of tasks, of tasks per kind, and a sha256 of the sorted ids."""
+        """Return per split the number of tasks, the tasks per kind, and a sha256 of the sorted ids."""
 
     @abstractmethod
     def source_digest(self) -> str:
-        """One digest of the files that tasks and checkers come from."""
+        """Return a digest of the files of tasks and checkers."""
 
     @abstractmethod
     def source_notes(self) -> Sequence[str]:
-        """Notes for a run about these files: those that changed since they were installed, by name."""
+        """Return notes for a run about these files, such as names of files that changed since their installation."""
 
 
 def played_of(env: Benchmark, episode: Trajectory) -> Played:
-    """An episode in the form of official metrics."""
+    """Convert an episode to the input of official metrics."""
     lost = episode.success is None and episode.reward is None
     return Played(
         task_id=episode.task.id,

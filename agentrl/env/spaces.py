@@ -1,4 +1,4 @@
-"""Gymnasium spaces of a conversation, random values of a JSON Schema, and the synchronous interface."""
+"""Gymnasium spaces of conversations, random values of a JSON Schema, and blocking execution of coroutines."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _MORE = 6
 
 
 class Unsupported(ValueError):
-    """The pattern uses something that is not supported: look-around, a back reference, a flag."""
+    """The pattern uses an unsupported construct: look-around, a back reference, a flag."""
 
 
 def sample_pattern(pattern: str, rng: np.random.Generator) -> str:
-    """A random text in which `pattern` is found (JSON Schema searches, so that only anchors bind the ends).
+    """Sample a text in which `pattern` is found (JSON Schema searches: only anchors bind the ends).
 
-    Raises Unsupported if none was found, and re.error if `pattern` is not a regular expression.
+    Raises Unsupported if no text was found, and re.error if `pattern` is not a regular expression.
     """
     made = _text(_parser.parse(pattern), rng)
     if re.search(pattern, made) is None:
@@ -73,7 +73,7 @@ def _text(items: Iterable[tuple[Any, Any]], rng: np.random.Generator) -> str:
 
 
 def _members(items: Iterable[tuple[Any, Any]]) -> str:
-    """The characters of a class; complements are taken within printable ASCII."""
+    """Return the characters of a class; complements are taken within printable ASCII."""
     chosen: set[str] = set()
     negated = False
     for kind, value in items:
@@ -104,14 +104,14 @@ _TRIES = 20
 
 
 def sample_arguments(parameters: Mapping[str, Json], rng: np.random.Generator) -> dict[str, Json]:
-    """One object that the schema of a tool's parameters allows (each optional property with probability 1/2)."""
+    """Sample valid arguments from a tool's parameter schema; each optional one has probability 1/2."""
     parameters = as_2020(parameters)
     value = sample_value(parameters, rng, parameters, 0)
     return value if isinstance(value, dict) else {}
 
 
 def sample_value(schema: Json, rng: np.random.Generator, root: Mapping[str, Json], depth: int = 0) -> Any:
-    """One value of `schema`; `root` resolves local references.
+    """Sample a value of `schema`; `root` resolves local references.
 
     Supports the keywords that typed Python signatures produce (types, enum, const, unions, bounds, lengths,
     references) and patterns without look-around. Other keywords (formats, allOf, not) are ignored.
@@ -128,7 +128,7 @@ def sample_value(schema: Json, rng: np.random.Generator, root: Mapping[str, Json
         return schema["enum"][int(rng.integers(len(schema["enum"])))]
     for union in ("anyOf", "oneOf"):
         if union in schema:
-            # At depth the last branch is taken: for an Optional field of a recursive type that is null, which ends it.
+            # Too deep, the last branch is taken: for an Optional field of a recursive type it is null, which ends the recursion.
             branches = schema[union]
             return sample_value(branches[-1 if depth > _MAX_DEPTH else int(rng.integers(len(branches)))], rng, root, depth + 1)
     kind = schema.get("type", "object" if "properties" in schema else "integer")
@@ -146,7 +146,7 @@ def sample_value(schema: Json, rng: np.random.Generator, root: Mapping[str, Json
 
 
 def _string(schema: Mapping[str, Json], rng: np.random.Generator) -> str:
-    """A text that fits the pattern and the lengths; one of letters if no attempt produced one, or if there is no pattern."""
+    """Sample a text that fits pattern and lengths; plain letters if there is no pattern or no attempt fits."""
     low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
     for _ in range(_TRIES if "pattern" in schema else 0):
         try:
@@ -170,7 +170,7 @@ def _number(kind: str, schema: Mapping[str, Json], rng: np.random.Generator) -> 
         first, last = math.ceil(low / multiple), math.floor(max(high, low + multiple) / multiple)
         for _ in range(_TRIES):
             value = _whole_number(first, last, rng) * multiple
-            if (value / multiple).is_integer():  # in floating point 7 * 0.01 is no multiple of 0.01
+            if (value / multiple).is_integer():  # in floating point, 7 * 0.01 is no multiple of 0.01
                 break
         return int(value) if kind == "integer" else float(value)
     if kind == "integer":
@@ -181,7 +181,7 @@ def _number(kind: str, schema: Mapping[str, Json], rng: np.random.Generator) -> 
 
 
 def _whole_number(low: int, high: int, rng: np.random.Generator) -> int:
-    """A whole number from `low` to `high`, both of any size."""
+    """Sample an integer from `low` to `high`, both of any size."""
     return low + int(rng.integers(min(high - low, 2**62) + 1))
 
 
@@ -228,7 +228,7 @@ Action = Message | str
 
 
 class MessagesSpace(gymnasium.Space[Observation]):
-    """Every list of messages."""
+    """The space of all lists of messages."""
 
     is_np_flattenable = False  # type: ignore[assignment]
 
@@ -239,7 +239,7 @@ class MessagesSpace(gymnasium.Space[Observation]):
         return isinstance(x, list) and all(isinstance(item, Message) for item in x)
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> Observation:
-        """One user message of random words."""
+        """Sample one user message of random words."""
         words = self.np_random.integers(0, 1000, size=int(self.np_random.integers(1, 9)))
         return [Message("user", " ".join(f"w{word}" for word in words))]
 
@@ -259,9 +259,9 @@ class MessagesSpace(gymnasium.Space[Observation]):
 
 
 class ToolCallSpace(gymnasium.Space[Action]):
-    """An assistant turn: any text, or any assistant message. Malformed calls are legal actions.
+    """The space of assistant turns: any text or assistant message, also with malformed calls.
 
-    `sample` gives the text of one schema-valid call (plain text if there are no tools).
+    `sample` returns the text of one schema-valid call, or plain text if there are no tools.
     """
 
     is_np_flattenable = False  # type: ignore[assignment]
@@ -272,11 +272,11 @@ class ToolCallSpace(gymnasium.Space[Action]):
         self._frozen: list[dict[str, Json]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """A pickled space (AsyncVectorEnv compares them) has the schemas but not the functions."""
+        """Return a pickled state with the schemas but not the functions (AsyncVectorEnv compares pickled spaces)."""
         return {**self.__dict__, "_toolbox": None, "_frozen": self.schemas()}
 
     def schemas(self) -> list[dict[str, Json]]:
-        """Function schemas of the tools that can be called now."""
+        """Return the function schemas of the tools that are offered now."""
         return self._frozen if self._toolbox is None else self._toolbox.schemas()
 
     def contains(self, x: Any) -> bool:
@@ -315,10 +315,10 @@ _local = after_fork(threading.local(), lambda held: held.__dict__.clear())
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to completion on this thread's own event loop, which all environments share. In a thread in which an event
-    loop runs already (a notebook's cells), it is run in the background loop, and waited for.
+    """Run a coroutine to completion on this thread's event loop, which all environments share.
 
-    Raises RuntimeError in the background loop itself (a callback, a tool): await `astep` there.
+    If a loop already runs in this thread (in a notebook), it blocks while the background loop runs the coroutine. Raises
+    RuntimeError in the background loop itself (in a callback or tool): await `astep` there.
     """
     try:
         asyncio.get_running_loop()
@@ -329,7 +329,7 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
         try:
             return loop.run_until_complete(work)
         except (KeyboardInterrupt, SystemExit):
-            del _local.held  # its tasks would go on with the next call, and raise this once more
+            del _local.held  # its tasks would continue in the next call and raise this again
             raise
     held = background()
     if held.here:

@@ -1,4 +1,4 @@
-"""The user's side of an episode, and users that say their lines; `agentrl.contrib.users` has more."""
+"""The user side of an episode, and scripted users; `agentrl.contrib.users` has more users."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from agentrl.utils.errors import EnvError
 
 
 def note(record: Trajectory, turn: Turn, result: ToolResult) -> None:
-    """Add a call's result to its turn and to the conversation, both in the order of the turn's calls, in whatever order they
-    end."""
+    """Add a call's result to its turn and to the conversation, in the order of the turn's calls (not of completion)."""
     order = {call.id: place for place, call in enumerate(turn.message.tool_calls)}
 
     def later(call_id: str | None) -> bool:
@@ -35,12 +34,12 @@ def note(record: Trajectory, turn: Turn, result: ToolResult) -> None:
 # Simulated users
 
 GOLD = "gold"
-"""In place of a user in a reset's options: that of the environment's gold solution (`ToolEnv.gold_user`)."""
+"""Value of the reset option "user" that selects `ToolEnv.gold_user`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The last words of a user who leaves: the record has them (`Trajectory.parting`), and nobody reads them."""
+    """The last words of a user who leaves, only recorded (`Trajectory.parting`): the policy does not read them."""
 
     text: str
 
@@ -50,20 +49,19 @@ Line = str | ToolCall | Sequence[ToolCall] | Message | Parting
 
 @runtime_checkable
 class User(Protocol):
-    """Answers the policy. Its state belongs to one episode and must be copyable (for forks)."""
+    """A user who answers the policy. Its state belongs to one episode and must be copyable (for forks)."""
 
     async def reply(self, conversation: Sequence[Message]) -> str | Message | Parting | None:
-        """The user's next message (`conversation` ends with the policy's turn); None, or a Parting, ends the episode.
+        """Return the user's next message (`conversation` ends with the policy's turn); None or a Parting ends the episode.
 
-        A message of role "user" with `tool_calls` makes calls to the user's own tools instead: the environment makes them, and
-        asks again with the calls and their results (messages of role "tool") at the end of the conversation.
+        A message of role "user" with `tool_calls` calls the user's tools: the environment makes the calls and asks again, with
+        the calls and their results (role "tool") at the end of the conversation.
         """
 
 
 class ScriptedUser:
-    """Says its lines in order, regardless of the conversation, and then leaves. A line that is a call, or several, is made to the
-    user's own tools, and the next line follows; a Parting ends the
-    episode."""
+    """User that says its lines in order, regardless of the conversation, and then leaves. A line of one or more calls is made to
+    the user's tools, and the next line follows; a Parting ends the episode."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = list(lines)
@@ -76,7 +74,7 @@ class ScriptedUser:
 
 
 class SilentUser:
-    """Says nothing and stays: for replays of gold calls, in which nobody talks."""
+    """User that says nothing and stays, for replays of gold calls without texts."""
 
     async def reply(self, conversation: Sequence[Message]) -> str:
         return ""
@@ -84,8 +82,8 @@ class SilentUser:
 
 @dataclass(frozen=True, slots=True)
 class UserModel:
-    """A model behind an API that plays users, as an environment names it (`ToolEnv.user_models`), so that it is asked once before
-    a run: litellm's name of it, and what each of its calls gets (`api_base`, `api_key`, ...)."""
+    """An API model that plays users (`ToolEnv.user_models`), tested once before a run: its litellm name, and the
+    options of each call (`api_base`, `api_key`, ...)."""
 
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -93,29 +91,29 @@ class UserModel:
     def request(
         self, messages: Sequence[Mapping[str, Any]], timeout: float = 60.0, tools: Sequence[Mapping[str, Any]] = ()
     ) -> dict[str, Any]:
-        """The keyword arguments of litellm's call; the temperature is 0 by default."""
+        """Return the keyword arguments of a litellm call; the default temperature is 0."""
         args = {key: value for key, value in self.options.items() if key != "api_base"}
         own = {"model": self.model, "messages": list(messages), "tools": list(tools), "timeout": timeout, "temperature": 0.0}
         return request_of(own, args, self.options.get("api_base"), args_key="options", base_key="api_base")
 
 
 class AsksModel:
-    """Base class of users that ask a model, which scripted policies play without."""
+    """Base class of users that call a model; scripted policies replace or refuse them."""
 
 
 # The user's side
 
 
 def heard(record: Trajectory, before: Sequence[Message] = ()) -> list[Message]:
-    """The conversation as the user has it: the record's messages, `before` (of an opening that is being made), and where it made
-    them its own calls (messages of role "user") with their results (of role "tool", by the calls' ids)."""
+    """Return the conversation as the user sees it: the record's messages, `before` (the opening so far, while it is made), and in
+    place the user's tool calls (role "user") with their results (role "tool", with the calls' ids)."""
     messages = [*record.messages, *before]
     if not record.user_calls:
         return messages
     places = turn_places(record)
     first = places[0] if places else len(messages)
     opened = [at for at in range(first) if messages[at].role == "user"]
-    # What the user did before its first words stands before them; an opening that is being made has none yet.
+    # Calls before the user's first words precede them; an opening that is still being made has no words yet.
     opening = opened[-1] if opened and record.messages else first
     found: list[Message] = []
     last = -2
@@ -138,14 +136,14 @@ def _as_messages(calls: Sequence[UserCall]) -> list[Message]:
 
 
 def next_step(record: Trajectory) -> int:
-    """The number of the next message with calls in the user's answer to the current turn."""
+    """Return the index of the user's next message with calls within its answer to the current turn."""
     last = record.user_calls[-1] if record.user_calls else None
     return last.step + 1 if last is not None and last.turn == len(record.turns) - 1 else 0
 
 
 async def make_call(record: Trajectory, toolbox: Toolbox, call: ToolCall, step: int, text: str = "") -> ToolResult:
-    """Make one call of the user's and record it, already before it is answered: the record of a failed episode has what failed.
-    Its id is its number in the episode. Raises EnvError (ToolTimeoutError) if the tool fails."""
+    """Make and record one user call, with its index in the episode as id. It is recorded before it is answered, so that a failed
+    episode's record has it. Raises EnvError (ToolTimeoutError) if the tool fails."""
     place = len(record.user_calls)
     made = UserCall(len(record.turns) - 1, step, replace(call, id=f"user_{place}"), None, text)
     record.user_calls.append(made)
@@ -155,27 +153,26 @@ async def make_call(record: Trajectory, toolbox: Toolbox, call: ToolCall, step: 
 
 
 class RecordedUser:
-    """The user of a recorded episode once more: to the same text of the policy, the same calls and the same words. For replays,
-    which must ask no model. An answer that the record lacks is an EnvError."""
+    """User that repeats its calls and words from a recorded episode, for replays, which must call no model."""
 
     def __init__(self, before: int, answers: Sequence[Sequence[Message | Parting | None]]) -> None:
-        """`answers`: what the user did when it opened the conversation, and then after each text of the policy: messages with
-        calls, and at last its words, or a Parting or None if it left. `before`: texts of role "assistant" in the opening."""
+        """`answers`: the user's steps in the opening, then after each text of the policy: messages with calls, last its words,
+        or a Parting or None if it left. `before`: the number of assistant texts in the opening."""
         self.before, self.answers = before, [list(steps) for steps in answers]
         self._at = (-1, 0)
 
     @classmethod
     def of(cls, record: Trajectory) -> RecordedUser:
-        """The user of an episode."""
+        """Make the user of a recorded episode."""
         course = course_of(record)
         opening = record.messages[: course.opening]
         words: dict[int, list[Message]] = {-1: [message for message in opening if message.role == "user"][-1:]}
         for turn, said in zip(record.turns, course.said, strict=True):
             if not turn.message.tool_calls:
-                # A user who said nothing, and after whose silence the episode went on, did not leave.
+                # A user who said nothing but after whom the episode continued did not leave.
                 words[turn.index] = said[:1] or ([] if turn is record.turns[-1] else [Message("user", "")])
         answers: list[list[Message | Parting | None]] = []
-        for number, own in words.items():  # the user's messages with calls, and its words, or None if it said none
+        for number, own in words.items():  # the user's messages with calls, then its words, or None
             calls = _as_messages([made for made in record.user_calls if made.turn == number])
             answers.append([*(message for message in calls if message.role == "user"), own[0] if own else None])
         if record.parting and answers[-1][-1] is None:
@@ -183,7 +180,7 @@ class RecordedUser:
         return cls(sum(map(_is_text, opening)), answers)
 
     async def reply(self, conversation: Sequence[Message]) -> str | Message | Parting | None:
-        """Raises EnvError for a text that the record has no answer to."""
+        """Return the recorded answer. Raises EnvError for a text that the record has no answer to."""
         number = sum(map(_is_text, conversation)) - self.before
         step = self._at[1] if self._at[0] == number else 0
         self._at = (number, step + 1)

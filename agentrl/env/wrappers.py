@@ -37,11 +37,9 @@ WRAPPERS: Registry[Callable[..., ToolEnv]] = Registry(
 
 
 class ToolWrapper(ToolEnv):
-    """Base class of wrappers: everything is delegated to `env` (`_METHODS`, `_ATTRIBUTES`); a subclass changes `areset`, `astep`
-    or both.
+    """Base class of wrappers: it delegates to `env` (`_METHODS`, `_ATTRIBUTES`); subclasses override `areset` or `astep`.
 
-    A wrapper's own episode state is in attributes other than `env`; forks and snapshots copy those, so they
-    must be copyable.
+    Attributes other than `env` are the wrapper's episode state; forks and snapshots copy them, so they must be copyable.
     """
 
     def __init__(self, env: ToolEnv) -> None:
@@ -61,11 +59,11 @@ class ToolWrapper(ToolEnv):
 
     # -- snapshots ---------------------------------------------------------------------------------
 
-    def _own(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _THROUGH}
+    def _own_state(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_STATE}
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(type(self).__name__, {"inner": self.env.snapshot(), "own": copy.deepcopy(self._own())})
+        return Snapshot(type(self).__name__, {"inner": self.env.snapshot(), "own": copy.deepcopy(self._own_state())})
 
     def restore(self, snapshot: Snapshot) -> None:
         if snapshot.owner != type(self).__name__:
@@ -74,9 +72,9 @@ class ToolWrapper(ToolEnv):
         self.__dict__.update(copy.deepcopy(snapshot.parts["own"]))
 
     def fork(self) -> Self:
-        # Not by calling the class: a subclass's arguments are not known here, and its copy gets them as attributes.
+        # Not built by calling the class: a subclass's arguments are unknown here, and their effect is in the attributes.
         forked = type(self).__new__(type(self))
-        forked.__dict__.update(copy.deepcopy(self._own()))
+        forked.__dict__.update(copy.deepcopy(self._own_state()))
         forked.env, forked.spec = self.env.fork(), self.spec
         return forked
 
@@ -85,7 +83,7 @@ class ToolWrapper(ToolEnv):
         return self.env.holds or type(self).aclose is not ToolWrapper.aclose
 
     async def _truncate(self, result: StepResult, stop: StopReason) -> StepResult:
-        """The same step as the last one of a truncated episode, for subclasses."""
+        """Truncate the episode at this step; for subclasses."""
         observation, _, _, _, info = result
         reward = await self.env.aend(stop)
         return observation, reward, False, True, {**info, "stop": stop.value}
@@ -103,7 +101,7 @@ _ATTRIBUTES = (
 )  # fmt: skip
 
 
-def _of_inner(name: str) -> Any:
+def _delegate(name: str) -> Any:
     if name in _ATTRIBUTES:
         return property(lambda self: getattr(self.env, name), lambda self, value: setattr(self.env, name, value))
 
@@ -115,17 +113,17 @@ def _of_inner(name: str) -> Any:
 
 
 for _name in (*_METHODS, *_ATTRIBUTES):
-    setattr(ToolWrapper, _name, _of_inner(_name))
+    setattr(ToolWrapper, _name, _delegate(_name))
 
 
-_THROUGH = frozenset({"observation_space", "action_space", "env", "spec", "_built_with"})
+_NOT_STATE = frozenset({"observation_space", "action_space", "env", "spec", "_built_with"})
 
 
 # Wrap by name
 
 
 def wrap(env: ToolEnv, name: str, args: Mapping[str, Any]) -> ToolEnv:
-    """`env` in the wrapper of that name. Raises ConfigError for an unknown name or invalid arguments."""
+    """Wrap `env` in the wrapper of that name. Raises ConfigError for an unknown name or invalid arguments."""
     try:
         wrapped: ToolEnv = WRAPPERS.build(name, args, env, kind=ToolEnv)
     except ValueError as problem:
@@ -138,10 +136,10 @@ def wrap(env: ToolEnv, name: str, args: Mapping[str, Any]) -> ToolEnv:
 
 @WRAPPERS.register("turn_limit")
 class TurnLimit(ToolWrapper):
-    """At most `turns` turns by the policy; the last one is still answered. Stops with `max_turns`."""
+    """Truncate episodes after `turns` policy turns, the last of which is still answered (`max_turns`)."""
 
     def __init__(self, env: ToolEnv, turns: int) -> None:
-        """Raises ValueError for less than one turn."""
+        """Raises ValueError if `turns` is below 1."""
         super().__init__(env)
         if turns < 1:
             raise ValueError(f"TurnLimit: turns = {turns}; expected at least 1")
@@ -159,10 +157,10 @@ class TurnLimit(ToolWrapper):
 
 @WRAPPERS.register("tool_subset")
 class ToolSubset(ToolWrapper):
-    """Only some of the environment's tools."""
+    """Offer only some of the environment's tools."""
 
     def __init__(self, env: ToolEnv, names: Sequence[str] | Set[str]) -> None:
-        """The first reset raises ConfigError for a name that the environment does not have."""
+        """The first reset raises ConfigError for an unknown tool name."""
         super().__init__(env)
         self.names = frozenset(names)
 
@@ -173,23 +171,23 @@ class ToolSubset(ToolWrapper):
                 hint = nearest(name, list(self.toolbox.names))
                 raise ConfigError(f"ToolSubset: {self.id} has no tool {name!r}; {hint}")
         self.toolbox.table = {k: v for k, v in self.toolbox.table.items() if k in self.names}
-        # The record was made with the environment's own tools, and a spec checks calls against what it says.
+        # The reset recorded all tools, but a spec checks calls against the recorded ones.
         self.trajectory.tools = self.toolbox.schemas()
         return result
 
 
 @WRAPPERS.register("tool_faults", traits={"chance_faults"})
 class ToolFaults(ToolWrapper):
-    """A share of the calls fails with an error message, without running the tool.
+    """Fail a share of the calls with an error message, without running the tool.
 
-    Which calls fail depends only on `seed`, the task, the turn and the arguments, so that a replay has the
-    same faults and a fork has no hidden state.
+    The choice depends only on `seed`, the task, the turn, the tool and the arguments, so a replay has the same faults and a
+    fork has no hidden state.
     """
 
     def __init__(
         self, env: ToolEnv, rate: float, *, seed: int = 0, message: str = "the service is unavailable; try again"
     ) -> None:
-        """Raises ValueError for a rate outside of [0, 1]."""
+        """Raises ValueError for a `rate` outside of [0, 1]."""
         super().__init__(env)
         if not 0.0 <= rate <= 1.0:
             raise ValueError(f"ToolFaults: rate = {rate}; expected a share from 0 to 1")
@@ -205,7 +203,7 @@ class ToolFaults(ToolWrapper):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Flaky(Tool):
-    """A tool that fails a share of its calls; the others are calls of `item`, with its own limits."""
+    """A tool that fails a share of its calls and passes the others on to `item`, within its limits."""
 
     item: Tool
     rate: float
@@ -217,7 +215,7 @@ class _Flaky(Tool):
 
     async def invoke(self, owner: Any, values: Mapping[str, Any], child: Child | None = None) -> Any:
         record = owner.trajectory
-        # Not `hash`, which differs from process to process for text.
+        # Not `hash`, which differs between processes for text.
         place = f"{self.seed}/{record.task.seed}/{len(record.turns)}/{self.name}/{dict(values)!r}"
         chance = int.from_bytes(blake2b(place.encode(errors="replace"), digest_size=4).digest(), "big") / 2**32
         if chance < self.rate:
@@ -227,10 +225,10 @@ class _Flaky(Tool):
 
 @WRAPPERS.register("system_prompt")
 class SystemPrompt(ToolWrapper):
-    """`text`, before the environment's own system message, or as one if it has none; also in the record.
+    """Prepend `text` to the environment's system message, or add one; also in the record.
 
-    Before it and not in its place, since an environment's own may hold what its tasks need, and in one message, since many
-    chat templates take only one, at the beginning.
+    The environment's system message is kept, since its tasks may need it, and there is one message, since many chat templates
+    accept only one, at the beginning.
     """
 
     def __init__(self, env: ToolEnv, text: str) -> None:
@@ -261,8 +259,8 @@ class SystemPrompt(ToolWrapper):
 
 @WRAPPERS.register("gold_user")
 class GoldUser(ToolWrapper):
-    """The user of the environment's gold solution (`ToolEnv.gold_user`) in place of its own, so that nobody asks a model; a reset
-    that is given another user (a replay's) has that one."""
+    """Replace the user by that of the gold solution (`ToolEnv.gold_user`), so that no model is called, except in a reset with
+    another "user" option (as in replays)."""
 
     async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         return await self.env.areset(seed=seed, options={"user": GOLD, **(options or {})})
