@@ -1,4 +1,4 @@
-"""The leaf contract, and the part of an episode that a leaf sees."""
+"""The interface of reward leaves, and the view of an episode that they read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from agentrl.utils.registry import Registry
 # The view of an episode
 
 SCOPES = ("group", "episode", "round", "turn", "call")
-"""From widest to narrowest. A round is the policy's turns between two user messages."""
+"""Scopes, widest first. A round is the policy's turns between two user messages."""
 
 
 class Made(NamedTuple):
-    """One call that the policy made, with its turn and its result (None if it got none)."""
+    """A call that was made, with its turn and its result (None without one)."""
 
     turn: Turn
     call: ToolCall
@@ -30,14 +30,14 @@ class Made(NamedTuple):
 
 
 def calls_made(turns: Sequence[Turn]) -> list[Made]:
-    """Every call of the turns, in order. Results are matched by call id within the turn, or by position if
-    the ids are not unique (a record from elsewhere)."""
+    """List the calls of the turns in order, with their results: by call id within the turn, or by position if the ids are not
+    unique (in imported records)."""
     made: list[Made] = []
     for turn in turns:
         calls = turn.message.tool_calls
         if not calls:
             continue
-        if len(calls) == len(turn.results) == 1:  # the most usual, and scoring looks at every turn
+        if len(calls) == len(turn.results) == 1:  # a fast path for the common case
             made.append(Made(turn, calls[0], turn.results[0] if turn.results[0].call_id == calls[0].id else None))
             continue
         answers = {result.call_id: result for result in turn.results}
@@ -50,15 +50,15 @@ def calls_made(turns: Sequence[Turn]) -> list[Made]:
 
 
 _OPENING = Turn(-1, Message("assistant"))
-"""Stands for the turn of a call that the user made before the policy's first one."""
+"""Placeholder turn of user calls that precede the policy's first turn."""
 
 
 @dataclass(slots=True)
 class View:
-    """A part of one trajectory.
+    """A part of one trajectory: the episode, a round, a turn or a call.
 
-    `index` is its number among the parts of its scope (0 for an episode), `answers` the answers to the
-    leaves' requests, `memo` a cache that leaves share between the parts of the episode.
+    `index` is its number among the parts of its scope (0 for an episode), `answers` are the services' answers by request key,
+    `memo` is a cache that the leaves and parts of an episode share.
     """
 
     trajectory: Trajectory
@@ -71,21 +71,20 @@ class View:
 
     @property
     def place(self) -> tuple[Hashable, ...]:
-        """A key for this part of the episode; equal for equal parts only."""
+        """A key of this part, unique within the episode."""
         if self.scope == "call":
-            # By object: call ids need not be unique in a record from elsewhere.
+            # By object identity: call ids need not be unique in an imported record.
             return "call", self.index, id(self.calls[0].call)
         return self.scope, self.index, self.last_turn
 
     @property
     def last_turn(self) -> int | None:
-        """Index of the turn that gets a reward for this part; None if there is no turn."""
+        """Index of the turn at which this part's reward is emitted; None without turns."""
         return self.turns[-1].index if self.turns else None
 
     def made(self, by: str) -> Sequence[Made]:
-        """The calls of this part by the policy ("assistant"), by the simulated user to tools of its own ("user"), or by both
-        ("both"), in the order in which they were made. A user's call counts to the turn that it answers, and those before the
-        first turn to it."""
+        """List this part's calls by the policy ("assistant"), by the simulated user to its tools ("user"), or "both", in order. A
+        user call belongs to the turn that it answers; one before the first turn belongs to that turn."""
         if by == "assistant":
             return self.calls
         turns = {turn.index: turn for turn in self.turns}
@@ -98,17 +97,17 @@ class View:
         ]
         if by == "user":
             return found
-        # Stable: a turn's own calls are made before the user answers it.
+        # The sort is stable: a turn's own calls precede the user's answer to it.
         return sorted([*self.calls, *found], key=lambda one: one.turn.index)
 
     def answer(self) -> str | None:
-        """The answer of this part; see `final_answer`."""
+        """Return this part's final answer; see `final_answer`."""
         return final_answer(self.turns)
 
     def parts(self, scope: str) -> list[View]:
-        """This part split into narrower ones, in order."""
+        """Split this part into narrower ones, in order."""
         key = ("parts", self.place, scope)
-        if key not in self.memo:  # several nodes may ask for them
+        if key not in self.memo:  # several nodes may need them
             if scope == "call":
                 cuts = [(i, [made.turn], [made]) for i, made in enumerate(self.calls)]
             elif scope == "turn":
@@ -125,27 +124,27 @@ class View:
 
     @property
     def round(self) -> int:
-        """Number of the round that this part is in."""
+        """Index of the round that this part is in."""
         if self.scope == "round" or not self.turns:
             return self.index
         return self.rounds.get(self.turns[-1].index, 0)
 
     @property
     def rounds(self) -> dict[int, int]:
-        """Turn index -> number of its round, counted from the episode's first turn: an opening history has none."""
+        """Turn index -> round index, counted from the episode's first turn, without the opening history."""
         course = self.course
         return {turn.index: number for turn, number in zip(self.trajectory.turns, course.rounds, strict=True)}
 
     @property
     def course(self) -> EpisodeRounds:
-        """The user's messages after each turn of the episode, and the rounds that they make."""
+        """The user's messages after each turn, and the rounds that they delimit."""
         if "course" not in self.memo:
             self.memo["course"] = course_of(self.trajectory)
         found: EpisodeRounds = self.memo["course"]
         return found
 
     def read(self, tokens: tuple[str, ...], at: str | None) -> Json | Absent:
-        """The value of the reference `{"$": "/<tokens>", "at": at}` for this part, or ABSENT."""
+        """Resolve the reference `{"$": "/<tokens>", "at": at}` for this part; ABSENT if there is no value."""
         part = tokens[0]
         value: Json | Absent = ABSENT
         source: Any = self.trajectory
@@ -170,18 +169,18 @@ class View:
         return value[position]
 
     def value_at(self, ref: Mapping[str, Json]) -> Json | Absent:
-        """The value that a reference of a spec points to, or ABSENT."""
+        """Resolve a reference of a spec; ABSENT if there is no value."""
         return self.read(parse_pointer(str(ref["$"])), ref.get("at"))
 
 
 def episode_view(trajectory: Trajectory, answers: dict[str, Any] | None = None) -> View:
-    """The whole episode."""
+    """Make the view of a whole episode."""
     made = calls_made(trajectory.turns)
     return View(trajectory, "episode", trajectory.turns, made, answers={} if answers is None else answers)
 
 
 def final_answer(turns: Sequence[Turn]) -> str | None:
-    """The text of the last turn if it makes no call: the answer to the user. Else None."""
+    """Return the last turn's text if it makes no call, which is the answer to the user; else None."""
     return turns[-1].message.content if turns and not turns[-1].message.tool_calls else None
 
 
@@ -226,12 +225,12 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], Json]]] = {
         "images": lambda made: [image.about for image in made.result.images] if made.result else [],
     },
 }
-"""Readers of a Task, Trajectory, Turn or Made, by the first and second token of a reference."""
+"""Accessors of a Task, Trajectory, Turn or Made, by the first and second token of a reference."""
 FIELDS = {part: (*(("state",) if part == "episode" else ()), *fields) for part, fields in _FIELDS.items()}
-"""The names that a reference can have as its second token, by first token."""
+"""Allowed second tokens of a reference, by first token."""
 
 
-# The leaf contract
+# The interface of leaves
 
 Args = Mapping[str, Any]
 
@@ -239,8 +238,8 @@ REF: dict[str, Any] = {"$ref": "#/$defs/ref"}
 
 
 class Reading(NamedTuple):
-    """A leaf's result: a value in [0, 1], or None (could not score), and the evidence as JSON. `turns`: of a leaf that `spreads`,
-    each turn's share of the value (turn index: share); they add up to it."""
+    """A leaf's result: a value in [0, 1], or None (could not score), and evidence as JSON. `turns`, for a leaf that `spreads`:
+    turn index -> its share of the value; the shares add up to the value."""
 
     value: float | None
     evidence: Json
@@ -248,10 +247,10 @@ class Reading(NamedTuple):
 
 
 class PendingError(Exception):
-    """A leaf needs an answer from outside; the scorer gets it from the leaf's service and calls the leaf again.
+    """Signal that a leaf needs an answer of its service; the scorer requests it and calls the leaf again.
 
-    `request`: what the service (`Leaf.asks`) is asked; its `assumption(best)` is the answer with the highest value that there may
-    be, or the lowest, if no service is to be asked."""
+    `request` goes to the service in `Leaf.asks`; its `assumption(best)` returns the possible answer with the highest value, or
+    the lowest, for scoring without services."""
 
     def __init__(self, key: str, request: Any) -> None:
         super().__init__(key)
@@ -261,7 +260,10 @@ class PendingError(Exception):
 
 @runtime_checkable
 class Client(Protocol):
-    """Answers the requests of leaves, equal keys alike. An answer tells of a failure; a UserError ends the run."""
+    """Interface of a service: it answers leaves' requests, equal keys with equal answers.
+
+    A failure is returned as an answer; a UserError ends the run.
+    """
 
     def ask(self, key: str, request: Any) -> Any: ...
 
@@ -269,12 +271,12 @@ class Client(Protocol):
 
 
 SERVICES: Registry[type[Any]] = Registry("reward.service", "SERVICES", "agentrl.reward", given=1)
-"""Classes that answer leaves, such as judges, by the name in `Leaf.asks` (agentrl.run.services.Service); keys of a config for the
-service NAME are in `reward.NAME`."""
+"""Service classes that answer leaves, such as judges, by the name in `Leaf.asks` (agentrl.run.services.Service); the config
+section of service NAME is `reward.NAME`."""
 
 
 class Services(dict[str, Any]):
-    """The services that the leaves of a run ask, each made for the first leaf that asks it."""
+    """The services of a run by name, each created when a leaf first needs it."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
@@ -289,11 +291,11 @@ PythonLeaf = Callable[[View, Json], "float | tuple[float | None, Json] | None"]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Services that a spec may use apart from the trajectory; the run's config decides, not the spec.
+    """Resources that a spec may use apart from the trajectory, selected by the run's config, not the spec.
 
-    `replay_env` builds a fresh environment for gold replays of a task; `python` are the functions that
-    the `python` leaf may call, by name; `services` answer leaves, by `Leaf.asks`. `replays` keeps the gold replays of
-    about the last 256 tasks: the members of a group share that of their task.
+    `replay_env` builds a new environment for replays of a task; `python` are the functions that the `python` leaf may call, by
+    name; `services` answer leaves, by `Leaf.asks`. `replays` caches the gold replays of about the last 256 tasks, which the
+    members of a group share.
     """
 
     replay_env: MakeEnv | None = None
@@ -303,58 +305,58 @@ class Context:
 
 
 class Leaf(ABC):
-    """One kind of leaf, bound to the arguments of one node of a spec. Stateless."""
+    """Base class of leaf kinds; an instance is stateless and has the arguments of one spec node."""
 
     kind: str
-    """Its name in LEAVES, which the compiler sets."""
+    """Name in LEAVES, set by the compiler."""
     formula: ClassVar[str]
     schema: ClassVar[dict[str, Any]] = {"type": "object", "additionalProperties": False, "properties": {}}
     example: ClassVar[dict[str, Any]]
     scopes: ClassVar[tuple[str, ...]] = ("episode", "round", "turn", "call")
     optional: ClassVar[frozenset[str]] = frozenset()
-    """Arguments whose reference may lead nowhere, and is null then: what the policy was to make, and did not."""
+    """Arguments whose reference may resolve to nothing, and is then null, because the policy may not have made the value."""
     asks: ClassVar[str | None] = None
-    """Name in SERVICES of the service that answers its requests (PendingError)."""
+    """Name in SERVICES of the service for its requests (PendingError)."""
 
     def __init__(self, args: Args, context: Context) -> None:
-        """`args` as in the spec, references not yet followed. Raises ValueError for invalid ones."""
+        """`args` as in the spec, with unresolved references. Raises ValueError for invalid ones."""
         self.args = args
         self.context = context
 
     @classmethod
     def spreads(cls, args: Args) -> bool:
-        """Return True if a value by these arguments is a sum of turns' shares, so that a node without a scope can emit it at
-        them."""
+        """Return True if the value with these arguments is a sum of shares per turn, which a node without a scope can emit at the
+        turns."""
         return False
 
     def blocks(self) -> bool:
-        """Return True if `read` may take long (a replay, a user's function) and so must not run on an event loop."""
+        """Return True if `read` may be slow (a replay, custom code) and so must not run on an event loop."""
         return False
 
     def longest(self) -> tuple[Hashable, float] | None:
-        """Seconds that `read` may take by the limits in its arguments, behind a key: leaves of one key take them once. None: of a
-        leaf without such limits."""
+        """Return (key, seconds): the longest `read` by the limits in the arguments; leaves with equal keys share that time. None
+        without such limits."""
         return None
 
     def lint(self) -> tuple[str, str] | None:
-        """Code and message of a warning about its arguments, for `agentrl reward lint`."""
+        """Return code and message of a warning about the arguments, for `agentrl reward lint`, or None."""
         return None
 
     def gold_fault(self, args: Args) -> str | None:
-        """Why no episode of a task can be scored by these arguments (references followed), told before a run starts; None if it
-        can. May block. Raises UnscorableError as `read`."""
+        """Return the reason why no episode of a task can be scored with these resolved arguments, for checks before a run; None
+        if there is none. May block. Raises UnscorableError as `read`."""
         return None
 
     @abstractmethod
     def read(self, view: View, args: Args) -> Reading:
-        """The value of this leaf for `view`; `args` with references followed.
+        """Score `view`; `args` have their references resolved.
 
         Raises UnscorableError if the leaf does not apply to the episode's data.
         """
 
 
 def need_replay_env(args: Args, context: Context) -> None:
-    """Raises ValueError if a leaf replays and the run provides no environment for it."""
+    """Raise ValueError if a leaf replays but the run provides no replay environment."""
     if "replay" in args and context.replay_env is None:
         raise ValueError(
             "replay: needs an environment to replay the gold calls on; name it with --env ID (in Python: Context(replay_env=...))"
@@ -362,13 +364,13 @@ def need_replay_env(args: Args, context: Context) -> None:
 
 
 def object_schema(properties: dict[str, Any], required: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The JSON Schema of an argument object with exactly these keys."""
+    """Return the JSON Schema of an argument object with only these keys."""
     schema: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": properties}
     return {**schema, "required": list(required)} if required else schema
 
 
 BY: dict[str, Any] = {"enum": ["assistant", "user", "both"]}
-"""Whose calls a leaf reads: the policy's (the default), those of the simulated user to tools of its own, or both."""
+"""The caller whose calls a leaf reads: the policy (default), the simulated user (calls to its tools), or both."""
 
 
 EQUALITY: dict[str, Any] = {
@@ -376,11 +378,11 @@ EQUALITY: dict[str, Any] = {
     "abs": {"type": "number", "minimum": 0},
     "rel": {"type": "number", "minimum": 0},
 }
-"""The arguments of `EqualityRule.of`."""
+"""Schemas of the arguments of `EqualityRule.of`."""
 
 
 def or_ref(schema: dict[str, Any]) -> dict[str, Any]:
-    """A value of that schema, or a reference to one."""
+    """Return the schema of a value or a reference to one."""
     return {"if": {"type": "object", "required": ["$"]}, "then": REF, "else": schema}
 
 

@@ -17,13 +17,13 @@ from agentrl.utils.errors import fault_text, is_alien
 # Nodes
 
 TRUE = 1.0 - 1e-9
-"""A value from here on counts as 1 for `all`, `any` and a gate, so that 1/3 + 1/3 + 1/3 does."""
+"""Lowest value that counts as 1 for `all`, `any` and success, so that 1/3 + 1/3 + 1/3 does."""
 
 
 @dataclass(slots=True)
 class Frame:
-    """One pass over the tree: pending requests by key, with the names of their services, the group's values by node, and the
-    results of leaves, so that the same leaf at another node (success repeats parts of the root) is not read again."""
+    """State of one pass over the tree: `pending` requests (key -> service name, request), the group's values by node, and a cache
+    of leaf results, since the tree of success repeats leaves of the root."""
 
     pending: dict[str, tuple[str, Any]] = field(default_factory=dict)
     group: Mapping[str, Sequence[float | None]] | None = None
@@ -33,8 +33,8 @@ class Frame:
 
 @dataclass(slots=True)
 class Result:
-    """A node's result for a view. `value` None: could not score. `skipped`: left out of its parent's aggregate.
-    `steps`: turn -> the part of the value emitted at that turn; the rest is emitted at the end."""
+    """A node's result for a view. `value` None: could not score. `skipped`: excluded from its parent's aggregate.
+    `steps`: turn index -> the part of the value emitted at that turn; the rest is emitted at the end."""
 
     value: float | None
     evidence: dict[str, Json]
@@ -44,7 +44,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Mods:
-    """The modifiers that any kind of node may have."""
+    """Modifiers of a node, common to all kinds."""
 
     id: str | None = None
     weight: float = 1.0
@@ -58,7 +58,7 @@ class Mods:
 
 
 class Node(ABC):
-    """One node of a spec; `children`: the nodes below it, in order."""
+    """A node of a compiled spec, with its `children` in order."""
 
     label: str
 
@@ -73,23 +73,23 @@ class Node(ABC):
 
     @abstractmethod
     def inner(self, view: View, frame: Frame) -> Result:
-        """The value before the modifiers."""
+        """Compute the value before modifiers."""
 
     def raw_range(self) -> tuple[float, float]:
-        """Bounds of the value before the modifiers."""
+        """Return bounds of the value before modifiers."""
         return 0.0, 1.0
 
     def evaluate(self, view: View, frame: Frame) -> Result:
-        """The node's value for a view; if its scope is narrower, the values of the view's parts, reduced to one."""
+        """Evaluate the node for a view; with a narrower scope for each of its parts, reduced to one value."""
         if self.mods.scope is None or self.mods.scope == view.scope or self.mods.scope == "group":
-            return self._one(view, frame)
+            return self._evaluate_part(view, frame)
         parts = view.parts(self.mods.scope)
-        return self._reduce(parts, [self._one(part, frame) for part in parts])
+        return self._reduce(parts, [self._evaluate_part(part, frame) for part in parts])
 
     def range(self) -> tuple[float, float]:
-        """Bounds of the node's value, including modifiers and scope."""
-        given = [self._mods(float(self.mods.missing))] if self.mods.missing in (0, 1) else []
-        ends = [*(self._mods(value) for value in self.raw_range()), *given]
+        """Return bounds of the node's value, including modifiers and scope."""
+        given = [self._scale_and_clip(float(self.mods.missing))] if self.mods.missing in (0, 1) else []
+        ends = [*(self._scale_and_clip(value) for value in self.raw_range()), *given]
         low, high = min(ends), max(ends)
         if self.mods.scope in ("round", "turn", "call"):
             if self.mods.reduce == "sum":
@@ -98,15 +98,15 @@ class Node(ABC):
                 low, high = min([0.0, *given]), max([1.0, *given])
         return low, high
 
-    def _mods(self, value: float) -> float:
+    def _scale_and_clip(self, value: float) -> float:
         if self.mods.scale is not None:
             low, high = self.mods.scale
-            value = low + (value * (high - low) if high != low else 0.0)  # infinite bounds times 0 would be nan
+            value = low + (value * (high - low) if high != low else 0.0)  # an infinite bound times 0 would be NaN
         if self.mods.clip is not None:
             value = min(max(value, self.mods.clip[0]), self.mods.clip[1])
         return value
 
-    def _one(self, view: View, frame: Frame) -> Result:
+    def _evaluate_part(self, view: View, frame: Frame) -> Result:
         if self._decide is not None and self.mods.when is not None:
             decided = self._decide(view.value_at)
             if decided is None:
@@ -118,19 +118,19 @@ class Node(ABC):
         return self._finish(self.inner(view, frame))
 
     def _finish(self, result: Result) -> Result:
-        """Apply missing, then scale, then clip."""
+        """Apply `missing`, then `scale`, then `clip`."""
         raw = result.value
         if raw is not None and not math.isfinite(raw):
             raw, result.evidence = None, {**result.evidence, "unscored": f"not a finite number: {raw!r}"}
         if raw is None:
-            result.steps = {}  # a replaced value does not come from any turn
+            result.steps = {}  # a substituted value belongs to no turn
             if self.mods.missing == "skip":
                 return Result(None, self._header({**result.evidence, "skipped": "missing"}, None), skipped=True)
             if self.mods.missing == "invalid":
                 return Result(None, self._header(result.evidence, None))
             raw = float(self.mods.missing)
             result.evidence = {**result.evidence, "missing": raw}
-        value = self._mods(raw)
+        value = self._scale_and_clip(raw)
         if not math.isfinite(value):
             return Result(None, self._header({**result.evidence, "unscored": "the value is beyond all bounds"}, None))
         steps = result.steps
@@ -150,18 +150,18 @@ class Node(ABC):
         if len(values) < len(kept):
             return Result(None, self._header({**evidence, "unscored": "a part could not be scored"}, None))
         if results and not kept and self.mods.missing == "invalid":
-            # Nothing was asked of any part: like a child that is skipped, this takes nothing from the others' value.
+            # All parts were skipped, so the node is skipped and does not affect its siblings.
             return Result(None, self._header({**evidence, "skipped": f"every {self.mods.scope}"}, None), skipped=True)
         if not values:
             evidence["unscored"] = f"no {self.mods.scope} to score"
             return self._finish(Result(None, evidence))
-        # The reduced value, and each part's contribution to it; the contributions add up to the value.
+        # The reduced value, and each part's share of it; the shares add up to the value.
         how, place = self.mods.reduce, len(values) - 1
         if how in ("sum", "mean"):
             size = len(values) if how == "mean" else 1
             shares = [value / size for value in values]
             value = total(shares)
-        elif how == "all":  # a failure emits 0 anywhere, and success is known only at the last part
+        elif how == "all":  # failure emits 0, and success is only known at the last part
             value = float(all(value >= TRUE for value in values))
             shares = [0.0] * place + [value]
         else:
@@ -179,12 +179,12 @@ class Node(ABC):
 
 
 def walk(node: Node) -> list[Node]:
-    """The node and all nodes below it, parents first."""
+    """List the node and all nodes below it, parents first."""
     return [node, *(below for child in node.children for below in walk(child))]
 
 
 def total(values: Sequence[float]) -> float:
-    """The exact sum, rounded once; infinite if it is beyond the range of a float."""
+    """Return the exact sum, rounded once; infinity beyond the range of a float."""
     try:
         return math.fsum(values)
     except OverflowError:
@@ -192,7 +192,7 @@ def total(values: Sequence[float]) -> float:
 
 
 class LeafNode(Node):
-    """A leaf with its arguments; references are followed for each view, by `readers`: one for each argument that has some."""
+    """A leaf node. `readers` resolve the arguments that contain references, for each view."""
 
     def __init__(self, pointer: str, mods: Mods, leaf: Leaf, readers: Mapping[str, Callable[[View], Json]]) -> None:
         super().__init__(pointer, mods)
@@ -207,7 +207,7 @@ class LeafNode(Node):
         if kept is None:
             try:
                 value, evidence, turns = self.leaf.read(view, self.args_for(view))
-                if not type(self.leaf).__module__.startswith("agentrl."):  # of a plug-in, whose numbers may be numpy's
+                if not type(self.leaf).__module__.startswith("agentrl."):  # a plug-in may return numpy numbers
                     if value is not None and not math.isfinite(number := plain_float(value)):
                         raise UnscorableError(f"not a finite number: {value!r:.80}")
                     value, evidence = None if value is None else number, brief(evidence)
@@ -224,14 +224,14 @@ class LeafNode(Node):
                 # A plug-in's code may raise anything.
                 kept = Result(None, {"unscored": f"{self.label} raised {fault_text(error)}"})
             frame.readings[place] = kept
-        # A copy, because the node modifies its result; a node that has a scope emits its parts' values instead.
+        # A copy, since the node modifies its result; a node with a scope emits its parts' values instead.
         steps = dict(kept.steps) if self.mods.emit == "step" and self.mods.scope is None else {}
         return Result(kept.value, kept.evidence, steps, kept.skipped)
 
     def args_for(self, view: View) -> Mapping[str, Any]:
-        """The leaf's arguments with references followed. Raises UnscorableError for one that resolves to nothing."""
+        """Resolve the references in the leaf's arguments. Raises UnscorableError if one resolves to nothing."""
         args = self.leaf.args
-        # Most leaves have no references: their arguments need no copy for each part of an episode.
+        # Most leaves have no references, so their arguments are not copied for each part.
         return {**args, **{key: read(view) for key, read in self._readers.items()}} if self._readers else args
 
 
@@ -253,8 +253,8 @@ class ConstantNode(Node):
 
 # Combinators: sum, mean, product, min, max, all, any, and the gate.
 #
-# An aggregate has no value if one of its children could not be scored, regardless of the others; skipped children
-# (`when` is false, or `missing: skip`) are left out; without any children left it has no value.
+# An aggregate has no value if any of its children could not be scored. Skipped children (`when` is false, or
+# `missing: skip`) are left out; if none is left, it has no value.
 
 Weighted = Sequence[tuple[float, float]]
 
@@ -278,11 +278,11 @@ AGGREGATES: Mapping[str, Callable[[Weighted], float | None]] = {
     "any": lambda parts: float(any(value >= TRUE for _, value in parts)),
 }
 LINEAR = frozenset({"sum", "mean"})
-"""Combinators that use weights and preserve the share of each step's emission."""
+"""Combinators that use weights and pass on the emissions of steps."""
 
 
 class OpNode(Node):
-    """An aggregate of its children."""
+    """A combinator: an aggregate of its children."""
 
     def __init__(self, pointer: str, mods: Mods, op: str, of: list[Node]) -> None:
         super().__init__(pointer, mods, of)
@@ -294,21 +294,21 @@ class OpNode(Node):
         if self.label in ("all", "any"):
             return 0.0, 1.0
         if self.label == "sum":
-            ends = [(_times(w, low), _times(w, high), skip) for w, low, high, skip in bounds]
+            ends = [(_multiply(w, low), _multiply(w, high), skip) for w, low, high, skip in bounds]
             lows = [min(a, b, 0.0) if skip else min(a, b) for a, b, skip in ends]
             highs = [max(a, b, 0.0) if skip else max(a, b) for a, b, skip in ends]
             return sum(lows), sum(highs)
         if self.label == "product":
             least, most = 1.0, 1.0
             for _, low, high, skip in bounds:
-                ends_of = [_times(x, y) for x in (least, most) for y in (low, high)] + ([least, most] if skip else [])
+                ends_of = [_multiply(x, y) for x in (least, most) for y in (low, high)] + ([least, most] if skip else [])
                 least, most = min(ends_of), max(ends_of)
             return least, most
         if self.label == "mean":
             return -_highest_mean([(w, -low, skip) for w, low, _, skip in bounds]), _highest_mean(
                 [(w, h, s) for w, _, h, s in bounds]
             )
-        # The least of all is at most the least of the highs, of those that are always there; the greatest likewise.
+        # The minimum is at most the smallest upper bound of the children that are never skipped; the maximum likewise.
         lows, highs = [low for _, low, _, _ in bounds], [high for _, _, high, _ in bounds]
         if self.label == "min":
             return min(lows), min((high for _, _, high, skip in bounds if not skip), default=max(highs))
@@ -326,7 +326,7 @@ class OpNode(Node):
         value = AGGREGATES[self.label](parts)
         if value is None:
             return Result(None, {"unscored": "the weights of the remaining parts add up to 0", **evidence})
-        # The children's emissions, weighted like their values.
+        # The children's emissions are weighted like their values.
         whole = 1.0 if self.label == "sum" else math.fsum(weight for weight, _ in kept)
         steps: dict[int, float] = {}
         for weight, result in kept:
@@ -336,7 +336,7 @@ class OpNode(Node):
 
 
 class GateNode(Node):
-    """`then` if the value of `if` reaches `gte`, otherwise `else`. Only the branch taken is evaluated."""
+    """A gate: `then` if the value of `if` reaches `gte`, else `else`. Only the branch taken is evaluated."""
 
     label = "gate"
 
@@ -363,8 +363,8 @@ class GateNode(Node):
 
 
 def _highest_mean(bounds: Sequence[tuple[float, float, bool]]) -> float:
-    """The highest weighted mean of values [(weight, highest value, whether it may be skipped)]: with what is always there and of
-    the others, from the highest down, those that raise it."""
+    """Return the highest weighted mean for `bounds` of (weight, highest value, may be skipped): all that are never skipped, and
+    from the highest down, those of the others that raise the mean."""
     kept = [(weight, high) for weight, high, skip in bounds if not skip and weight > 0]
     best = _mean(kept) if kept else None
     for weight, high in sorted(((weight, high) for weight, high, skip in bounds if skip and weight > 0), key=lambda one: -one[1]):
@@ -374,8 +374,8 @@ def _highest_mean(bounds: Sequence[tuple[float, float, bool]]) -> float:
     return best if best is not None else max(high for _, high, _ in bounds)
 
 
-def _times(weight: float, value: float) -> float:
-    # Bounds may be infinite, and 0 * inf would be nan.
+def _multiply(weight: float, value: float) -> float:
+    # Bounds may be infinite, and 0 * inf is NaN.
     return 0.0 if weight == 0.0 or value == 0.0 else weight * value
 
 
@@ -383,9 +383,9 @@ def _times(weight: float, value: float) -> float:
 
 
 class GroupNode(Node):
-    """Compares the value of the node `of` with that of the other members of the group.
+    """Base class of leaves that compare the value of the node `of` with the group's other members.
 
-    Members that could not be scored are left out. Without a group there is nothing to compare, hence no value.
+    Members that could not be scored are left out. Without a group there is no value.
     """
 
     kind: ClassVar[str]
@@ -415,7 +415,7 @@ class GroupNode(Node):
 
     @abstractmethod
     def compare(self, own: float, others: Sequence[float]) -> float:
-        """A value in [0, 1] from the member's own value and the other members' values (at least one)."""
+        """Return a value in [0, 1] from a member's value and those of the others (at least one)."""
 
 
 class GroupRank(GroupNode):
@@ -427,7 +427,7 @@ class GroupRank(GroupNode):
     example: ClassVar[dict[str, Any]] = {"of": {"use": "cost.turns", "args": {"max": 10}}}
 
     def compare(self, own: float, others: Sequence[float]) -> float:
-        ties = sum(1 for value in others if abs(value - own) < 1e-9)  # also what a rounding error keeps apart
+        ties = sum(1 for value in others if abs(value - own) < 1e-9)  # also values that differ by a rounding error
         return (sum(1 for value in others if value <= own - 1e-9) + ties / 2) / len(others)
 
 
@@ -446,11 +446,11 @@ class GroupZscore(GroupNode):
 
     def compare(self, own: float, others: Sequence[float]) -> float:
         values = [own, *others]
-        # fsum, because members see the values in different orders: a plain sum would give each a slightly different mean.
+        # fsum, since members add the values in different orders, and a plain sum would give each a slightly different mean.
         mean = math.fsum(values) / len(values)
         deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
         bound = float(self.args.get("bound", 3.0))
-        # Not > 0: the mean of equal values may be off by a rounding error, which the division would blow up.
+        # Not > 0: the mean of equal values may have a rounding error, which the division would amplify.
         z = (own - mean) / deviation if deviation > 1e-12 else 0.0
         return (max(-bound, min(bound, z)) + bound) / (2 * bound)
 

@@ -21,29 +21,29 @@ from agentrl.reward.values import evidence_nodes, join
 from agentrl.utils.event_loop import within
 from agentrl.utils.threads import SCORING, TooLongError, at_once, size_of
 
-# Which node decides whether an episode succeeded: the spec's own `success`, or the task part of a node.
+# The node that decides success:
 #
 # 1. `success`, a node or `{"id": name, "gte": x}`, if the spec has it;
 # 2. else the task part of the node with the id `success`, if every episode reaches that node;
 # 3. else the task part of the root.
 #
 # The task part of a node is 1 if everything in it that earns reward has its best value, regardless of scale, clip and
-# weight. It excludes everything that only shapes a reward: costs, comparisons within a group, parts that can only reduce
-# the reward, sums over turns (they have no best value).
+# weight. It excludes reward shaping: costs, comparisons within a group, parts that can only reduce the reward, and sums
+# over turns (which have no best value).
 
 NAME = "success"
-"""The id of the node that decides if the spec has no `success`."""
+"""Id of the node that decides success if the spec has no `success`."""
 
 _NARROW = ("round", "turn", "call")
-_OWN = ("when", "missing", "scope", "reduce")
+_KEPT_MODS = ("when", "missing", "scope", "reduce")
 Spec = Mapping[str, Any]
-Grown = dict[str, Any]
+NewNode = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class SuccessRule:
-    """The node that decides. `at`: its JSON Pointer in the spec; `node`: the node that is evaluated, in the grammar of
-    specs; `derived`: that is the task part of the node at `at`, not the node itself."""
+    """The node that decides success. `at`: its JSON Pointer in the spec; `node`: the evaluated node, in spec form;
+    `derived`: `node` is the task part of the node at `at`, not that node itself."""
 
     at: str
     node: Mapping[str, Any]
@@ -54,9 +54,9 @@ class SuccessRule:
 
 
 def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> SuccessRule | None:
-    """The rule of a spec; None if nothing in it has a best value. Raises KeyError for an unknown id in `success`.
+    """Find the success rule of a spec with compiled nodes `root` and `metrics`; None if no part has a best value.
 
-    `root` and `metrics` are its compiled nodes.
+    Raises KeyError for an unknown id in `success`.
     """
     if "success" in spec:
         wanted = spec["success"]
@@ -77,12 +77,12 @@ def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> SuccessRule | N
 
 
 def visible_ids(tops: Sequence[Any]) -> list[str]:
-    """The ids of nodes but those inside a narrower scope: they have no one value."""
+    """List the ids of nodes, except inside a narrower scope, where they have no single value."""
     return [name for name, (_, inside) in ids_of(tops).items() if not inside]
 
 
 def ids_of(tops: Sequence[Any]) -> dict[str, tuple[Spec, bool]]:
-    """Every node with an id, and whether it is inside a scope that is narrower than the episode."""
+    """Map each id to its node and to True if that is inside a scope narrower than the episode."""
     found: dict[str, tuple[Spec, bool]] = {}
 
     def look(node: Any, inside: bool) -> None:
@@ -100,7 +100,7 @@ def ids_of(tops: Sequence[Any]) -> dict[str, tuple[Spec, bool]]:
 
 
 def _named_node(item: Spec, node: Node, at: str) -> tuple[Spec, Node, str] | None:
-    """The node with the id `success`, if every episode reaches it: not below a branch, a `when` or a narrower scope."""
+    """Find the node with the id `success` if every episode reaches it: not in a branch, `when` or narrower scope."""
     if item.get("id") == NAME:
         return item, node, at
     if "when" in item or item.get("scope") in _NARROW:
@@ -113,8 +113,8 @@ def _named_node(item: Spec, node: Node, at: str) -> tuple[Spec, Node, str] | Non
     return None
 
 
-def task_part(item: Spec, node: Node, flipped: bool = False) -> Grown | None:
-    """The task part of a node, as a node of a spec; None if it has none. `flipped`: its best value is its lowest."""
+def task_part(item: Spec, node: Node, flipped: bool = False) -> NewNode | None:
+    """Derive the task part of a node in spec form; None if it has none. `flipped`: the node's lowest value is best."""
     scale = item.get("scale", (0, 1))
     flipped ^= scale[1] < scale[0]
     if isinstance(node, ConstantNode) or item.get("reduce") == "sum" or scale[0] == scale[1]:
@@ -122,26 +122,26 @@ def task_part(item: Spec, node: Node, flipped: bool = False) -> Grown | None:
     if isinstance(node, GroupNode):
         part = task_part(item["args"]["of"], node.of, flipped)
         return None if part is None else _join_parts("all", [part], {key: item[key] for key in ("when",) if key in item})
-    if isinstance(node, LeafNode) or node.label in ("all", "any"):  # already true or false: without scale and clip
-        if not isinstance(node, LeafNode):  # without the parts that compare members
-            of = [child for child, below in zip(item["of"], node.children, strict=True) if not _compares(below)]
+    if isinstance(node, LeafNode) or node.label in ("all", "any"):  # taken whole, without scale and clip
+        if not isinstance(node, LeafNode):  # without children that compare group members
+            of = [child for child, below in zip(item["of"], node.children, strict=True) if not _has_group_leaf(below)]
             item = {**item, "of": of}
-        if item.get("of") == [] or not _asks(node):
+        if item.get("of") == [] or not _has_task_leaf(node):
             return None
-        grown = {key: value for key, value in plain(item).items() if key not in ("scale", "clip")}
-        return {**grown, "scale": [1, 0]} if flipped else grown
-    if flipped:  # a combination at its lowest does not say which of its parts should be
+        part = {key: value for key, value in plain(item).items() if key not in ("scale", "clip")}
+        return {**part, "scale": [1, 0]} if flipped else part
+    if flipped:  # a combination's lowest value does not determine the values of its children
         return None
     return _gate(item, node) if isinstance(node, GateNode) else _aggregate(item, node)
 
 
-def _aggregate(item: Spec, node: Node) -> Grown | None:
-    """All parts at their best value; for a `max`, any of those that can be the highest.
+def _aggregate(item: Spec, node: Node) -> NewNode | None:
+    """Require the best value of all parts, or for a `max`, of any part that can be the highest.
 
-    Parts of a sum that can only reduce it count only if no part can increase it.
+    Parts that can only reduce a sum are required only if no part can increase it.
     """
-    earning: list[Grown] = []
-    taking: list[Grown] = []
+    earning: list[NewNode] = []
+    taking: list[NewNode] = []
     top = max(child.range()[1] for child in node.children)
     for child_item, child in zip(item["of"], node.children, strict=True):
         weight = child.mods.weight if node.label in LINEAR else 1.0
@@ -150,17 +150,17 @@ def _aggregate(item: Spec, node: Node) -> Grown | None:
             continue
         best = max(0.0 if end == 0.0 else weight * end for end in child.range())
         (taking if node.label in LINEAR and best <= 0.0 else earning).append(part)
-    own = {key: item[key] for key in _OWN if key in item}
+    own = {key: item[key] for key in _KEPT_MODS if key in item}
     return _join_parts("any" if node.label == "max" else "all", earning or taking, own)
 
 
-def _gate(item: Spec, node: GateNode) -> Grown | None:
-    """The branch that earns most and the test that leads to it; a test of costs only is left out."""
-    own = {key: item[key] for key in _OWN if key in item}
+def _gate(item: Spec, node: GateNode) -> NewNode | None:
+    """Require the branch that earns most and the test that leads to it, unless that only tests costs."""
+    own = {key: item[key] for key in _KEPT_MODS if key in item}
     high, low = node.then.range()[1], node.otherwise.range()[1]
     yes = None if isinstance(node.then, ConstantNode) else task_part(item["then"], node.then)
     no = None if isinstance(node.otherwise, ConstantNode) else task_part(item["else"], node.otherwise)
-    if not _asks(node.test) or _compares(node.test):
+    if not _has_task_leaf(node.test) or _has_group_leaf(node.test):
         best = yes if high >= low else no
         return None if best is None else _join_parts("all", [best], own)
     if high == low and yes is None and no is None:
@@ -170,7 +170,7 @@ def _gate(item: Spec, node: GateNode) -> Grown | None:
     return {"op": "gate", "if": test, "gte": item.get("gte", 1), **branches, **copy.deepcopy(own)}
 
 
-def _join_parts(op: str, parts: list[Grown], own: Spec) -> Grown | None:
+def _join_parts(op: str, parts: list[NewNode], own: Spec) -> NewNode | None:
     if not parts:
         return None
     if len(parts) == 1 and not own:
@@ -178,27 +178,27 @@ def _join_parts(op: str, parts: list[Grown], own: Spec) -> Grown | None:
     return {"op": op, "of": parts, **copy.deepcopy(dict(own))}
 
 
-def _compares(node: Node) -> bool:
+def _has_group_leaf(node: Node) -> bool:
     return any(isinstance(below, GroupNode) for below in walk(node))
 
 
-def _asks(node: Node) -> bool:
+def _has_task_leaf(node: Node) -> bool:
     """Return True if the node has a leaf that is not a cost."""
     return any(isinstance(below, LeafNode) and not below.leaf.kind.startswith("cost.") for below in walk(node))
 
 
-def plain(item: Spec, weighted: bool = False) -> Grown:
-    """A copy without ids, emissions and its own weight, which belong to the original node."""
-    left = ("id", "emit") if weighted else ("id", "emit", "weight")
-    grown: Grown = copy.deepcopy({key: value for key, value in item.items() if key not in left})
+def plain(item: Spec, weighted: bool = False) -> NewNode:
+    """Copy a node without ids, emissions and (unless `weighted`) its weight, which belong to the original."""
+    dropped = ("id", "emit") if weighted else ("id", "emit", "weight")
+    made: NewNode = copy.deepcopy({key: value for key, value in item.items() if key not in dropped})
     for key in ("if", "then", "else"):
         if isinstance(item.get(key), Mapping):
-            grown[key] = plain(item[key], weighted=True)
+            made[key] = plain(item[key], weighted=True)
     if "of" in item:
-        grown["of"] = [plain(child, weighted=True) for child in item["of"]]
+        made["of"] = [plain(child, weighted=True) for child in item["of"]]
     if isinstance(item.get("args", {}).get("of"), Mapping) and str(item.get("use", "")).startswith("group."):
-        grown["args"] = {**grown["args"], "of": plain(item["args"]["of"])}
-    return grown
+        made["args"] = {**made["args"], "of": plain(item["args"]["of"])}
+    return made
 
 
 # Scores
@@ -207,23 +207,22 @@ T = TypeVar("T")
 Answers = dict[str, Any]
 GroupValues = Mapping[str, Sequence[float | None]]
 Work = Callable[[Answers], tuple[T, Frame]]
-"""One pass over the tree, with the answers to what earlier ones asked."""
+"""One pass over the tree, with the answers to the requests of earlier passes."""
 
-# A pass answers what the one before it asked; a handful suffices, unless a leaf's request changes with each answer.
-_MOST_PASSES = 64
-_LONG = 30_000
-"""Characters from which on an episode is scored in a thread: comparing texts or states so long takes some 10 ms."""
+# Each pass gets the answers to the requests of the last one; a few suffice unless a leaf's request changes with each answer.
+_MAX_PASSES = 64
+_LONG_EPISODE = 30_000
+"""Characters from which on an episode is scored in a thread: comparing such long texts or states takes some 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     """The result of a spec for one trajectory.
 
-    `value`: the episode's total reward, or None (could not score). `success`: whether the episode succeeded, by
-    `Scorer.rule`; None for an unscored episode, or if that node could not be scored. `turns`: turn index -> the part
-    of `value` that is emitted at that turn; the rest, `terminal`, is emitted at the episode's last turn.
-    `evidence`: the tree of nodes with values and reasons, as JSON. `metrics`: the spec's metrics and every
-    node with an id.
+    `value`: the episode's total reward, or None (could not score). `success`: True if the episode succeeded by `Scorer.rule`;
+    None for an unscored episode, or if that node could not be scored. `turns`: turn index -> the part of `value` emitted at that
+    turn; the rest, `terminal`, is emitted at the episode's last turn. `evidence`: the tree of nodes with values and reasons, as
+    JSON. `metrics`: values of the spec's metrics and of all nodes with an id.
     """
 
     value: float | None
@@ -234,19 +233,17 @@ class Score:
 
     @property
     def terminal(self) -> float | None:
-        """`value` minus what is emitted at turns (exactly 0 if only rounding error is left); None if there is
-        no value."""
+        """`value` minus the emissions at turns (exactly 0 if only a rounding error is left); None without a value."""
         return None if self.value is None else terminal_reward(self.value, self.turns)
 
 
 class Scorer:
-    """A compiled spec. It is stateless and can be shared by threads and episodes.
+    """A compiled spec, stateless, so threads and episodes can share it.
 
-    `tops`: the trees of the reward, the metrics and success. `rule`: decides success (None: nothing in the spec can), compiled as
-    `success`. `range`: bounds of its values. `ids`: the ids of its nodes, whose values are in `Score.metrics`; `terms` and
-    `measures`: those of the reward tree and those of the spec's `metrics` that have one value for an episode. `compares`: it has
-    group leaves, so use `score_group`. `judged`: the places of leaves that ask services; `asks`: names
-    of these.
+    `tops`: the trees of the reward, the metrics and success. `rule`: the success rule (None: no node can decide), compiled as
+    `success`. `range`: bounds of the reward. `ids`: ids of all nodes, whose values are in `Score.metrics`; `terms` and
+    `measures`: ids in the reward tree and in the spec's `metrics` with one value per episode. `compares`: True with group leaves,
+    which need `score_group`. `judged`: pointers of leaves that use services; `asks`: the names of these services.
     """
 
     def __init__(
@@ -269,7 +266,7 @@ class Scorer:
         self.success = success
         self._by = str(rule)
         self._unknown: dict[str, float | None] = {str(node.mods.id): None for node in metrics}
-        """The metrics of an unscored episode: they are unknown, not absent."""
+        """Metrics of an unscored episode: None, not absent."""
         self.range = root.range()
         self._blocking = blocking
         self._services = services
@@ -286,8 +283,8 @@ class Scorer:
         self.judged, self.asks = [at for at, _ in asking], frozenset(name for _, name in asking)
 
     def assuming(self, best: Callable[[Trajectory], bool]) -> Scorer:
-        """This scorer without services, whose answers are assumed to be the best for episodes for which `best` is true, the worst
-        for others: what the other leaves decide. Itself if it asks none."""
+        """Return a scorer that calls no services: it assumes their best answers for episodes with `best(episode)`, else the worst;
+        itself if it uses no services."""
         if not self.asks:
             return self
         made = copy.copy(self)
@@ -295,22 +292,22 @@ class Scorer:
         return made
 
     def score(self, trajectory: Trajectory) -> Score:
-        """Score one trajectory. If the spec asks a service, waits for its answer."""
+        """Score one trajectory; blocks until services have answered."""
         return self._drive(partial(self._pass, trajectory, None, 0), trajectory)
 
     async def ascore(self, trajectory: Trajectory) -> Score:
-        """As `score`, without blocking the event loop: services are awaited; what replays, calls a user's function, is long or
-        has a slow pattern is scored in a thread."""
+        """Score one trajectory without blocking the event loop: services are awaited; specs with replays or own functions, long
+        episodes and slow patterns are scored in a thread."""
         return await self._adrive(partial(self._pass, trajectory, None, 0), trajectory)
 
     def score_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Score the trajectories of one task together, as group leaves need."""
+        """Score the trajectories of one task together, as group leaves require."""
         group = self._by_node([self._drive(partial(self._compare, t), t) for t in trajectories])
         return [self._drive(partial(self._pass, t, group, i), t) for i, t in enumerate(trajectories)]
 
     async def ascore_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """As `score_group`, awaited; the members are scored at the same time."""
-        # First what is compared, of all members: a group leaf needs the others' values before it can score any of them.
+        """Score the trajectories of one task concurrently; see `score_group` and `ascore`."""
+        # First the compared values of all members: a group leaf needs the others' values to score any of them.
         group = self._by_node(await asyncio.gather(*(self._adrive(partial(self._compare, t), t) for t in trajectories)))
         scoring = (self._adrive(partial(self._pass, t, group, i), t) for i, t in enumerate(trajectories))
         return list(await asyncio.gather(*scoring))
@@ -319,7 +316,7 @@ class Scorer:
         return {node.pointer: [row[k] for row in values] for k, node in enumerate(self._groups)}
 
     def _compare(self, trajectory: Trajectory, answers: Answers) -> tuple[list[float | None], Frame]:
-        """The values that the group leaves compare, for one member."""
+        """Compute the values that group leaves compare, for one member."""
         frame = Frame()
         if trajectory.stop.infrastructure:
             return [None] * len(self._groups), frame
@@ -327,12 +324,12 @@ class Scorer:
         return [node.of.evaluate(view, frame).value for node in self._groups], frame
 
     def _drive(self, work: Work[T], trajectory: Trajectory) -> T:
-        """Pass over the tree until no leaf has a pending request; each pass has the answers to the previous requests.
+        """Repeat passes over the tree, with answers to the requests so far, until no request is pending.
 
         Leaves thus stay synchronous and stateless, and all requests of a pass can be answered concurrently.
         """
         answers: Answers = {}
-        for _ in range(_MOST_PASSES):
+        for _ in range(_MAX_PASSES):
             result, frame = work(answers)
             if not frame.pending:
                 return result
@@ -344,17 +341,17 @@ class Scorer:
     async def _adrive(self, work: Work[T], trajectory: Trajectory) -> T:
         calls = sum(len(turn.message.tool_calls) for turn in trajectory.turns)
         said = sum(len(message.content) for message in trajectory.messages)
-        # Characters to look at, about; matching n calls takes as long as 10 n^2.
-        size = said + 10 * calls**2 + size_of(trajectory.state, _LONG)
+        # Roughly the characters to compare; matching n calls takes as long as comparing 10 n^2.
+        size = said + 10 * calls**2 + size_of(trajectory.state, _LONG_EPISODE)
         answers: Answers = {}
-        for _ in range(_MOST_PASSES):
+        for _ in range(_MAX_PASSES):
             found: tuple[T, Frame] | None = None
-            if not self._blocking and size < _LONG:  # on the event loop, unless it takes long: seen beforehand or by trying
+            if not self._blocking and size < _LONG_EPISODE:  # tried on the event loop, where a slow pattern raises TooLongError
                 with contextlib.suppress(TooLongError):
                     found = at_once(work, answers)
             if found is None:
                 async with SCORING.slot():
-                    # Inside the place: waiting for one is not the spec's time.
+                    # Inside the slot: waiting for one does not count against the spec's timeout.
                     found = await within(self.timeout, SCORING.call(self.name, work, answers), f"reward spec {self.name}")
             result, frame = found
             if not frame.pending:
@@ -366,14 +363,14 @@ class Scorer:
         raise RuntimeError(f"reward spec {self.name!r}: a leaf makes a new request on every pass")
 
     def _assume(self, trajectory: Trajectory, frame: Frame) -> Answers:
-        """The answers to a pass's requests if services are not to be asked; none if they are."""
+        """Return assumed answers to a pass's requests, or none if services are used."""
         if self._assumed is None:
             return {}
         best = self._assumed(trajectory)
         return {key: request.assumption(best) for key, (_, request) in frame.pending.items()}
 
     def _pass(self, trajectory: Trajectory, group: GroupValues | None, member: int, answers: Answers) -> tuple[Score, Frame]:
-        # A new one for each pass: the readings of the last one still say that an answer is missing.
+        # A new frame per pass: the last one's cached readings lack the new answers.
         frame = Frame(group=group, member=member)
         if trajectory.stop.infrastructure:
             why = f"infrastructure: {trajectory.stop.value}"
@@ -385,12 +382,12 @@ class Scorer:
         trees, success = [result.evidence], None
         if self.rule is not None and self.success is not None:
             decided = result if self.success is self.root else self.success.evaluate(view, frame)
-            # An unscored episode has none, unless it is unscored only because its reward needs the group for comparison.
+            # An unscored episode has no success, unless its reward is unscored only for lack of its group.
             alone = self.compares and frame.group is None
             if decided.value is not None and (result.value is not None or alone):
                 success = decided.value >= TRUE
             evidence["success"] = {"by": self._by, "value": success}
-            if not self.rule.derived:  # the evidence of a derived rule is in that of the root
+            if not self.rule.derived:  # a derived rule's evidence is part of the root's
                 evidence["success"]["node"] = decided.evidence
                 trees.append(decided.evidence)
         if measured:
@@ -398,7 +395,7 @@ class Scorer:
         found = {node["id"]: node["value"] for node in evidence_nodes([*trees, *measured]) if "id" in node}
         steps = dict(sorted(result.steps.items())) if result.value is not None else {}
         value = result.value
-        if value is not None and trajectory.given:  # what the given turns earned is not the policy's
+        if value is not None and trajectory.given:  # the policy gets no reward for given turns
             value = math.fsum([value, *(-amount for turn, amount in steps.items() if turn < trajectory.given)])
             steps = {turn: amount for turn, amount in steps.items() if turn >= trajectory.given}
             evidence["given"] = {"turns": trajectory.given, "value": value}
@@ -409,7 +406,7 @@ class Scorer:
 
 
 def token_rewards(trajectory: Trajectory, score: Score) -> list[npt.NDArray[np.float32]]:
-    """One float32 array per ledger, of the ledger's length, zero except at emitted rewards (see `reward_spots`)."""
+    """Return a float32 array per ledger, of its length, zero except at emitted rewards (see `reward_spots`)."""
     columns = [np.zeros(len(ledger), dtype=np.float32) for ledger in trajectory.ledgers]
     for ledger, token, amount in reward_spots(trajectory, score.terminal, score.turns):
         columns[ledger][token] = amount
