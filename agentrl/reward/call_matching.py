@@ -1,4 +1,4 @@
-"""Match made calls to expected calls: gold calls, equality by hash, assignment."""
+"""Matching of made calls to expected calls: gold calls, equality by hash, assignment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl.utils.registry import Registry
 
 
 _PLAIN = frozenset({str, int, float})
-_OBJECT = (dict, Mapping)  # dict first: a check against an abstract class alone costs five times as much
+_OBJECT = (dict, Mapping)  # dict first: a check against the abstract class alone is five times as slow
 ARGUMENTS = ("exact", "subset", "superset", "names", "ignore")
 
 CALL_FORMS: Registry[type[CallForm]] = Registry("reward.form", "CALL_FORMS", "agentrl.reward")
@@ -27,10 +27,9 @@ CALL_FORMS: Registry[type[CallForm]] = Registry("reward.form", "CALL_FORMS", "ag
 
 
 class GoldCall(NamedTuple):
-    """One expected call. In forms that list values each argument has a list of allowed ones, and `optional` names the
-    arguments that may be omitted. `schema`: the function's declared parameters, None if unknown.
-    `by`: who is to make it, "assistant" or "user", None if the gold does not say. `compare`: the arguments that count, or None
-    for all."""
+    """An expected call. In forms that list values, each argument has a list of allowed values, and `optional` names the
+    arguments that may be omitted. `schema`: the function's declared parameters, None if unknown. `by`: the caller, "assistant"
+    or "user", None if unspecified. `compare`: the arguments that are compared; None: all."""
 
     name: str
     arguments: Mapping[str, Json]
@@ -42,37 +41,37 @@ class GoldCall(NamedTuple):
 
 @CALL_FORMS.register("literal")
 class CallForm:
-    """Expected calls as {"name", "arguments"}, with the values themselves; the base class of other forms."""
+    """Expected calls as {"name", "arguments"} with literal values; base class of other forms."""
 
     shape: ClassVar[str] = '{"name", "arguments"}'
     lists: ClassVar[bool] = False
-    """An argument has a list of allowed values, in which "" says that it may be left out."""
+    """True if each argument has a list of allowed values, in which "" means that it may be omitted."""
     strings: ClassVar[str] = "exact"
-    """The normalizer of texts, if the leaf names none."""
+    """Default normalizer of texts."""
     languages: ClassVar[tuple[str, ...]] = ()
-    """Languages whose types a function's declaration may use; none if declarations are not looked at."""
+    """Languages whose types a function's declaration may use; empty if the form ignores declarations."""
 
     @staticmethod
     def read(item: Mapping[str, Json]) -> tuple[Any, Any, Any, Any] | None:
-        """Name, arguments, `by` ("assistant" or "user": who makes the call) and `compare` (the arguments that count)."""
+        """Read name, arguments, `by` (the caller) and `compare` (the compared arguments); None for another form."""
         if "name" in item and ("arguments" in item or item.keys() <= {"name", "by", "compare"}):
             return item["name"], item.get("arguments", {}), item.get("by"), item.get("compare")
-        return None  # the arguments stand under another name
+        return None  # the arguments have another key
 
     @staticmethod
     def value_fits(made: Json, gold: Json, declared: Json, rule: CallRule) -> bool:
-        """Return True if the value of an argument is right; `declared`: its JSON Schema, None if unknown."""
+        """Return True if an argument's value is correct; `declared`: its JSON Schema, None if unknown."""
         return same(made, gold, rule.values)
 
     @staticmethod
     def arguments_fit(made: Mapping[str, Json], gold: GoldCall, rule: CallRule) -> bool:
-        """Return True if all arguments are right, for a form with `languages`."""
+        """Return True if all arguments are correct, for a form with `languages`."""
         raise NotImplementedError
 
 
 @CALL_FORMS.register("sets")
 class AllowedValues(CallForm):
-    """The same with a list of allowed values for each argument."""
+    """Expected calls with a list of allowed values for each argument."""
 
     lists = True
 
@@ -82,8 +81,8 @@ class AllowedValues(CallForm):
 
 
 def gold_calls(value: Json, form: type[CallForm] = CallForm, *, to_make: bool = False) -> list[GoldCall]:
-    """Read gold calls: a list of calls as `form` reads them. Raises UnscorableError if they have another shape. `to_make`: with
-    their names as they are, for an environment, and not as they are compared."""
+    """Read a list of gold calls in a form. Raises UnscorableError if it has another shape. `to_make`: keep names unchanged, to
+    make the calls, instead of normalizing them for comparison."""
     if not isinstance(value, (list, tuple)):
         raise UnscorableError(f"expected calls must be a list, not {brief(value, 80)!r}")
     found = []
@@ -94,7 +93,7 @@ def gold_calls(value: Json, form: type[CallForm] = CallForm, *, to_make: bool = 
         name, arguments, by, compare = read
         if not isinstance(name, str) or not isinstance(arguments, _OBJECT):
             raise UnscorableError(f"expected call {index} needs a string name and an object of arguments")
-        if not (to_make or form.languages):  # a declaration has its own names
+        if not (to_make or form.languages):  # with declarations, the declared names are compared
             name, arguments = exact(name), with_nfc_keys(arguments)
         if by not in (None, "assistant", "user"):
             raise UnscorableError(f"expected call {index}: by must be 'assistant' or 'user', not {brief(by, 80)!r}")
@@ -114,7 +113,7 @@ def gold_calls(value: Json, form: type[CallForm] = CallForm, *, to_make: bool = 
 
 
 def declared_gold(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[GoldCall]:
-    """The gold calls with the parameters that tools declare: those offered, or a list of functions."""
+    """Add the declared parameters of `tools` (offered tools, or a list of functions) to gold calls."""
     functions = [tool.get("function", tool) for tool in tools]
     schemas = {f["name"]: f.get("parameters", {}) for f in functions if isinstance(f, Mapping) and "name" in f}
     known = {name: schema for name, schema in schemas.items() if isinstance(schema, Mapping)}
@@ -128,7 +127,7 @@ def declared_gold(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> 
 
 @dataclass(frozen=True, slots=True)
 class CallRule:
-    """Rule by which a made call matches an expected one."""
+    """The rule by which a made call matches an expected one."""
 
     form: type[CallForm] = CallForm
     arguments: str = "exact"
@@ -148,7 +147,7 @@ class CallRule:
         if self.arguments == "ignore":
             return True
         if gold.compare is not None:
-            return len(self._alike(arguments, gold)) == len(gold.compare)
+            return len(self._equal_arguments(arguments, gold)) == len(gold.compare)
         wanted = gold.arguments
         if self.form.languages and self.arguments == "exact":
             return self.form.arguments_fit(arguments, gold, self)
@@ -161,28 +160,28 @@ class CallRule:
             return True
         literal = self.form is CallForm
         for key, value in arguments.items():
-            # The same text or number fits without a closer look.
+            # A fast path for identical texts and numbers.
             if literal and key in wanted and type(value) in _PLAIN and type(value) is type(wanted[key]) and value == wanted[key]:
                 continue
             if key in wanted and not self.value_fits(key, value, gold):
                 return False
         return True
 
-    def _alike(self, made: Mapping[str, Json], gold: GoldCall) -> list[str]:
-        """Of the arguments that count, those that match or that both calls lack."""
+    def _equal_arguments(self, made: Mapping[str, Json], gold: GoldCall) -> list[str]:
+        """Return the compared arguments that match in both calls or are missing in both."""
 
-        def alike(key: str) -> bool:
+        def fits(key: str) -> bool:
             if key not in made or key not in gold.arguments:
                 return (key in made) == (key in gold.arguments) or (key not in made and key in gold.optional)
             return self.arguments == "names" or self.value_fits(key, made[key], gold)
 
-        return [key for key in gold.compare or () if alike(key)]
+        return [key for key in gold.compare or () if fits(key)]
 
     def part(self, made: ToolCall, gold: GoldCall) -> float:
-        """Partial credit of one pair: (1 + correct arguments) / (1 + arguments counted), 0 if the names differ.
+        """Compute partial credit: (1 + correct arguments) / (1 + counted arguments); 0 if the names differ.
 
-        The arguments counted are those of either call ("exact", "names"), of the made call ("subset") or
-        of the expected one ("superset"). A full match gets 1.
+        Counted are the arguments of either call ("exact", "names"), of the made call ("subset"), of the expected call
+        ("superset"), or those in `compare`. A full match gets 1.
         """
         if self.full(made, gold):
             return 1.0
@@ -190,7 +189,7 @@ class CallRule:
         if made.name != gold.name or arguments is None:
             return 0.0
         if gold.compare is not None:
-            return (1 + len(self._alike(arguments, gold))) / (1 + len(gold.compare))
+            return (1 + len(self._equal_arguments(arguments, gold))) / (1 + len(gold.compare))
         shared = arguments.keys() & gold.arguments.keys()
         correct = sum(self.arguments == "names" or self.value_fits(key, arguments[key], gold) for key in shared)
         needed = set(gold.arguments) - gold.optional | (set(arguments) & gold.optional)
@@ -205,17 +204,17 @@ Weights = Sequence[Sequence[float]] | Matrix
 Pairs = list[tuple[int, int]]
 
 MANY = 256
-"""Pairs of calls from which on it is faster to look at all of them at once."""
+"""Number of pairs of calls from which on vectorized code is faster."""
 MOST_PAIRS = 16_000_000
-"""Pairs of calls that are compared: a table of numbers for all of them takes 128 MB."""
-_EPS = 1e-12  # weights are sums of fractions: a smaller difference is rounding
+"""Largest number of pairs of calls that are compared: their weights take 128 MB."""
+_EPS = 1e-12  # weights are sums of fractions; a smaller difference is a rounding error
 
 
 def optimal(weights: Weights) -> Pairs:
-    """One-to-one pairs (row, column) of maximum total weight, for weights >= 0; pairs of weight 0 are left out.
+    """Find one-to-one pairs (row, column) of maximum total weight, without pairs of weight 0; weights >= 0.
 
-    The Hungarian method as shortest augmenting paths with potentials (Kuhn 1955; Jonker and Volgenant
-    1987), O(min(n, m)^2 max(n, m)).
+    Hungarian method by shortest augmenting paths with potentials (Kuhn 1955; Jonker and Volgenant 1987), in
+    O(min(n, m)^2 max(n, m)).
     """
     n, m = len(weights), len(weights[0]) if len(weights) else 0
     if n == 0 or m == 0:
@@ -227,7 +226,7 @@ def optimal(weights: Weights) -> Pairs:
 
 
 def by_name(names: Sequence[str]) -> dict[str, list[int]]:
-    """Name -> its positions in ascending order."""
+    """Map each name to its positions in ascending order."""
     indices: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         indices.setdefault(name, []).append(place)
@@ -235,8 +234,9 @@ def by_name(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _augment(weights: Matrix) -> list[int]:
-    """Row assigned to each column (-1: none) at maximum total weight, for at most as many rows. Each row begins at its best
-    column, so that only rows that find it taken search a path: by Dijkstra over reduced costs (price sums minus weights)."""
+    """Return the row assigned to each column (-1: none) at maximum total weight, for no more rows than columns. Rows first take
+    their best column; those that find it taken search an augmenting path by Dijkstra over reduced costs (price sums minus
+    weights)."""
     n, m = weights.shape
     costs, row_price, column_price = -weights, -weights.max(axis=1), np.zeros(m)
     row_of, placed = np.full(m, -1), np.zeros(n, dtype=bool)
@@ -258,12 +258,12 @@ def _augment(weights: Matrix) -> list[int]:
             if row_of[column] < 0:
                 break
             row = row_of[column]
-        row_price[start] += reached  # the new potentials keep all reduced costs >= 0, on which the next row's search depends
+        row_price[start] += reached  # the updated potentials keep all reduced costs >= 0, as the next search requires
         open_[column] = True
         done = np.nonzero(~open_)[0]
         row_price[row_of[done]] += reached - distance[done]
         column_price[done] += distance[done] - reached
-        while column >= 0:  # augment: shift the assignments along the path found
+        while column >= 0:  # augment: shift the assignments along the path
             previous = int(before[column])
             row_of[column] = start if previous < 0 else row_of[previous]
             column = previous
@@ -271,7 +271,7 @@ def _augment(weights: Matrix) -> list[int]:
 
 
 def in_order(weights: Weights) -> Pairs:
-    """The pairs of maximum total weight with rows and columns both ascending: O(n m) alignment."""
+    """Find pairs of maximum total weight with rows and columns both ascending: an alignment in O(n m)."""
     n, m = len(weights), len(weights[0]) if len(weights) else 0
     best: Any = np.zeros((n + 1, m + 1))
     if n * m < MANY:
@@ -302,17 +302,17 @@ BlockWeights = Callable[[Sequence[ToolCall], Sequence[GoldCall]], Weights]
 
 
 def equal_pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> Pairs:
-    """Pairs (made, expected) of equal calls, each call once, the earliest first. For a rule without tolerances: equality is
-    then transitive, so that no other choice finds more."""
+    """Pair equal calls (made, expected), each at most once, the earliest first. Only for a rule without tolerances, with which
+    equality is transitive, so that no other choice yields more pairs."""
     pairs: Pairs = []
-    for place, (call, wanted) in enumerate(zip(made, gold, strict=False)):  # as far as they are equal in order, no keys are made
+    for place, (call, wanted) in enumerate(zip(made, gold, strict=False)):  # no keys are needed for equal calls in order
         if not _surely_equal(call, wanted):
             break
         pairs.append((place, place))
     begin = len(pairs)
     if begin == min(len(made), len(gold)):
         return pairs
-    # By key, the places of the calls that have it, the last one first, so that `pop` gives the earliest.
+    # Key -> positions of the calls with it, last first, so that `pop` returns the earliest.
     known: dict[Hashable, list[int]] = {}
     for i in range(len(made) - 1, begin - 1, -1):
         arguments = made[i].arguments
@@ -326,11 +326,11 @@ def equal_pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
 
 
 def pair_rest(made: Sequence[ToolCall], gold: Sequence[GoldCall], sure: Pairs, weights: BlockWeights) -> Pairs:
-    """The pairs of most total weight among the calls that `sure` leaves. Only calls of one name may pair, so each name is a
-    problem of its own, for which `weights` gives the weights."""
+    """Find pairs of maximum total weight among the calls that are not in `sure`. Only calls with the same name pair, so each name
+    is a separate problem, with weights from `weights`."""
     taken, met = {i for i, _ in sure}, {j for _, j in sure}
     pairs: Pairs = []
-    for rows, columns in _alike(made, gold):
+    for rows, columns in _same_names(made, gold):
         here, there = [i for i in rows if i not in taken], [j for j in columns if j not in met]
         if here and there:
             _check_pairs(len(here), len(there))
@@ -340,18 +340,18 @@ def pair_rest(made: Sequence[ToolCall], gold: Sequence[GoldCall], sure: Pairs, w
 
 
 def all_weights(made: Sequence[ToolCall], gold: Sequence[GoldCall], weights: BlockWeights) -> Weights:
-    """The weight of each pair of calls: of few, `weights` of all; of many, 0 for those of different functions."""
+    """Compute the weight of each pair of calls; with many pairs only of those with the same name, else 0."""
     _check_pairs(len(made), len(gold))
     if len(made) * len(gold) < MANY:
         return weights(made, gold)
     table = np.zeros((len(made), len(gold)))
-    for rows, columns in _alike(made, gold):
+    for rows, columns in _same_names(made, gold):
         table[np.ix_(rows, columns)] = weights([made[i] for i in rows], [gold[j] for j in columns])
     return table
 
 
-def _alike(made: Sequence[ToolCall], gold: Sequence[GoldCall]) -> Iterator[tuple[list[int], list[int]]]:
-    """The places of the calls of each function that both have."""
+def _same_names(made: Sequence[ToolCall], gold: Sequence[GoldCall]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the positions of made (with arguments) and of expected calls, for each name in both."""
     columns = by_name([call.name for call in gold])
     for name, rows in by_name([call.name for call in made]).items():
         here = [i for i in rows if made[i].arguments is not None]
@@ -365,10 +365,10 @@ def _check_pairs(made: int, gold: int) -> None:
 
 
 def _surely_equal(call: ToolCall, wanted: GoldCall) -> bool:
-    """Return True if the calls are equal by any rule, seen at a glance: the same texts and numbers."""
+    """Return True if a cheap test shows that calls are equal by any rule: identical texts and numbers."""
     if call.name != wanted.name or call.arguments != wanted.arguments or call.arguments is None:
         return False
-    # Python takes true for 1, so the kinds of both are looked at; NaN, if it is the same object, for equal to itself.
+    # In Python True equals 1, hence the type check of both; and a container with the same NaN object equals itself.
     for value in (*call.arguments.values(), *wanted.arguments.values()):
         if type(value) not in _PLAIN or value != value:
             return False
@@ -376,9 +376,9 @@ def _surely_equal(call: ToolCall, wanted: GoldCall) -> bool:
 
 
 def call_key(name: str, arguments: Mapping[str, Json], rule: EqualityRule) -> Hashable:
-    """A key that is equal for two calls exactly if they are equal by a rule without tolerances."""
+    """Make a key that is equal for two calls exactly if they are equal by a rule without tolerances."""
     if rule.normalize is exact:
-        # ASCII and numbers are their own keys; not a boolean, which Python takes for a number, and not NaN, which equals nothing.
+        # ASCII texts and numbers are their own keys; not booleans, which equal numbers in Python, nor NaN, which equals nothing.
         for value in arguments.values():
             if type(value) not in _PLAIN or value != value or (type(value) is str and not value.isascii()):
                 break
@@ -388,8 +388,8 @@ def call_key(name: str, arguments: Mapping[str, Json], rule: EqualityRule) -> Ha
 
 
 def parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) -> Matrix:
-    """`rule.part` of each pair of calls of one function (rows, columns), all made with arguments; not for arguments: ignore, nor
-    for expected calls where only some arguments count."""
+    """Compute `rule.part` for all pairs of calls of one function (rows, columns), all with arguments; not for arguments: ignore,
+    nor for expected calls with `compare`."""
     shared, fitting, optional = shared_arguments(made, gold, rule)
     own = np.array([float(len(call.arguments or ())) for call in made])[:, None]
     needed = np.array([float(len(call.arguments) - len(call.optional)) for call in gold]) + optional
@@ -398,9 +398,8 @@ def parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) ->
 
 
 def shared_arguments(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) -> tuple[Matrix, Matrix, Matrix]:
-    """Of each pair: argument names that both have, those of them whose values fit, and those that need not have been there.
-    `rule.value_fits` is asked once for each two different values of an argument, and not at all of a literal form's texts and
-    numbers."""
+    """Count for each pair the shared argument names, those with matching values, and the shared optional ones. Each pair of
+    distinct values is compared once by `rule.value_fits`, except texts and numbers of the literal form."""
     given = [call.arguments or {} for call in made]
     shared, fitting, optional = (np.zeros((len(made), len(gold))) for _ in range(3))
     for key in {key for arguments in given for key in arguments} & {key for call in gold for key in call.arguments}:
@@ -413,7 +412,7 @@ def shared_arguments(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: C
         if rule.arguments == "names":
             fitting[here] += 1.0
         else:
-            (like, of), (match, to) = _different(values), _different(wanted)
+            (like, of), (match, to) = _distinct(values), _distinct(wanted)
             if rule.form is CallForm:
                 table = _literal_fits([values[i] for i in of], [wanted[j] for j in to], rule.values)
             else:
@@ -423,7 +422,7 @@ def shared_arguments(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: C
 
 
 def _literal_fits(made: Sequence[Json], gold: Sequence[Json], rule: EqualityRule) -> npt.NDArray[np.bool_]:
-    """`same` of each pair of values."""
+    """Apply `same` to each pair of values."""
     ids: dict[Hashable, int] = {}
     own, wanted = (np.array([ids.setdefault(equality_key(v, rule.normalize), len(ids)) for v in s]) for s in (made, gold))
     table: npt.NDArray[np.bool_] = own[:, None] == wanted
@@ -444,8 +443,8 @@ def _literal_fits(made: Sequence[Json], gold: Sequence[Json], rule: EqualityRule
     return table
 
 
-def _different(values: Sequence[Json]) -> tuple[list[int], list[int]]:
-    """(for each value the number of its like, for each number the place of its first one); 1, 1.0 and true are different."""
+def _distinct(values: Sequence[Json]) -> tuple[list[int], list[int]]:
+    """Return each value's index among the distinct ones, and their first positions; 1, 1.0 and true are distinct."""
     scalars = (str, int, float, bool)
     keys = [(type(value), value if type(value) in scalars else json.dumps(value, default=repr)) for value in values]
     first: dict[Hashable, int] = {}

@@ -1,4 +1,4 @@
-"""Replays of an episode's rounds on a fresh environment, the states in between, and the store of gold replays."""
+"""Replays of an episode's rounds on a new environment, the states between them, and a cache of gold replays."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NONE = marshal.dumps(None, 2)
 
 
 class FrozenState:
-    """A JSON value, packed into bytes: thirty times as quick as a copy, and a tenth of its memory.
+    """A JSON state packed into bytes: thirty times as fast as a copy, in a tenth of the memory.
 
-    A state other than plain JSON (a dataclass, an array) cannot be packed; such a state is copied.
+    A state that is not plain JSON (a dataclass, an array) cannot be packed and is copied.
     """
 
     __slots__ = ("_digest", "_packed", "_parts", "_value")
@@ -36,7 +36,7 @@ class FrozenState:
         self._digest = ""
         self._parts: dict[Hashable, FrozenState] = {}
         try:
-            # Version 2 has no references: equal values of equal types are packed into equal bytes.
+            # Version 2 has no object references, so equal values of equal types have equal bytes.
             self._packed: bytes | None = marshal.dumps(value, 2)
             self._value: Json = _UNSET
         except ValueError:
@@ -44,7 +44,7 @@ class FrozenState:
 
     @property
     def value(self) -> Json:
-        """The state. It is the same object each time and must not be changed."""
+        """The state, always the same object, which must not be changed."""
         if self._value is _UNSET:
             assert self._packed is not None
             self._value = marshal.loads(self._packed)
@@ -52,20 +52,20 @@ class FrozenState:
 
     @property
     def empty(self) -> bool:
-        """True if there is no state."""
+        """True if the state is None."""
         return self._packed == _NONE
 
     @property
     def size(self) -> int:
-        """Bytes of memory, roughly; of one that could not be packed, as if each text had a thousand characters."""
+        """Approximate bytes of memory; 1000 for a state that could not be packed."""
         return len(self._packed) if self._packed is not None else 1000
 
     def same(self, other: FrozenState) -> bool:
-        """Return True if it is the same value for sure; other values may still count as equal (1 and 1.0, a tuple and a list)."""
+        """Return True if the packed values are identical; others may still be equal (1 and 1.0, a tuple and a list)."""
         return self._packed is not None and self._packed == other._packed
 
     def part(self, key: Hashable, cut: Callable[[Json], Json]) -> FrozenState:
-        """`cut(value)`, made once for a key; for the key None this state."""
+        """Return `cut(value)`, cached by `key`; for the key None this state itself."""
         if key is None:
             return self
         if key not in self._parts:
@@ -78,7 +78,7 @@ class FrozenState:
         if not self._digest:
             form = _canonical(self.value)
             text = json.dumps(form, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-            # A JSON text may hold half of a surrogate pair, which plain UTF-8 refuses.
+            # A JSON text may have half of a surrogate pair, which plain UTF-8 refuses.
             self._digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         return self._digest
 
@@ -89,7 +89,7 @@ def _canonical(value: Json) -> Json:
         return exact(value)  # as texts are compared
     if kind is int:
         return hex(value) if is_unbounded(value) else value  # Python writes no integer over 4,300 digits
-    # 1 and 1.0 are the same JSON number, but not the same text, which is what is hashed.
+    # 1 and 1.0 are the same JSON number but different texts, and the text is hashed.
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if kind is dict or isinstance(value, Mapping):
@@ -101,9 +101,9 @@ def _canonical(value: Json) -> Json:
 
 # Replays
 #
-# A replay goes through all rounds of an episode on one environment: a round's calls, its state and answers, then the text that
-# ends it, to which the user replies as the record's did. All leaves and rounds share a replay, and the members of a group that of
-# the gold calls.
+# A replay plays all rounds of an episode on one environment: a round's calls, its state and answers, then the text that
+# ends it, to which the user replies as in the record. All leaves and rounds share a replay, and the members of a group
+# share the replay of the gold calls.
 
 log = logging.getLogger(__name__)
 UserSide = Callable[[bool], tuple[Any, ...]]
@@ -111,16 +111,16 @@ GoldRounds = Callable[[], "tuple[Sequence[RoundTurns], UnscorableError | None]"]
 
 
 MakeEnv = Callable[[Task], Any]
-"""Makes the environment, a `ToolEnv` that is used once. Its `replay` plays the rounds of an episode from the task's reset on,
-with the record's user in place of one that is a model, and adds the end of each to `found`. It raises UnscorableError if it ends
-before the last call, or refuses a call of the `gold`: the text of a refusal would be what an episode has to read. `user_repeats`:
-its user does the same whatever the policy says."""
+"""Factory of replay environments, `ToolEnv`s that are used once. `ToolEnv.replay` plays an episode's rounds from the task's
+reset on, with the recorded user in place of a model, and appends the end of each round to `found`. It raises UnscorableError if
+the episode ends before the last call, or if a `gold` call is refused, since the refusal would count as an expected answer.
+`ToolEnv.user_repeats`: the user acts the same whatever the policy says."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTurns:
-    """One round to play: `turns`, each an assistant message (or a call of the user's own), and the text that ends the round, None
-    if a turn with calls does."""
+    """A round to play: `turns`, assistant messages or user calls, and the `text` that ends it, None if a turn with calls
+    does."""
 
     turns: Sequence[Message | ToolCall]
     text: Message | None = None
@@ -132,7 +132,7 @@ class RoundTurns:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnd:
-    """State after the last call of a round, and the answers to its calls."""
+    """The state after the last call of a round, and the texts of its calls' results."""
 
     state: FrozenState
     answers: list[str]
@@ -140,26 +140,26 @@ class RoundEnd:
 
 @dataclass(slots=True)
 class Replay:
-    """A replay of rounds; `fault` is why it stopped before the last of them. `repeats`: the user's side needs no text."""
+    """A replay of rounds. `fault`: the reason for a stop before the last round. `repeats`: `ToolEnv.user_repeats`."""
 
     ends: list[RoundEnd] = field(default_factory=list)
     fault: UnscorableError | None = None
     repeats: bool = False
 
     def end(self, number: int) -> RoundEnd:
-        """Raises the fault if the replay did not come to the end of that round."""
+        """Return the end of a round. Raises `fault` if the replay did not reach it."""
         if number >= len(self.ends):
             raise self.fault or UnscorableError(f"the replay has no round {number}")
         return self.ends[number]
 
     @property
     def size(self) -> int:
-        """Bytes, roughly."""
+        """Approximate bytes of memory."""
         return sum(end.state.size + sum(map(len, end.answers)) for end in self.ends)
 
 
 class GoldReplay(NamedTuple):
-    """A replay of gold rounds: which, and what its user heard and did between them."""
+    """A replay with its gold rounds and the user side (texts and user actions) between them."""
 
     gold: Json
     side: tuple[Any, ...]
@@ -168,7 +168,7 @@ class GoldReplay(NamedTuple):
 
 @dataclass(slots=True)
 class TaskReplays:
-    """Gold replays of one task. By the lock one thread makes what others wait for."""
+    """Cached gold replays of a task. The lock lets one thread play while others wait for the result."""
 
     task: Task
     held: int = 0
@@ -177,7 +177,7 @@ class TaskReplays:
 
 
 class Replays:
-    """Replays calls on fresh environments, and keeps the gold replays of the last `most` tasks, in about `most_bytes`."""
+    """Replays calls on new environments and caches the gold replays of the last `most` tasks, in about `most_bytes`."""
 
     def __init__(self, most: int = 256, most_bytes: int = 128 << 20) -> None:
         self._most, self._most_bytes = most, most_bytes
@@ -185,18 +185,18 @@ class Replays:
         self._kept: OrderedDict[tuple[str, int, str], TaskReplays] = OrderedDict()
 
     def __reduce__(self) -> tuple[type[Replays], tuple[int, int]]:
-        """A copy, here or in another process, starts empty."""
+        """Copy and pickle as an empty cache."""
         return Replays, (self._most, self._most_bytes)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def gold(self, make: MakeEnv, record: Trajectory, gold: Json, rounds: GoldRounds, user_side: UserSide) -> Replay:
-        """The replay of the gold rounds `gold`, of which `rounds` gives those that the record came to, and what is wrong
-        with the next one.
+        """Return the replay of the gold rounds `gold`, from the cache if possible.
 
-        `user_side`: what happened in the record between the rounds, as far as it decides what the user does; its argument
-        says that the user repeats itself, whatever the policy says. A replay that begins with another's serves both.
+        `rounds` returns the gold rounds that the record reached, and the fault of the next one. `user_side` returns the record's
+        texts and events between rounds that determine the user's actions; its argument is True if the user acts the same
+        whatever the policy says. A replay whose user side is a prefix of another's is served by that one.
         """
         kept = self._of(record.task)
         with kept.playing:
@@ -207,11 +207,11 @@ class Replays:
             turns, wrong = rounds()
             played = self.play(make, record, turns, gold=True)
             played.fault = played.fault or wrong
-            if played.fault is None:  # else the next one tries again, as a fault may pass
+            if played.fault is None:  # a fault may be temporary, so it is not cached
                 here = user_side(played.repeats)
                 others = [one for one in kept.golds if not identical(one.gold, gold) or here[: len(one.side)] != one.side]
                 kept.golds = [*others[-7:], GoldReplay(gold, here, played)]
-        with self._lock:  # those not asked for longest are let go
+        with self._lock:  # evict the least recently used tasks
             kept.held = sum(one.played.size for one in kept.golds)
             while len(self._kept) > 1 and (
                 len(self._kept) > self._most or sum(one.held for one in self._kept.values()) > self._most_bytes
@@ -220,7 +220,7 @@ class Replays:
         return played
 
     def play(self, make: MakeEnv, record: Trajectory, rounds: Sequence[RoundTurns], *, gold: bool = False) -> Replay:
-        """The replay of rounds, by default of the record's own. A fault of the environment stands in it."""
+        """Play rounds on a new environment. A fault of the environment is returned in the replay."""
         found = Replay()
         try:
             env = make(record.task)
@@ -228,7 +228,7 @@ class Replays:
             env.replay(record, rounds, found, gold=gold)
         except UnscorableError as error:
             found.fault = error
-        except BaseException as error:  # an author's code may raise anything, which must not stop a run
+        except BaseException as error:  # environment code may raise anything, which must not stop a run
             if is_from_outside(error):
                 raise
             log.exception("a replay failed (task %s)", record.task.id)
@@ -239,9 +239,9 @@ class Replays:
         key = task.id, task.seed, task.split
         with self._lock:
             kept = self._kept.get(key)
-            # Compared and not hashed: that takes a tenth of the time.
+            # Compared, not hashed, which takes ten times as long.
             if kept is None or not (identical(kept.task.data, task.data) and identical(kept.task.gold, task.gold)):
                 kept = self._kept[key] = TaskReplays(task)
-            kept.task = task  # the next question is about the same object, mostly
+            kept.task = task  # mostly the next call has the same object, which compares fast
             self._kept.move_to_end(key)
         return kept

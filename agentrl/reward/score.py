@@ -283,7 +283,7 @@ class Scorer:
         self.judged, self.asks = [at for at, _ in asking], frozenset(name for _, name in asking)
 
     def assuming(self, best: Callable[[Trajectory], bool]) -> Scorer:
-        """Return a scorer that calls no services: it assumes their best answers for episodes with `best(episode)`, else the worst;
+        """Return a scorer that calls no services: it assumes their best answers for episodes with `best(episode)`, else worst;
         itself if it uses no services."""
         if not self.asks:
             return self

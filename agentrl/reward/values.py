@@ -1,4 +1,4 @@
-"""JSON values, pointers, predicates and rounds: the ground of every reward spec."""
+"""JSON values, pointers, predicates and rounds for reward specs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentrl.utils.parsing import LONGEST, nfc, numeral
 
 
 class UnscorableError(Exception):
-    """A leaf cannot score this episode (gold of the wrong shape, no state): its value is None, never 0."""
+    """A leaf cannot score this episode (malformed gold, no state): its value is None, never 0."""
 
 
 # JSON values
@@ -36,7 +36,7 @@ _SEEN = regex.compile(
     r"\u200c(?<=[\p{jt=D}\p{jt=L}]\p{jt=T}*\u200c)(?=\p{jt=T}*[\p{jt=D}\p{jt=R}])|[\u200c\u200d](?<=\p{ccc=9}.)(?=\p{L})"
     r"|\u200d(?<=[\p{ExtPict}\p{EMod}]\ufe0f?\u200d)(?=\p{ExtPict})|[\U000e0020-\U000e007f](?<=\U0001f3f4[\U000e0020-\U000e007f]{1,32})"
 )
-_RAISED = {"<super>": "^", "<sub>": "_"}
+_SCRIPT_SIGNS = {"<super>": "^", "<sub>": "_"}
 _SAME_DIGIT = frozenset({"<wide>", "<font>", "<narrow>", "<noBreak>"})
 _BFCL_TABLE = str.maketrans("'", '"', " ,./-_*^")
 _BFCL_SAID_TABLE = str.maketrans("'", '"', ",./-_*^()")
@@ -46,17 +46,17 @@ exact = nfc
 def _fold(text: str) -> str:
     if not text.isascii():
         shown = _UNSEEN.sub(lambda found: found[0] if _SEEN.match(text, found.start()) else "", text)
-        text = unicodedata.normalize("NFKC", "".join(map(_apart, shown)))
+        text = unicodedata.normalize("NFKC", "".join(map(_separate_digit, shown)))
     return _SPACES.sub(" ", text).strip().casefold()
 
 
 @cache
-def _apart(character: str) -> str:
-    """A character that NFKC would make a digit of the number before it: 10³ is not 103, nor 1½ 11/2, nor 5① 51."""
+def _separate_digit(character: str) -> str:
+    """Separate a character that NFKC would append to a number: 10³ is not 103, nor 1½ 11/2, nor 5① 51."""
     kind, _, made = unicodedata.decomposition(character).partition(" ")
     if not kind.startswith("<") or kind in _SAME_DIGIT or not any(chr(int(code, 16)).isdigit() for code in made.split()):
         return character
-    return f"{_RAISED.get(kind, ' ')}{unicodedata.normalize('NFKC', character)}{'' if kind in _RAISED else ' '}"
+    return f"{_SCRIPT_SIGNS.get(kind, ' ')}{unicodedata.normalize('NFKC', character)}{'' if kind in _SCRIPT_SIGNS else ' '}"
 
 
 @lru_cache(16_384)
@@ -67,15 +67,15 @@ def _bfcl_short(text: str) -> str:
 NORMALIZERS: Mapping[str, Normalizer] = {
     "exact": exact,
     "fold": _fold,
-    # The same few short ones are compared in pairs, and for all of a group.
+    # Short texts are cached, since the same few are compared for all pairs and group members.
     "bfcl": lambda text: _bfcl_short(text) if len(text) <= 200 else _bfcl_short.__wrapped__(text),
     "bfcl_said": lambda text: text.translate(_BFCL_SAID_TABLE).lower(),
     "tau": lambda text: text.lower().replace(",", ""),
 }
-"""`exact`: unchanged but for Unicode NFC. `fold`: NFKC, case-folded, without characters that nobody sees (a zero-width
-space, a soft hyphen; not a joiner that makes another word or emoji), runs of white space as one space, ends trimmed.
+"""`exact`: only Unicode NFC. `fold`: NFKC, case-folded, without invisible characters (zero-width space, soft hyphen; not
+a joiner that makes another word or emoji), runs of white space as one space, ends trimmed.
 `bfcl`: spaces and `, . / - _ * ^` removed, lower case, ' as " (the Berkeley leaderboard's rule for arguments).
-`bfcl_said`: `, . / - _ * ^ ( )` removed, lower case, ' as " (its rule for answers in words).
+`bfcl_said`: `, . / - _ * ^ ( )` removed, lower case, ' as " (its rule for text answers).
 `tau`: lower case, commas removed (tau-bench)."""
 
 
@@ -94,18 +94,18 @@ class EqualityRule:
 
     @classmethod
     def of(cls, args: Mapping[str, Any], strings: str = "exact") -> EqualityRule:
-        """The rule of a leaf's arguments `abs`, `rel` and `strings` (by default the normalizer `strings`)."""
+        """Make the rule of a leaf's arguments `abs`, `rel` and `strings` (the parameter `strings` is its default)."""
         return cls(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), NORMALIZERS[args.get("strings", strings)])
 
 
 LITERAL = EqualityRule()
-_SURE = frozenset({str, int, float})
+_PLAIN_TYPES = frozenset({str, int, float})
 
 
 def same(a: Json, b: Json, rule: EqualityRule = LITERAL) -> bool:
-    """True if two JSON values are equal: 1 equals 1.0, True does not equal 1, NaN equals nothing."""
-    if type(a) in _SURE and type(a) is type(b) and a == b:
-        return True  # the most usual, four times as quick
+    """Return True if two JSON values are equal: 1 equals 1.0, True does not equal 1, NaN equals nothing."""
+    if type(a) in _PLAIN_TYPES and type(a) is type(b) and a == b:
+        return True  # the common case, four times as fast
     if isinstance(a, str):
         if not isinstance(b, str):
             return False
@@ -124,15 +124,15 @@ def same(a: Json, b: Json, rule: EqualityRule = LITERAL) -> bool:
 
 
 def with_nfc_keys(value: Mapping[Any, Json]) -> Mapping[Any, Json]:
-    """The object with its keys as texts are compared (`exact`), if all are different then."""
-    if "".join(map(str, value)).isascii():  # nearly always
+    """Return an object with its keys in NFC (`exact`), or unchanged if two keys would coincide."""
+    if "".join(map(str, value)).isascii():  # the common case
         return value
     made = {exact(key) if isinstance(key, str) else key: item for key, item in value.items()}
     return made if len(made) == len(value) else value
 
 
 def equality_key(value: Json, normalize: Normalizer = exact) -> Hashable:
-    """A key that is equal for two values exactly if `same` finds them equal without a tolerance."""
+    """Make a key that is equal for two values exactly if they are the `same` without tolerances."""
     if isinstance(value, str):
         return normalize(value)
     if isinstance(value, bool):
@@ -163,7 +163,7 @@ def by_kind(values: Sequence[Json], rule: EqualityRule) -> tuple[dict[Hashable, 
 
 
 def close(a: float, b: float, absolute: float = 0.0, relative: float = 0.0) -> bool:
-    """|a - b| <= max(absolute, relative * |b|), exactly for integers of any size; False for NaN."""
+    """Test |a - b| <= max(absolute, relative * |b|); equal integers of any size are close, NaN never is."""
     if a == b:
         return True
     if absolute == 0.0 and relative == 0.0:
@@ -176,20 +176,20 @@ def close(a: float, b: float, absolute: float = 0.0, relative: float = 0.0) -> b
 
 
 def as_number(value: Json) -> Fraction | None:
-    """A finite number, or a text that is one as a whole; None for anything else (booleans included)."""
+    """Convert a finite number, or a text that is one as a whole; None for anything else, booleans included."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
         return Fraction(value) if value.bit_length() < 3 * LONGEST else None
     if isinstance(value, float):
-        return Fraction(repr(float(value))) if math.isfinite(value) else None  # numpy's own repr is no number
+        return Fraction(repr(float(value))) if math.isfinite(value) else None  # the repr of a numpy number is no number
     found = numeral(value) if isinstance(value, str) else None
     return None if found is None else found.value
 
 
 def plain_float(value: Any) -> float:
-    """A number of Python, numpy or torch, or a truth value, as a float; NaN for anything else."""
-    kind = getattr(getattr(value, "dtype", None), "kind", "f")  # numpy makes a float of texts and complex numbers, too
+    """Convert a number or boolean of Python, numpy or torch to a float; NaN for anything else."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")  # numpy would convert texts and complex numbers too
     if isinstance(value, SupportsFloat) and not isinstance(value, str | bytes) and kind in "biufO":
         with suppress(ArithmeticError, RuntimeError, TypeError, ValueError):
             return float(value)
@@ -197,13 +197,16 @@ def plain_float(value: Any) -> float:
 
 
 def show_number(value: Fraction) -> str:
-    """A number in decimals if it ends in a few, else as a fraction."""
+    """Format a number as a decimal if that is exact, else as a fraction."""
     digits = Decimal(value.numerator) / Decimal(value.denominator)
     return str(f"{digits:f}" if Fraction(digits) == value else str(value))
 
 
 def leaves_of(value: Json, path: str = "", kinds: str = "") -> Iterator[tuple[tuple[str, str], Json]]:
-    """((JSON Pointer, "l" or "o" for each step into a list or an object), scalar or empty container) for every leaf, in order."""
+    """Yield each leaf (a scalar or empty container) as ((JSON Pointer, step kinds), leaf), in order.
+
+    The step kinds have one letter per step: "l" into a list, "o" into an object.
+    """
     if isinstance(value, Mapping) and value:
         for key, item in with_nfc_keys(value).items():
             yield from leaves_of(item, join(path, key), f"{kinds}o")
@@ -215,7 +218,7 @@ def leaves_of(value: Json, path: str = "", kinds: str = "") -> Iterator[tuple[tu
 
 
 def brief(value: Any, limit: int = 200, items: int = 20, depth: int = 6) -> Json:
-    """A JSON value short enough for evidence: long strings and lists are cut with a mark, NaN becomes a string."""
+    """Shorten a JSON value for evidence: long strings and lists are cut with a mark, NaN becomes a string."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -253,7 +256,7 @@ ABSENT: Final = Absent()
 
 @lru_cache(maxsize=4096)
 def parse_pointer(text: str) -> tuple[str, ...]:
-    """The tokens of a JSON Pointer, in the form of Unicode in which keys are compared. Raises ValueError if it is not one."""
+    """Split a JSON Pointer into its tokens, in NFC, as keys are compared. Raises ValueError if it is invalid."""
     if text == "":
         return ()
     if not text.startswith("/"):
@@ -264,14 +267,14 @@ def parse_pointer(text: str) -> tuple[str, ...]:
 
 
 def join(pointer: str, *tokens: str | int) -> str:
-    """A pointer extended by tokens, escaped."""
+    """Extend a pointer by tokens, escaped."""
     return pointer + "".join("/" + str(token).replace("~", "~0").replace("/", "~1") for token in tokens)
 
 
 def follow(document: Json, tokens: tuple[str, ...]) -> Json | Absent:
-    """The value at the tokens in a JSON document, or ABSENT."""
+    """Return the value at a pointer's tokens in a JSON document, or ABSENT."""
     for token in tokens:
-        if type(document) is dict or isinstance(document, Mapping):  # a check against an abstract class takes ten times as long
+        if type(document) is dict or isinstance(document, Mapping):  # a check against the abstract class is ten times as slow
             if token not in document and (token.isascii() or token not in (document := with_nfc_keys(document))):
                 return ABSENT
             document = document[token]
@@ -285,12 +288,12 @@ def follow(document: Json, tokens: tuple[str, ...]) -> Json | Absent:
 
 
 def is_ref(value: Json) -> bool:
-    """True for `{"$": pointer}`, with or without `at`."""
+    """Return True for `{"$": pointer}`, with or without `at`."""
     return isinstance(value, Mapping) and "$" in value and set(value) <= {"$", "at"}
 
 
 def references(value: Json, pointer: str = "") -> Iterator[tuple[str, Mapping[str, Json]]]:
-    """Every object with a "$" in a value, and its place: references, and the comparisons of a predicate."""
+    """Yield each object with a "$" in a value and its pointer: references and a predicate's comparisons."""
     if isinstance(value, Mapping):
         if "$" in value:
             yield pointer, value
@@ -302,8 +305,8 @@ def references(value: Json, pointer: str = "") -> Iterator[tuple[str, Mapping[st
 
 
 def evidence_nodes(evidence: Json, skipped: bool = True) -> Iterator[Mapping[str, Json]]:
-    """Yield the nodes of an evidence tree, parents first. The parts of a scoped node are left out, as they share its id, and
-    without `skipped` also nodes that were skipped, with all below them."""
+    """Yield the nodes of an evidence tree, parents first, except the parts of a scoped node, which share its id, and without
+    `skipped` except skipped nodes and all below them."""
     rest = [evidence]
     while rest:
         node = rest.pop()
@@ -352,7 +355,7 @@ COMPARISONS: Final[Mapping[str, Callable[[Json, Json, EqualityRule], bool]]] = {
     "contains": _contains,
     "type": lambda found, wanted, rule: isinstance(found, _TYPES[wanted]) and isinstance(found, bool) == (wanted == "boolean"),
 }
-"""Found value against wanted value. Values of types that cannot be ordered compare as false."""
+"""Comparisons of a found with a wanted value; order tests of types that have no order are false."""
 
 COMPARISON_SCHEMA: Final[dict[str, Any]] = {
     **{key: {} for key in ("eq", "ne", "lt", "lte", "gt", "gte", "contains")},
@@ -363,9 +366,9 @@ COMPARISON_SCHEMA: Final[dict[str, Any]] = {
 
 
 def holder(comparison: Mapping[str, Json], rule: EqualityRule = LITERAL) -> Callable[[Json | Absent], bool | None]:
-    """Function that returns True if every comparison of the object holds for a value.
+    """Make a function that tests a value with every comparison of the object.
 
-    If the value is ABSENT: the truth of `exists` if it is given, else None (not known).
+    For ABSENT it returns the truth of `exists` if that is given, else None (unknown).
     """
     exists = comparison.get("exists")
     tests = [(test, comparison[key]) for key, test in COMPARISONS.items() if key in comparison]
@@ -387,8 +390,8 @@ Reader = Callable[[Mapping[str, Json]], "Json | Absent"]
 
 
 def decider(predicate: Mapping[str, Json]) -> Callable[[Reader], bool | None]:
-    """Function that decides a predicate `{"$", ...comparisons}`, `{"not"}`, `{"all"}` or `{"any"}`, given what follows its
-    references; None: not known (three-valued logic)."""
+    """Make a function that decides a predicate `{"$", ...comparisons}`, `{"not"}`, `{"all"}` or `{"any"}`, given a reader of
+    references; None: unknown (three-valued logic)."""
     if "not" in predicate:
         inner = decider(predicate["not"])
         return lambda read: None if (value := inner(read)) is None else not value
@@ -409,8 +412,8 @@ def _join_predicates(parts: Sequence[Callable[[Reader], bool | None]], absorbing
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRounds:
-    """`opening`: number of messages before the first turn. `said`: for each turn, the user's messages between it (and its
-    results) and the next one. `rounds`: for each turn, the number of its round, from 0: a round ends where the user speaks."""
+    """The rounds of an episode. `opening`: number of messages before the first turn. `said`: per turn, the user's messages
+    between it and the next turn. `rounds`: per turn, the index of its round; a round ends where the user speaks."""
 
     opening: int
     said: list[list[Message]]
@@ -418,14 +421,17 @@ class EpisodeRounds:
 
 
 def turn_places(trajectory: Trajectory) -> list[int]:
-    """Positions of the policy's turns among the messages: the last of role "assistant", since an opening history has some too."""
+    """Return the positions of the policy's turns in the messages: the last ones of role "assistant".
+
+    Earlier ones belong to the opening history.
+    """
     spoken = [place for place, message in enumerate(trajectory.messages) if message.role == "assistant"]
     return spoken[max(0, len(spoken) - len(trajectory.turns)) :]
 
 
 def course_of(trajectory: Trajectory) -> EpisodeRounds:
-    """The rounds of the turns; an opening history has none. A record with fewer assistant messages than turns (no messages, say)
-    is one round."""
+    """Compute the rounds of the turns, without the opening history. A record with fewer assistant messages than turns (such as
+    one without messages) is one round."""
     turns, messages = trajectory.turns, trajectory.messages
     places = turn_places(trajectory)
     if len(places) < len(turns):
@@ -434,7 +440,7 @@ def course_of(trajectory: Trajectory) -> EpisodeRounds:
     rounds: list[int] = []
     for number, place in enumerate(places):
         end = places[number + 1] if number + 1 < len(places) else len(messages)
-        # Several messages of the user in a row are one turn of his: the policy did nothing in between.
+        # Consecutive user messages end one round: the policy did nothing in between.
         rounds.append(rounds[-1] + bool(said[-1]) if rounds else 0)
         said.append([message for message in messages[place + 1 : end] if message.role == "user"])
     return EpisodeRounds(places[0] if places else len(messages), said, rounds)
