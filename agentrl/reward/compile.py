@@ -1,4 +1,4 @@
-"""Compile a valid spec to a tree, with the functions, services and replays that a run provides."""
+"""Compile a valid spec to a tree with a run's functions, services and replay environments."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NARROW = ("round", "turn", "call")
 
 
 def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | None = None, timeout: float = 120.0) -> Scorer:
-    """A Scorer for a spec (a dict, or a path to a JSON file).
+    """Compile a spec (a dict, or a path to a JSON file) to a Scorer.
 
-    Raises RewardSpecError with the JSON Pointer of the fault, or of a thing that this run does not provide
-    (`context`: a replay environment for replays, functions for the `python` leaf). `timeout`: seconds for one episode's
-    replays and functions (services have their own timeout); later, scoring raises LateError.
+    Raises RewardSpecError with the JSON Pointer of a fault, also if the run lacks a resource (`context`: a replay environment,
+    functions for the `python` leaf). `timeout`: seconds for an episode's replays and functions (services have their own
+    timeout); then scoring raises LateError.
     """
     valid = load_spec(spec)
     build = _Builder(valid["name"], context or Context())
@@ -39,18 +39,18 @@ def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | Non
     wanted = valid.get("success", {})
     known = visible_ids([valid["root"], *valid.get("metrics", [])])
     if "id" in wanted and not {"use", "op"} & set(wanted) and wanted["id"] not in known:
-        there = ", ".join(sorted(known)) or "none"
-        build.fail("/success/id", f"no node outside of a narrower scope has the id {wanted['id']!r}; known: {there}")
+        options = ", ".join(sorted(known)) or "none"
+        build.fail("/success/id", f"no node outside of a narrower scope has the id {wanted['id']!r}; known: {options}")
     rule = success_rule(valid, root, metrics)
     if rule is not None and rule.derived and rule.node == plain(valid["root"]):
-        success: Node | None = root  # its task part is all of it: not evaluated twice
+        success: Node | None = root  # the task part is the whole root, so it is not evaluated twice
     else:
         success = None if rule is None else build.node(rule.node, "/success", "episode", "success emits nothing")
     return Scorer(valid, root, metrics, build.blocking, build.context.services, rule, success, timeout)
 
 
 class _Builder:
-    """Builds nodes. `scope`: the part of the episode that a node sees; `mute`: why no node below may emit at a step."""
+    """Builder of nodes. `scope`: the part of the episode that a node sees; `mute`: the reason why it may not emit at steps."""
 
     def __init__(self, name: str, context: Context) -> None:
         self.name = name
@@ -70,7 +70,7 @@ class _Builder:
                 self._reachable(node[key], join(pointer, key), own)
         if "use" in node:
             return self._leaf(node, mods, pointer, own)
-        below = mute  # the outer reason first: who mends the inner one would only meet the outer one next
+        below = mute  # the outer reason comes first, since fixing the inner one would not suffice
         if below is None and mods.clip is not None:
             below = f"{pointer} clips the total, so a step has no share of its own"
         elif below is None and mods.scope in _NARROW:
@@ -87,7 +87,7 @@ class _Builder:
         children = [self.node(child, join(pointer, "of", i), own, below) for i, child in enumerate(node["of"])]
         if node["op"] == "mean":
             weights = [child.mods.weight for child in children]
-            # With a negative weight a mean can leave the range of its children, which is the range that it promises.
+            # With a negative weight, a mean could leave the range of its children, which `range` relies on.
             if min(weights) < 0 or sum(weights) <= 0:
                 self.fail(join(pointer, "of"), f"the weights of a mean must be >= 0 and not all 0, not {weights}")
         return OpNode(pointer, mods, node["op"], children)
@@ -101,7 +101,7 @@ class _Builder:
         narrowed = own in _NARROW and own != scope
         if "reduce" in node and not narrowed:
             self.fail(join(pointer, "reduce"), "there is nothing to reduce: the node has no scope of its own")
-        if mods.emit == "step" and not narrowed:  # then its value must be a sum of turns' shares
+        if mods.emit == "step" and not narrowed:  # then its value must be a sum of shares per turn
             kind = LEAVES.get(str(node.get("use")))
             if kind is None or not kind.spreads(node.get("args", {})):
                 self.fail(
@@ -113,7 +113,7 @@ class _Builder:
                 self.fail(join(pointer, "emit"), f"{pointer} clips the total, so a step has no share of its own")
         if mods.emit == "step" and mute is not None:
             self.fail(join(pointer, "emit"), f"cannot emit at steps: {mute}")
-        # The group is what the node is compared with: its own child still sees the whole episode.
+        # The scope `group` only names the comparison: the child still sees the whole episode.
         return scope if own == "group" else own
 
     def _leaf(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str) -> Node:
@@ -124,7 +124,7 @@ class _Builder:
             if scope != "episode":
                 self.fail(pointer, f"{kind} compares whole episodes; it cannot be inside of scope {scope!r}")
             place = join(pointer, "args", "of")
-            # Its children are mute: a rank is of the whole value, so no step has a share of it.
+            # Its children are mute: a comparison uses the whole value, so no step has a share of it.
             of = self.node(args["of"], place, scope, f"{kind} compares totals")
             if any(isinstance(below, tuple(GROUP_LEAVES.values())) for below in walk(of)):
                 self.fail(place, "a group leaf cannot contain another group leaf")
@@ -138,18 +138,18 @@ class _Builder:
             leaf: Leaf = cls(args, self.context)
             leaf.kind = kind
             if cls.asks is not None:
-                self.context.services[cls.asks]  # made now, so that its faults are told before an episode
+                self.context.services[cls.asks]  # created now, so that its faults are reported before the first episode
         except ValueError as error:
             self.fail(join(pointer, "args"), str(error))
         except KeyError:
             self.fail(pointer, f"{kind} asks {cls.asks!r}, which this run does not provide (in Python: Context.services)")
-        # One such leaf sends the whole spec to a thread: a pass over the tree is not divided.
+        # One blocking leaf moves the whole pass over the tree to a thread.
         self.blocking = self.blocking or leaf.blocks()
         referring = [key for key, value in args.items() if any(is_ref(ref) for _, ref in references(value))]
         return LeafNode(pointer, mods, leaf, {key: _reader(args[key], key in cls.optional) for key in referring})
 
     def _reachable(self, value: Json, pointer: str, scope: str) -> None:
-        """References to a turn or a call need the scope of a turn or a call."""
+        """Check that references to a turn or call, and `at`, are within that scope."""
         for place, ref in references(value, pointer):
             if not isinstance(ref["$"], str):
                 continue
@@ -161,10 +161,10 @@ class _Builder:
 
 
 def _reader(value: Json, optional: bool = False) -> Callable[[View], Json]:
-    """A function that gives the value with its references followed; it raises UnscorableError for a dangling one, unless it is
-    `optional`, and then None."""
+    """Make a function that returns the value with its references resolved; for a dangling one it raises UnscorableError, or
+    returns None if `optional`."""
     if is_ref(value):
-        # Parsed here, once: the function below runs for every part of every episode.
+        # Parsed once, since the function below runs for every part of every episode.
         tokens, at = parse_pointer(str(value["$"])), value.get("at")
 
         def follow_ref(view: View) -> Json:
@@ -189,28 +189,28 @@ def _reader(value: Json, optional: bool = False) -> Callable[[View], Json]:
 
 
 def make_context(config: RewardConfig, *, replay_env: MakeEnv | None = None, services: Services | None = None) -> Context:
-    """The Context for `compile_spec`; `services`: those of the run, by default new ones.
+    """Make the Context for `compile_spec`; `services` default to new ones.
 
-    Functions are imported here because the run's own config names them; a spec can never cause an import.
-    Raises ConfigError for a name that is not a function.
+    Functions are imported here because the run's config names them; a spec never causes an import. Raises ConfigError for a
+    name that is not a function.
     """
     python = {name: function_named(f"reward.python.{name}", target) for name, target in config.python.items()}
-    # Whoever gave a function in Python has allowed it; under its own name a config allows it like any other.
+    # Functions given in Python are allowed without an entry in the config.
     python |= {name: given_object(name, "env.reward").value for name in names()}
     python = {name: _as_leaf(made) for name, made in python.items() if callable(made) and not isinstance(made, type)}
     return Context(replay_env, python, Services(config) if services is None else services)
 
 
 def given_spec(name: str) -> dict[str, Any]:
-    """A spec that was given in Python ("given:NAME"); of a function, the spec that calls it. Raises ConfigError or
-    RewardSpecError."""
+    """Load a spec given in Python ("given:NAME"), or make the spec that calls a given function. Raises ConfigError if it was
+    not given, RewardSpecError if it is invalid."""
     value = given_object(name, "env.reward").value
     plain = {"agentrl_reward": 1, "name": name.removeprefix(PREFIX), "root": {"use": "python", "args": {"name": name}}}
     return load_spec(value if isinstance(value, Mapping) else plain)
 
 
 def _as_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function as a leaf calls it: `function(view, args)`. One with a single parameter gets the Trajectory."""
+    """Adapt a reward function to `function(view, args)`; one with a single parameter gets the Trajectory."""
     whole = len(inspect.signature(function).parameters) == 1
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""Explain scores, compare two specs, and score stored episodes."""
+"""Explanations of scores, comparisons of two specs, and scores of stored episodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BELOW = ("of", "if", "then", "else", "parts")
 
 
 def explain_text(score: Score) -> str:
-    """The evidence of a score as an indented tree, one node per line."""
+    """Format the evidence of a score as an indented tree, one node per line."""
     evidence = score.evidence
     lines = [f"{evidence['spec']}: {show_value(score.value)}"]
     if "unscored" in evidence:
@@ -47,7 +47,7 @@ def explain_text(score: Score) -> str:
 
 
 def reasons(evidence: Json) -> Iterator[str]:
-    """Why an evidence tree has no value: reasons from the unscorable leaf outward."""
+    """Yield the reasons why an evidence tree has no value, from the unscorable leaf outward."""
     if isinstance(evidence, Mapping):
         for value in evidence.values():
             yield from reasons(value)
@@ -94,8 +94,8 @@ def show_value(value: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One episode that the two specs see differently. Ranks within its task count from 1; ties share the best rank; None if
-    a spec could not score the episode."""
+    """An episode that two specs rank differently. Ranks within its task start at 1; ties share the best rank; None if the spec
+    could not score the episode."""
 
     row: int
     task: str
@@ -109,14 +109,14 @@ class Change:
 def changed_values(
     trajectories: Sequence[Trajectory], a: Sequence[float | None], b: Sequence[float | None]
 ) -> list[tuple[int, float | None, float | None]]:
-    """The rows whose value differs by more than rounding, with both values; the largest difference first, and before it those
-    that only one of the specs could score. This is all that can be said of a task with one episode, which has no rank."""
+    """List rows whose values differ by more than rounding, with both values: first those that only one spec could score, then by
+    decreasing difference. For tasks with one episode, this is the only comparison, since there are no ranks."""
     rows = [(row, a[row], b[row]) for row in range(len(trajectories)) if _gap(a[row], b[row]) > 1e-9]
     return sorted(rows, key=lambda item: _gap(item[1], item[2]), reverse=True)
 
 
 def alone(trajectories: Sequence[Trajectory]) -> tuple[int, int]:
-    """Number of tasks with one episode only, and number of tasks."""
+    """Return the number of tasks with only one episode, and the number of tasks."""
     counts = Counter(trajectory.task_key for trajectory in trajectories)
     return sum(count == 1 for count in counts.values()), len(counts)
 
@@ -128,10 +128,7 @@ def _gap(a: float | None, b: float | None) -> float:
 
 
 def changed_ranks(trajectories: Sequence[Trajectory], a: Sequence[float | None], b: Sequence[float | None]) -> list[Change]:
-    """The episodes that change rank, largest move first. `a`, `b`: values by the two specs, row by row.
-
-    Episodes of one task are ranked together.
-    """
+    """List the episodes that change rank within their task, largest change first. `a`, `b`: values by the two specs, per row."""
     groups: dict[str, list[int]] = {}
     for row, trajectory in enumerate(trajectories):
         groups.setdefault(trajectory.task_key, []).append(row)
@@ -139,7 +136,7 @@ def changed_ranks(trajectories: Sequence[Trajectory], a: Sequence[float | None],
     for rows in groups.values():
         ranks = list[list[int | None]]()
         for values in (a, b):
-            near = [None if (value := values[row]) is None else round(value, 9) for row in rows]  # rounding makes no difference
+            near = [None if (value := values[row]) is None else round(value, 9) for row in rows]  # rounding errors do not count
             known = [value for value in near if value is not None]
             ranks.append([None if value is None else 1 + sum(other > value for other in known) for value in near])
         for row, before, after in zip(rows, *ranks, strict=True):
@@ -155,11 +152,11 @@ Lines = list[tuple[int, str]]
 MakeScorer = Callable[[], Scorer]
 
 _worker: Scorer | None = None
-"""The scorer of this process, if it is one of `score_file`'s."""
+"""The scorer of this process, if it is a worker of `score_file`."""
 
 
 def read_lines(path: Path) -> Lines:
-    """The non-empty rows of a JSONL file with their line numbers (from 1).
+    """Read the non-empty rows of a JSONL file, with line numbers from 1.
 
     Raises UserError if the file cannot be read or has no rows.
     """
@@ -174,7 +171,7 @@ def read_lines(path: Path) -> Lines:
 
 
 def parse_row(path: str, number: int, line: str) -> Trajectory:
-    """One row as a Trajectory. Raises UserError with file and line for a row of another shape."""
+    """Parse a row as a Trajectory. Raises UserError with file and line for an invalid row."""
     try:
         return Trajectory.from_json(read_json(line))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
@@ -185,11 +182,11 @@ def parse_row(path: str, number: int, line: str) -> Trajectory:
 
 
 def score_file(make: MakeScorer, path: Path, workers: int, done: Callable[[int], None]) -> list[dict[str, Json]]:
-    """Scores of all rows, in order: row, task, member, value, turns, metrics and, if unscored, why.
+    """Score all rows in order: row, task, member, value, success, turns, metrics, and evidence if unscored.
 
-    `make` builds the scorer; it must be picklable, since it runs in each worker process.
-    `done` is called with the number of rows finished. A spec with a judge is scored by threads of this
-    process, so that all rows share one budget and one cache. Raises UserError for the first invalid row.
+    `make` builds the scorer in each worker process, so it must be picklable. `done` is called with the number of newly finished
+    rows. A spec with services is scored by threads of this process, so that all rows share one budget and one cache. Raises
+    UserError for the first invalid row.
     """
     scorer = make()
     lines = read_lines(path)
@@ -207,7 +204,7 @@ def score_file(make: MakeScorer, path: Path, workers: int, done: Callable[[int],
             threads = stack.enter_context(ThreadPoolExecutor(max(workers, 8)))
             found = threads.map(partial(_score_lines, scorer, str(path)), chunks)
         elif workers > 1:
-            # spawn: forking a process with threads (torch's, say) can deadlock.
+            # spawn: forking a process with threads (for example of torch) can deadlock.
             spawn = multiprocessing.get_context("spawn")
             processes = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(make,))
             found = stack.enter_context(processes).map(partial(_score_lines, None, str(path)), chunks)
@@ -223,7 +220,7 @@ def _start(make: MakeScorer) -> None:
 
 
 def _score_lines(scorer: Scorer | None, path: str, lines: Lines) -> list[dict[str, Json]]:
-    """Rows of output; those beyond the judge's budget are unscored with that reason, since earlier ones are already paid for."""
+    """Score rows; those beyond the judge's budget are returned unscored, since earlier ones are already paid for."""
     scorer = scorer or _worker
     assert scorer is not None
     trajectories = [parse_row(path, number, line) for number, line in lines]

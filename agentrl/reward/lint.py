@@ -1,4 +1,4 @@
-"""Find faults of a spec before a run, from the spec alone and from probe episodes."""
+"""Lint a reward spec before a run, by the spec alone and by probe episodes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ _FORMULA = re.compile(
 
 
 ENOUGH = 59
-"""Tasks that all miss a fault of 5 % of all tasks with probability below 5 %: 0.95^59 = 0.0485."""
+"""Number of tasks that all miss a fault in 5 % of tasks with probability below 5 %: 0.95^59 = 0.0485."""
 
 
 def probe_episodes(
     build: Callable[[], Any], tasks: int, seed: int = 0, *, enough: Callable[[], bool] = lambda: False, gold_needed: bool = True
 ) -> dict[str, list[Trajectory]]:
-    """Episodes by kind, one per task: gold, empty, silent, question, spam, listing, mute, padded and shuffled (see lint_probes).
-    `build`: a new ToolEnv each time. None is begun once `enough`. Tasks of a finite split are spread over it, so that each family
-    of tasks has its share.
+    """Play probe episodes, one per kind and task; see `lint_probes` for the kinds.
 
-    Raises NotImplementedError if the environment has no scripted gold policy; unless `gold_needed`, what gold is made of is then
-    left out.
+    `build` makes a new ToolEnv. No episode starts once `enough()`. Tasks are spread evenly over a finite split, so that each
+    family of tasks has its share. Raises NotImplementedError if the environment has no gold policy, unless not `gold_needed`:
+    then the kinds that are made from gold are left out.
     """
     episodes: dict[str, list[Trajectory]] = {}
     for number in range(tasks):
@@ -69,19 +68,19 @@ Turns = Sequence[Message | str]
 
 
 def tasks_tried(probes: Probes) -> int:
-    """Tasks with an episode of every kind that is made without a gold solution, and of all kinds with one."""
+    """Count the tasks with an episode of every kind that is possible with or without a gold solution."""
     return len(probes.get("shuffled" if "gold" in probes else "spam", ()))
 
 
 def bound_text(tasks: int) -> str:
-    """Words for the share of all tasks that may show what none of `tasks` shows."""
+    """Describe the 95 % bound of the share of tasks with a fault that none of `tasks` shows."""
     return f"what none of them shows, fewer than {1 - 0.05 ** (1 / tasks) if tasks else 1.0:.0%} of all do (95 %)"
 
 
 def _turns(
     build: Callable[[], Any], task: Task, gold: list[Message] | None, seed: int, number: int
 ) -> Iterator[tuple[str, Turns]]:
-    """The kinds of episodes of a task, each with its turns, which are made when they are asked for."""
+    """Yield a task's kinds of episodes, each with its turns, made lazily."""
     if gold is not None:
         yield "gold", gold
     yield "empty", [Message("assistant", "")]
@@ -91,7 +90,7 @@ def _turns(
     opening = list(env.trajectory.messages)
     env.close()
     yield "question", [Message("assistant", copied_question(opening))]
-    # Random calls that fit their schemas, then an answer with every number.
+    # Random schema-valid calls, then an answer with every number.
     env = build()
     env.reset(seed=task.seed, options={"task": task})
     env.action_space.seed(seed + number)
@@ -100,14 +99,14 @@ def _turns(
     yield "spam", [*sampled, Message("assistant", _EVERY_NUMBER)]
     if gold is None:
         return
-    if len(gold) > 1 and not gold[-1].tool_calls:  # gold answers in words: with all that the tools said, and with none of it
-        heard = play_turns(build(), task, gold[:-1])
-        said = "\n".join(message.content for message in heard.messages if message.role == "tool")
-        # The last number is a decoy: the last thing that a tool said may well be the answer.
+    if len(gold) > 1 and not gold[-1].tool_calls:  # gold ends in a text: replaced by all tool results, and by none
+        played = play_turns(build(), task, gold[:-1])
+        said = "\n".join(message.content for message in played.messages if message.role == "tool")
+        # The last number is a decoy, since the last tool result may be the answer.
         yield "listing", [*gold[:-1], Message("assistant", f"{said}\n{', '.join([*_NUMBER.findall(said), _DECOY])}")]
         yield "mute", [*gold[:-1], Message("assistant", "Done.")]
     yield "padded", [message for message in gold for _ in range(_COPIES if message.tool_calls else 1)]
-    # The same calls in another order; the number of calls per turn stays.
+    # The same calls in another order, with the same number of calls per turn.
     calls = [call for message in gold for call in message.tool_calls]
     order, rng = list(range(len(calls))), random.Random(f"{seed}/{number}")
     while len(order) > 1 and order == sorted(order):
@@ -117,16 +116,16 @@ def _turns(
 
 
 def gold_episode(build: Callable[[], Any], seed: int, split: str = "train") -> Trajectory:
-    """The gold solution of one task. Raises NotImplementedError if the environment has none."""
+    """Play the gold solution of a task. Raises NotImplementedError if the environment has none."""
     env = build()
     task = env.make_task(seed, split)
     return play_turns(env, task, env.gold_turns(task))
 
 
 def play_turns(env: Any, task: Task, turns: Turns) -> Trajectory:
-    """The episode of fixed assistant turns on a ToolEnv. If it does not end by itself, it counts as cut by max_turns."""
+    """Play fixed assistant turns on a ToolEnv; an episode that does not end gets the stop reason max_turns."""
     env.reset(seed=task.seed, options={"task": task})
-    over = any(any(env.step(turn)[2:4]) for turn in turns)  # `any` stops at the turn that ends it
+    over = any(any(env.step(turn)[2:4]) for turn in turns)  # `any` stops at the turn that ends the episode
     trajectory: Trajectory = env.trajectory
     if not over:
         trajectory.stop, trajectory.truncated = StopReason.MAX_TURNS, True
@@ -135,11 +134,11 @@ def play_turns(env: Any, task: Task, turns: Turns) -> Trajectory:
 
 
 def copied_question(messages: Iterable[Message]) -> str:
-    """The question of an opening as an answer: what its user says, and in a box the formula of it."""
+    """Copy the question of an opening as an answer: the user's text, and its formula in a box."""
     question = "\n".join(message.content for message in messages if message.role == "user")
     formulas = [next(filter(None, found.groups()), "").strip(" .,?") for found in _FORMULA.finditer(question)]
     worth = max(formulas, key=len, default="")
-    # A number that stands by itself is no formula, and would be the last number of the text.
+    # A single number is no formula, and in a box it would become the last number of the text.
     return f"{question}\n\\boxed{{{worth}}}" if re.search(r"[0-9a-z)}]\s?[-+*/^=!×÷·]|[√\\]", worth) else question
 
 
@@ -147,13 +146,13 @@ def copied_question(messages: Iterable[Message]) -> str:
 
 _EPS = 1e-9
 SAMPLED = frozenset({"cost.tokens", "cost.seconds", "cost.usd"})
-"""Leaves of what only a model's episodes have: scripts sample no tokens and take no time."""
+"""Leaves that are meaningful only for a model's episodes: scripts sample no tokens and take no time."""
 _IDLE = (("empty", "an empty answer"), ("silent", "doing nothing"))
 
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:
-    """One fault (`error`: the spec cannot work as intended) or suspicious detail (`warning`), or an untried part (`note`)."""
+    """A fault (`error`: the spec cannot work as intended), a suspicious detail (`warning`) or an unchecked part (`note`)."""
 
     level: Literal["error", "warning", "note"]
     code: str
@@ -162,7 +161,7 @@ class LintFinding:
 
 
 def lint_spec(scorer: Scorer) -> list[LintFinding]:
-    """Findings that need no episode: dead weights, unreachable gates, constants, mods without effect."""
+    """Find faults without episodes: dead weights, unreachable gates, constants, modifiers without effect."""
     low, high = scorer.range
     findings = [] if high - low > _EPS else [LintFinding("error", "constant-output", "/root", f"the reward is always {low:g}")]
     if scorer.success is None:
@@ -181,14 +180,14 @@ def lint_spec(scorer: Scorer) -> list[LintFinding]:
             message = f"{where} has no parent, so its weight has no effect"
             findings.append(LintFinding("error", "dead-weight", top.pointer, message))
         for node in walk(top):
-            findings += [*_reach(node), *_mods(node)]
-            if isinstance(node, LeafNode) and (told := node.leaf.lint()) is not None:
-                findings.append(LintFinding("warning", told[0], node.pointer, told[1]))
+            findings += [*_lint_children(node), *_lint_mods(node)]
+            if isinstance(node, LeafNode) and (warning := node.leaf.lint()) is not None:
+                findings.append(LintFinding("warning", warning[0], node.pointer, warning[1]))
     return findings
 
 
-def _reach(node: Node) -> Iterator[LintFinding]:
-    """Children that cannot decide a node's value."""
+def _lint_children(node: Node) -> Iterator[LintFinding]:
+    """Find children that cannot affect a node's value."""
     linear = isinstance(node, OpNode) and node.label in LINEAR
     for child in node.children:
         if linear and child.mods.weight == 0.0:
@@ -217,7 +216,7 @@ def _reach(node: Node) -> Iterator[LintFinding]:
             yield LintFinding("error", "constant-output", child.pointer, "is always 0, and so is the product")
 
 
-def _mods(node: Node) -> Iterator[LintFinding]:
+def _lint_mods(node: Node) -> Iterator[LintFinding]:
     scale, clip = node.mods.scale, node.mods.clip
     if scale is not None and scale[0] == scale[1]:
         yield LintFinding("error", "constant-output", node.pointer, f"scale maps every value to {scale[0]:g}")
@@ -237,23 +236,23 @@ Probes = Mapping[str, Sequence[Trajectory]]
 
 
 def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None, idle_share: float = 0.0) -> list[LintFinding]:
-    """Findings from probe episodes: lists by kind, one episode per task, tasks in the same order.
+    """Find faults by probe episodes: lists by kind, one episode per task, tasks in the same order.
 
-    Kinds: `gold` (the scripted solution), `empty` (an empty answer), `silent` (no turn at all), `question` (it as the answer),
-    `spam` (random calls and every number as the answer), `listing` (the gold calls, and all that tools said as the answer),
-    `mute` (the gold calls and "Done." as the answer), `padded` (every gold call three times), `shuffled`
-    (the gold calls in another order). `order_free`: whether the environment declares that order is free; `idle_share`: of which
-    share of its tasks it declares that doing nothing solves them, above 0 nothing is said of idle episodes that are paid.
+    Kinds: `gold` (the scripted solution), `empty` (an empty answer), `silent` (no turn), `question` (the question as the
+    answer), `spam` (random calls and every number as the answer), `listing` (the gold calls, and all tool results as the
+    answer), `mute` (the gold calls and "Done." as the answer), `padded` (every gold call three times), `shuffled` (the gold
+    calls in another order). `order_free` and `idle_share`: as the environment's class declares them; above 0, rewards of idle
+    episodes are not reported.
     """
     scores = {kind: [scorer.score(trajectory) for trajectory in episodes] for kind, episodes in probes.items()}
     if scorer.compares:
         message = "the spec compares the members of a group, so the scores of single probe episodes say nothing"
-        return [LintFinding("warning", "not-probed", "/root", message), *_succeeding(scorer, probes, scores)]
+        return [LintFinding("warning", "not-probed", "/root", message), *_lint_success(scorer, probes, scores)]
     unscored = next((score for score in scores.get("gold", ()) if score.value is None), None)
-    if unscored is not None:  # the other findings are meaningless for a spec that does not fit the environment
+    if unscored is not None:  # the spec does not fit the environment, so other findings would be meaningless
         why = next(reasons(unscored.evidence), "no reason given")
         return [LintFinding("error", "gold-unscored", "/root", f"the gold solution could not be scored: {why}")]
-    findings = list(_floor(scorer, {} if idle_share > 0 else scores))
+    findings = list(_lint_floor(scorer, {} if idle_share > 0 else scores))
     gold, high = [score.value for score in scores.get("gold", ()) if score.value is not None], scorer.range[1]
     if math.isfinite(high) and min(gold, default=high) < high - 1e-6:
         level: Literal["error", "warning"] = "warning" if all(score.success for score in scores["gold"]) else "error"
@@ -265,7 +264,7 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None, 
     if passed := sum(one is not None and one >= best - _EPS for one, best in spam):
         message = f"spam earns as much as the gold solution in {passed} of {len(spam)} tasks"
         findings.append(LintFinding("error", "spam-passes", "/root", message))
-    findings += [*_lint_padded(probes, scores), *_succeeding(scorer, probes, scores)]
+    findings += [*_lint_padded(probes, scores), *_lint_success(scorer, probes, scores)]
     if order_free and any(one is not None and one < best - _EPS for one, best in moved):
         message = "the environment declares that the order of calls is free, but the reordered gold calls earn less"
         findings.append(LintFinding("warning", "order-matters", "/root", message))
@@ -273,22 +272,24 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None, 
 
 
 def whatever_judged(scorer: Scorer, probes: Probes, lint: Callable[[Scorer], list[LintFinding]]) -> list[LintFinding]:
-    """Findings of `lint` on probes that hold whatever the services of a spec answer, without a call of them: those that are found
-    if they say the best of every episode, the worst, the best of gold alone, and of all but gold; and the places that were not
-    judged (`not-judged`). Of a spec that asks none, the findings."""
+    """Return the findings of `lint` that hold for any answers of the spec's services, without calling these.
+
+    Kept are findings in four cases, with best answers for all episodes, none, only gold, and all but gold; a note `not-judged`
+    is added per leaf that was not judged. For a spec without services, all findings of `lint`.
+    """
     if not scorer.asks:
         return lint(scorer)
     good = {id(episode) for kind in ("gold", "padded", "shuffled") for episode in probes.get(kind, ())}
-    said: list[Callable[[Trajectory], bool]] = [
+    cases: list[Callable[[Trajectory], bool]] = [
         lambda _: True, lambda episode: id(episode) in good, lambda episode: id(episode) not in good, lambda _: False,
     ]  # fmt: skip
-    first, *others = (lint(scorer.assuming(best)) for best in said)
+    first, *others = (lint(scorer.assuming(best)) for best in cases)
     kept = [item for item in first if all((item.code, item.at) in {(o.code, o.at) for o in other} for other in others)]
     why = "not judged, since that would call a model; what else is said holds in any case"
     return [*kept, *(LintFinding("note", "not-judged", at, why) for at in scorer.judged)]
 
 
-def _floor(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
+def _lint_floor(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
     low = scorer.range[0]
     for kind, what in (*_IDLE, ("spam", "spam")):
         values = [score.value for score in scores.get(kind, ())]
@@ -302,7 +303,7 @@ def _floor(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[Li
             yield LintFinding("warning", "escapes-scoring", "/root", message)
 
 
-def _succeeding(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
+def _lint_success(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
     if scorer.rule is None:
         return
     for trajectory, score in zip(probes.get("gold", ()), scores.get("gold", ()), strict=True):
@@ -313,10 +314,10 @@ def _succeeding(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[Sc
         lucky = sum(score.success is True for score in scores.get(kind, ()))
         if lucky:
             message = f"{what} is a success by {scorer.rule} in {lucky} of {len(scores[kind])} tasks"
-            # One task in twenty may have a question or a spoken number that is its answer.
+            # In one task of twenty the question or a number of it may happen to be the answer.
             by_chance = (kind, what) not in _IDLE and lucky <= 0.05 * len(scores[kind])
             yield LintFinding("note" if by_chance else "error", "cheap-success", "/success", message)
-    # Where the calls alone solve a task, its answer proves nothing.
+    # A task that the calls alone solve ("mute") says nothing about the listing.
     pairs = list(zip(scores.get("listing", ()), scores.get("mute", ()), strict=False))
     if lucky := sum(score.success is True and mute.success is not True for score, mute in pairs):
         message = f"an answer that lists all that the tools said is a success by {scorer.rule} in {lucky} of {len(pairs)} tasks"
@@ -324,33 +325,31 @@ def _succeeding(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[Sc
 
 
 def lint_idle(scorer: Scorer, probes: Probes, idle_share: float = 0.0) -> list[LintFinding]:
-    """Return True if doing nothing, or an empty answer, is paid like gold in every task (the code `idle-paid`), so that there
-    is nothing to learn. Without gold: whether it is a success in every task. Not if the environment declares an
-    `idle_share`."""
+    """Report `idle-paid` if doing nothing or an empty answer earns as much as gold in every task, or succeeds in every task: then
+    there is nothing to learn. No finding if the environment declares an `idle_share`."""
     if idle_share > 0 or scorer.compares:
         return []
     scores = {kind: [scorer.score(trajectory) for trajectory in probes.get(kind, ())] for kind in ("gold", "empty", "silent")}
     gold = [score.value for score in scores["gold"] if score.value is not None]
-    told = not reads_samples(scorer)
+    comparable = not reads_samples(scorer)
     for kind, what in _IDLE:
         idle = scores[kind]
         values = [score.value for score in idle if score.value is not None]
         if idle and all(score.success is True for score in idle):
             return [LintFinding("error", "idle-paid", "/success", f"{what} is a success in each of {len(idle)} tasks")]
-        if told and gold and values and len(values) == len(idle) and min(values) >= max(gold) - _EPS:
+        if comparable and gold and values and len(values) == len(idle) and min(values) >= max(gold) - _EPS:
             paid = f"{what} earns {min(values):g} in each of {len(idle)} tasks, as much as the gold solution"
             return [LintFinding("error", "idle-paid", "/root", paid)]
     return []
 
 
 def reads_samples(scorer: Scorer) -> bool:
-    """Return True if the reward depends on what only a model's episodes have, so that scripts cannot tell what an episode
-    earns."""
+    """Return True if the reward depends on sampled tokens, time or cost, which scripted episodes do not have."""
     return any(isinstance(node, LeafNode) and node.leaf.kind in SAMPLED for node in walk(scorer.root))
 
 
 def gold_fault(scorer: Scorer, trajectory: Trajectory, score: Score) -> str:
-    """The message for a gold solution that is not a success: spec, task, value, and what to do."""
+    """Return the message for a gold solution that is not a success: spec, task, value and fix."""
     value = "unscored" if score.value is None else f"{score.value:g}"
     decided = "could not be scored" if score.success is None else "is not 1"
     why = next(reasons(score.evidence), None) if score.success is None else None
@@ -363,7 +362,7 @@ def gold_fault(scorer: Scorer, trajectory: Trajectory, score: Score) -> str:
 
 
 def _lint_padded(probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
-    """Call matching in which making every call three times costs nothing."""
+    """Find call matching in which making every call three times costs nothing."""
     matched: dict[str, list[bool]] = {}
     for row, (right, more) in enumerate(zip(scores.get("gold", ()), scores.get("padded", ()), strict=False)):
         if len(probes["padded"][row].turns) <= len(probes["gold"][row].turns):
@@ -379,10 +378,9 @@ def _lint_padded(probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Itera
 
 
 def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
-    """Nodes that every probe reaches with the same value (`never-fires`: the lowest that they can have); gates that no probe
-    opens."""
+    """Find nodes with the same value in every probe (`never-fires` if it is their lowest), and gates that no probe opens."""
     if "gold" not in scores:
-        return  # nothing good was probed
+        return  # no good episode was probed
     trees = [_values(score.evidence.get("root")) for row in scores.values() for score in row]
     lowest = {node.pointer: low for node in walk(scorer.root) for low, high in [node.range()] if low < high}
     reached = set[str]().union(*trees)
@@ -401,5 +399,5 @@ def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iter
 
 
 def _values(evidence: Json) -> dict[str, tuple[str, float | None]]:
-    """Pointer -> (kind, value) of the nodes of an evidence tree, without skipped nodes and parts."""
+    """Map pointers to (kind, value) of the nodes of an evidence tree, without skipped nodes and parts."""
     return {str(node["at"]): (str(node["node"]), node.get("value")) for node in evidence_nodes(evidence, skipped=False)}

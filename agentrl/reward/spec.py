@@ -105,18 +105,18 @@ SPEC_SCHEMA: Schema = object_schema(
 
 
 def kinds() -> dict[str, Schema]:
-    """Leaf kind -> JSON Schema of its `args`."""
+    """Map leaf kinds to the JSON Schemas of their `args`."""
     return {kind: leaf.schema for kind, leaf in LEAVES.items()} | {kind: leaf.schema for kind, leaf in GROUP_LEAVES.items()}
 
 
 def leaf_schema(kind: str, args: Schema) -> Schema:
-    """Schema of a leaf node of one kind."""
+    """Make the schema of a leaf node of one kind."""
     needed = ("use", "args") if args.get("required") or args.get("oneOf") else ("use",)
     return object_schema({"use": {"const": kind}, "args": args, **MODS}, needed)
 
 
 def published_schema() -> Schema:
-    """The whole grammar, for editors: the content of `rewards/schema.json`."""
+    """Make the schema of whole specs for editors: the content of `rewards/schema.json`."""
     leaves = {kind: leaf_schema(kind, args) for kind, args in kinds().items()}
     choices: list[Schema] = [_when_schema("use", {"const": kind}, {"$ref": f"#/$defs/{kind}"}) for kind in leaves]
     choices.append(_when_schema("op", {"const": "gate"}, {"$ref": "#/$defs/gate"}))
@@ -141,16 +141,15 @@ def _when_schema(key: str, test: Schema, then: Schema) -> Schema:
 
 # Read and validate
 
-# Far more than a readable spec has, and far from Python's own limit, which compiling and scoring recurse towards as well.
-_DEEPEST = 40
+# Far more than a readable spec needs, and far below Python's recursion limit, since compiling and scoring recurse too.
+_MAX_DEPTH = 40
 
 
 def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """A valid spec from a JSON file or a dict (which is copied).
+    """Load and validate a spec from a JSON file or a dict (which is copied).
 
-    Raises RewardSpecError with the file, the JSON Pointer of the place, the expected value and the nearest
-    valid name. A spec that loads here can still fail to compile (a bad regular expression, a function that
-    the run does not allow).
+    Raises RewardSpecError with the file, the JSON Pointer, the expected value and the nearest valid name. A loaded spec can
+    still fail to compile (an invalid regular expression, a function that the run does not allow).
     """
     if not isinstance(source, Mapping | str | Path):
         raise RewardSpecError(f"reward spec: at (the top): a spec must be a JSON object or a path, not {kind_of_json(source)}")
@@ -173,7 +172,7 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Check:
-    """Checks a spec node by node, so that an error is reported for the node that it is in, not for a parent."""
+    """Validator of a spec, node by node, so that an error names its own node, not a parent."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -185,7 +184,7 @@ class _Check:
     def spec(self, spec: Any) -> None:
         if not isinstance(spec, Mapping):
             self.fail("", f"a reward spec must be a JSON object, not {kind_of_json(spec)}")
-        # Before the schemas: NaN passes each of their bounds, as no comparison with it is true.
+        # Before the schemas: NaN passes all their bounds, since no comparison with it is true.
         self._finite(spec, "")
         self._against("spec", spec, "")
         self.node(spec["root"], "/root", 0)
@@ -200,8 +199,8 @@ class _Check:
     def node(self, node: Any, pointer: str, depth: int) -> None:
         if not isinstance(node, Mapping):
             self.fail(pointer, f'a node must be an object with "use" or "op", not {kind_of_json(node)}')
-        if depth > _DEEPEST:
-            self.fail(pointer, f"nested more than {_DEEPEST} nodes deep")
+        if depth > _MAX_DEPTH:
+            self.fail(pointer, f"nested more than {_MAX_DEPTH} nodes deep")
         self._against(self._choice(node, pointer), node, pointer)
         if "clip" in node and node["clip"][0] > node["clip"][1]:
             self.fail(join(pointer, "clip"), f"the lower bound {node['clip'][0]} is above the upper bound {node['clip'][1]}")
@@ -212,20 +211,20 @@ class _Check:
         if "when" in node:
             self._refs(node["when"], join(pointer, "when"))
         args = node.get("args", {})
-        if str(node.get("use", "")).startswith("group."):  # its argument is a node and not a value, and is checked as one
+        if str(node.get("use", "")).startswith("group."):  # its argument is a node and is checked as one
             self.node(args["of"], join(pointer, "args", "of"), depth + 1)
         elif "use" in node:
             self._refs(args, join(pointer, "args"))
         for index, child in enumerate(node.get("of", ())):
             self.node(child, join(pointer, "of", index), depth + 1)
         for key in ("if", "then", "else"):
-            # true and false are numbers to Python; as a branch they are nodes here, which are then refused.
+            # Booleans are numbers in Python; as a branch they go to `node`, which refuses them.
             number = isinstance(node.get(key), (int, float)) and not isinstance(node[key], bool)
             if key in node and (key == "if" or not number):
                 self.node(node[key], join(pointer, key), depth + 1)
 
     def _choice(self, node: Mapping[str, Any], pointer: str) -> str:
-        """The schema in the grammar that applies to a node."""
+        """Return the name of the schema that applies to a node."""
         if ("use" in node) == ("op" in node):
             both = "both" if "use" in node else "neither"
             hints = [(key, did_you_mean(key, ("use", "op"))) for key in node] if both == "neither" else []
@@ -239,9 +238,9 @@ class _Check:
         return name if key == "use" or name == "gate" else "op"
 
     def _refs(self, value: Any, pointer: str) -> None:
-        """Check that references name something that an episode can have."""
+        """Check that references name fields of an episode."""
         if isinstance(value, Mapping):
-            # In a `when`, comparisons stand beside the "$", so that `is_ref` does not take it for a reference.
+            # In a `when`, comparisons are next to the "$", so `is_ref` is false for it.
             if "$" in value and (is_ref(value) or "/when" in pointer):
                 text, place = value["$"], join(pointer, "$")
                 if not isinstance(text, str):
@@ -266,7 +265,7 @@ class _Check:
                 self._refs(item, join(pointer, index))
 
     def _finite(self, value: Any, pointer: str, depth: int = 0) -> None:
-        if depth > 3 * _DEEPEST:
+        if depth > 3 * _MAX_DEPTH:
             self.fail(pointer[:200], "nested too deeply")
         if is_unbounded(value):
             self.fail(pointer, f"a number must be finite, and one that a double can hold, not {brief(value)}")
@@ -289,13 +288,13 @@ class _Check:
 
 @cache
 def _validator(piece: str) -> jsonschema.Draft202012Validator:
-    """The validator of one node; child nodes may be anything here, since they are checked on their own."""
+    """Build the validator of a node, which accepts any child nodes, since they are checked separately."""
     body = {"spec": SPEC_SCHEMA, "op": OP_SCHEMA, "gate": GATE_SCHEMA}.get(piece) or leaf_schema(piece, kinds()[piece])
     return jsonschema.Draft202012Validator({**body, "$defs": {**DEFS, "node": True}})
 
 
 def _explain_error(error: jsonschema.ValidationError, place: str) -> tuple[str, str]:
-    """(pointer, message) of a schema error, in readable form."""
+    """Return pointer and readable message of a schema error."""
     rule = error.validator
     found: Any = error.instance
     wanted: Any = error.validator_value
@@ -332,7 +331,7 @@ def _short(value: Any, limit: int = 80) -> str:
 
 
 def _suggest(name: Any, known: Iterable[Any]) -> str:
-    """ "did you mean" and the list of known names."""
+    """Return a "did you mean" hint and the list of known names."""
     options = list(known)
     listed = ", ".join("null" if item is None else str(item) for item in options)
     return f"{did_you_mean(name, options)} known: {listed}".lstrip()

@@ -1,1 +1,1 @@
-"""The leaf kinds of a reward spec, one file per subject; each registers itself in `agentrl.reward.leaf.LEAVES`."""
+"""Leaf kinds of reward specs, one file per subject, each registered in `agentrl.reward.leaf.LEAVES`."""

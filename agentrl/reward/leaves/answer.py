@@ -1,4 +1,4 @@
-"""Leaves of the policy's text, of episode and cost, and of Python functions."""
+"""Leaves that score the policy's text, the episode's end and cost, and Python functions."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _STRINGS = {"enum": list(NORMALIZERS)}
 
 
 def spoken_text(view: View, where: str) -> str | None:
-    """The text that a leaf reads: the final answer, the turns without a call, all text, or all reasoning.
+    """Return the text that a leaf reads: the final answer, the turns without a call, all text, or all reasoning.
 
-    None if there is no final answer (the last turn is a call, or there is no turn).
+    None if there is no final answer (the last turn makes a call, or there is no turn).
     """
     if where == "answer":
         return view.answer()
@@ -41,18 +41,18 @@ def spoken_text(view: View, where: str) -> str | None:
 
 
 def wanted_texts(value: Json) -> list[str]:
-    """One string or number, or a list of them, as strings. Raises UnscorableError for another shape."""
+    """Convert a string or number, or a list of them, to strings. Raises UnscorableError for another shape."""
     items = value if isinstance(value, (list, tuple)) else [value]
-    # Not true and false: they would be looked for as "True" and "False", Python's words.
+    # Booleans are refused, since they would be searched for as Python's "True" and "False".
     if not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in items):
         raise UnscorableError(f"expected text must be a string or a list of strings, not {brief(value, 80)!r}")
-    # Nobody writes 3.0, which a column with a gap makes of 3.
+    # 3.0 becomes "3": tables with missing values store integers as floats.
     return [str(int(item) if isinstance(item, float) and item.is_integer() and abs(item) < 1e16 else item) for item in items]
 
 
 @LEAVES.register("text.contains")
 class TextContains(Leaf):
-    """Return True if the text contains the expected text."""
+    """Score the expected texts by their occurrence in the text."""
 
     formula: ClassVar[str] = "share of the expected texts that occur (credit=partial), or 1 if all / any do (mode)"
     schema: ClassVar[dict[str, Any]] = object_schema(
@@ -83,9 +83,9 @@ class TextContains(Leaf):
 
 
 def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Reading:
-    """The wanted texts that occur in any of the texts.
+    """Score the wanted texts by their occurrence in any of `texts`.
 
-    Raises UnscorableError if there are no wanted texts and `mode` is any; with mode all nothing is missing then.
+    Raises UnscorableError if a wanted text is empty, or if there is none and `mode` is any; with mode all the value is then 1.
     """
     fold = NORMALIZERS[args.get("strings", "exact")]
     if not all(map(str.strip, map(fold, wanted))):
@@ -96,7 +96,7 @@ def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Read
     for item in wanted:
         number = numeral(item) if args.get("word") else None
         if number is None:
-            # In each text for itself: in all of them joined, one could begin what the next one ends.
+            # Searched in each text separately: a match must not span two texts.
             found.append(any(_occurs(fold(item), text, bool(args.get("word"))) for text in heard))
         elif number.text[:1] == "0" and number.text[1:2].isdigit():  # a postcode, not a quantity
             found.append(any(other.text == number.text for other in said))
@@ -131,7 +131,7 @@ def _occurs(item: str, text: str, word: bool) -> bool:
 
 @LEAVES.register("text.equals")
 class TextEquals(Leaf):
-    """Return True if the whole text equals one of the expected ones."""
+    """Score 1 if the whole text equals one of the expected texts."""
 
     formula: ClassVar[str] = "1 if the text equals one of the expected texts after normalization, else 0"
     schema: ClassVar[dict[str, Any]] = object_schema({"expect": _TEXTS, "where": WHERE, "strings": _STRINGS}, ("expect",))
@@ -150,7 +150,7 @@ class TextEquals(Leaf):
 
 @LEAVES.register("number.close")
 class NumberClose(Leaf):
-    """Return True if the text contains the expected number as a complete number token."""
+    """Score 1 if the text contains the expected number as a complete number token."""
 
     formula: ClassVar[str] = (
         "1 if |x - y| <= max(abs, rel |y|) for the last (which=last), every (only) or some (any) number x of the text, else 0"
@@ -179,7 +179,7 @@ class NumberClose(Leaf):
         looked_at = said[-1:] if which == "last" else said
         absolute, relative = (Fraction(repr(float(args.get(key, 0.0)))) for key in ("abs", "rel"))
         hits = [abs(number.value - wanted) <= max(absolute, relative * abs(wanted)) for number in looked_at]
-        # `all` alone would be true for a text without any number.
+        # `all` alone would be true for a text without numbers.
         right = any(hits) if which == "any" else bool(hits) and all(hits)
         return Reading(
             float(right), {"expected": shown(wanted), "said": brief([number.text for number in said[-5:]]), "numbers": len(said)}
@@ -188,7 +188,7 @@ class NumberClose(Leaf):
 
 @LEAVES.register("format.regex")
 class FormatRegex(Leaf):
-    """Return True if the text matches a regular expression, with a time limit."""
+    """Score 1 if the text matches a regular expression, within a time limit."""
 
     formula: ClassVar[str] = "1 if the pattern matches (the whole text, or somewhere in it), else 0; null after `seconds`"
     schema: ClassVar[dict[str, Any]] = object_schema(
@@ -205,7 +205,7 @@ class FormatRegex(Leaf):
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args, context)
         try:
-            # `regex` and not `re`, which cannot be stopped: a pattern may take exponential time on what a policy wrote.
+            # `regex`, not `re`, which cannot be interrupted: a pattern may take exponential time on the policy's text.
             self.pattern = compile_pattern(args["pattern"])
         except ValueError as error:
             raise ValueError(f"pattern is not a regular expression: {error}") from error
@@ -218,7 +218,7 @@ class FormatRegex(Leaf):
         look = self.pattern.fullmatch if args.get("match", "full") == "full" else self.pattern.search
         try:
             found = within_seconds(look, text, self.seconds)
-        except TextTooLongError as error:  # the policy's doing, so a score
+        except TextTooLongError as error:  # the policy's fault, so it is scored
             return Reading(0.0, {"pattern": args["pattern"], "why": str(error)})
         except TimeoutError as error:
             raise UnscorableError(f"the pattern took longer than {self.seconds} s on {len(text)} characters") from error
@@ -228,13 +228,13 @@ class FormatRegex(Leaf):
 
 # End and cost of an episode
 
-# The others are unscored before any leaf is read, so that a spec that names one would wait for it in vain.
+# Without infrastructure reasons, with which an episode is unscored before any leaf is read.
 POLICY_STOPS = tuple(reason.value for reason in StopReason if not reason.infrastructure)
 
 
 @LEAVES.register("episode.stopped")
 class EpisodeStopped(Leaf):
-    """Return True if the episode ended for one of the given reasons."""
+    """Score 1 if the episode ended for one of the given reasons."""
 
     formula: ClassVar[str] = "1 if the stop reason is among `reasons` (default: done), else 0"
     schema: ClassVar[dict[str, Any]] = object_schema(
@@ -249,7 +249,7 @@ class EpisodeStopped(Leaf):
 
 
 class _Cost(Leaf):
-    """Share of a budget that was used: 0 up to `free`, 1 from `max` on, linear in between."""
+    """Score the used share of a budget: 0 up to `free`, 1 from `max` on, linear in between."""
 
     formula: ClassVar[str] = "min(1, max(0, (used - free) / (max - free)))"
     schema: ClassVar[dict[str, Any]] = object_schema(
@@ -263,7 +263,7 @@ class _Cost(Leaf):
             raise ValueError(f"free ({args['free']}) must be below max ({args['max']})")
 
     def amount(self, view: View, args: Args) -> float:
-        """The use, in the budget's unit."""
+        """Return the amount used, in the budget's unit."""
         return _USED[self.kind](view)
 
     def read(self, view: View, args: Args) -> Reading:
@@ -282,27 +282,27 @@ _USED: Mapping[str, Callable[[View], float]] = {
 
 @LEAVES.register("cost.turns")
 class CostTurns(_Cost):
-    """Policy turns."""
+    """Cost in policy turns."""
 
 
 @LEAVES.register("cost.calls")
 class CostCalls(_Cost):
-    """Tool calls."""
+    """Cost in tool calls."""
 
 
 @LEAVES.register("cost.tokens")
 class CostTokens(_Cost):
-    """Sampled tokens."""
+    """Cost in sampled tokens."""
 
 
 @LEAVES.register("cost.seconds")
 class CostSeconds(_Cost):
-    """Seconds of the turns' tool calls; not of sampling, which depend on the machine."""
+    """Cost in seconds of tool calls, without sampling, whose time depends on the machine."""
 
 
 @LEAVES.register("cost.usd")
 class CostUsd(_Cost):
-    """Cost in USD at prices per million prompt and sampled tokens."""
+    """Cost in USD, at prices per million prompt and sampled tokens."""
 
     formula: ClassVar[str] = (
         "as the other costs, used = (prompt tokens * per_million_prompt + sampled tokens * per_million_sampled) / 1e6"
@@ -327,7 +327,7 @@ class CostUsd(_Cost):
 
 @LEAVES.register("python")
 class PythonFunction(Leaf):
-    """Calls `context.python[name](view, args)`. A spec can name a function but not define or import one."""
+    """Call `context.python[name](view, args)`. A spec can name a function but not define or import one."""
 
     formula: ClassVar[str] = "what the function returns: a number in [0, 1], None, or (number or None, evidence)"
     schema: ClassVar[dict[str, Any]] = object_schema({"name": {"type": "string"}, "args": {}}, ("name",))
@@ -354,19 +354,19 @@ class PythonFunction(Leaf):
 
     def read(self, view: View, args: Args) -> Reading:
         try:
-            # A function may change task and lists of what it gets: episodes share a task, and other leaves read on.
+            # Copies, since a function may change its arguments: episodes share a task, and other leaves read the lists.
             whole = copy(view.trajectory)
             whole.task, whole.messages, whole.turns = whole.task.copied(), list(whole.messages), list(whole.turns)
             lent = replace(view, trajectory=whole, turns=list(view.turns), calls=list(view.calls), memo={})
             answer: Any = self.function(lent, deep_copy_json(args.get("args")))
-        except BaseException as error:  # user code may raise anything, which must not stop a run
+        except BaseException as error:  # custom code may raise anything, which must not stop a run
             if is_from_outside(error):
                 raise
             raise UnscorableError(f"{args['name']} {raised_text(error, self.function)}") from error
         value, evidence = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if value is None:
             return Reading(None, brief(evidence))
-        # A sum of twenty 0.05 is a little more than 1.
+        # Rounding: a sum of twenty 0.05 is slightly more than 1.
         if not -1e-9 <= (number := plain_float(value)) <= 1.0 + 1e-9:
             if inspect.iscoroutine(value):
                 value.close()

@@ -1,4 +1,4 @@
-"""Leaves of tool calls: schema, none, match, and ToolRL's graded reward."""
+"""Leaves that score tool calls: schema, none, match, and the graded reward of ToolRL."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
 
 @LEAVES.register("calls.schema")
 class CallsSchema(Leaf):
-    """Share of the calls that name an available tool and match its parameters' JSON Schema."""
+    """Score the share of calls that name an available tool and match its parameters' JSON Schema."""
 
     formula: ClassVar[str] = (
         "valid calls / calls (credit=partial), or 1 if all are valid (credit=all); `empty` if there "
@@ -66,7 +66,7 @@ class CallsSchema(Leaf):
             schemas = {tool["name"]: tool.get("parameters", {}) for tool in tools if isinstance(tool, Mapping) and "name" in tool}
             if not schemas:
                 raise UnscorableError("the trajectory has no tool schemas")
-        # By name within the episode: the key of the common cache takes a dump of the whole schema.
+        # Cached by name within the episode, since a key of the shared cache is the whole schema as JSON.
         validators: dict[str, Any] = {}
         errors: list[Json] = []
         for index, made in enumerate(calls):
@@ -80,7 +80,7 @@ class CallsSchema(Leaf):
 
 @LEAVES.register("calls.none")
 class CallsNone(Leaf):
-    """1 if no call was made (or none of the named tools was called)."""
+    """Score 1 if no call was made (or, with `names`, no call of these tools)."""
 
     formula: ClassVar[str] = "1 if no call (of `names`, if given) was made, else 0"
     schema: ClassVar[dict[str, Any]] = object_schema(
@@ -113,9 +113,9 @@ def _fault(call: ToolCall, schemas: Mapping[str, Json] | None, validators: dict[
     return None if error is None else str(brief(error.message))
 
 
-@lru_cache(maxsize=4096)  # with a bound, since an environment may make up tools for each task
+@lru_cache(maxsize=4096)  # bounded, since an environment may generate tools for each task
 def _validator(schema: str) -> Any:
-    """The validator of a schema as JSON, cached because building one costs more than most validations."""
+    """Build the validator of a JSON Schema text; cached, since building takes longer than most validations."""
     try:
         return checked_validator(json.loads(schema))
     except BadSchemaError as error:
@@ -126,11 +126,11 @@ def _validator(schema: str) -> Any:
 
 
 def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule, how: str) -> Reading:
-    """R_max / S_max of the paper; with `scale: [-3, 3]` it is the paper's R_correct = 6 R_max / S_max - 3.
+    """Compute R_max / S_max of the paper; `scale: [-3, 3]` gives its R_correct = 6 R_max / S_max - 3.
 
     r_name = |names made and expected| / |names made or expected| (as multisets), r_param = sum over the
     expected calls of the Jaccard index of the parameter names, r_value = number of parameters with the
-    correct value, S_max = 1 + |G| + sum of |keys(G_j)|. Calls pair only with calls of the same name.
+    correct value, S_max = 1 + |G| + sum of |keys(G_j)|. Only calls with the same name pair.
     """
     names_made, names_gold = Counter(call.name for call in made), Counter(call.name for call in gold)
     both = sum(min(count, names_gold[name]) for name, count in names_made.items())
@@ -138,12 +138,12 @@ def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
     if either == 0:
         return Reading(1.0, {"made": 0, "expected": 0})
     name = both / either
-    # Pairs of equal calls, and other pairs, of most total weight.
+    # Pairs of maximum total weight: first equal calls by hash, then the others by cubic-time assignment.
     #
-    # Pairing equal calls by hash first leaves less for the cubic assignment. Some optimal assignment contains them all: if a
-    # equals b, any x and y have weight(x, b) + weight(a, y) <= weight(a, b) + weight(x, y), since 1 - Jaccard index is a metric
-    # and so is, over the arguments of a, the number of values that differ. Pairs (x, b), (a, y) can thus be exchanged for (a, b),
-    # (x, y) without loss. With a tolerance equality is not transitive, so there is no hash.
+    # Some optimal assignment contains all equal pairs: if a equals b, any x and y have weight(x, b) + weight(a, y) <=
+    # weight(a, b) + weight(x, y), since 1 - Jaccard index is a metric and so is, over the arguments of a, the number of values
+    # that differ. Pairs (x, b), (a, y) can thus be exchanged for (a, b), (x, y) without loss. With a tolerance, equality is not
+    # transitive, so there is no hash.
     equal = equal_pairs(made, gold, rule) if rule.strict and how != "greedy" else []
     weights = partial(_weights, rule)
     others = _greedy(made, gold, weights) if how == "greedy" else assign.pair_rest(made, gold, equal, weights)
@@ -164,7 +164,7 @@ def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
 
 
 def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], weights: assign.BlockWeights) -> assign.Pairs:
-    """Each expected call in turn takes the best remaining call with its name, the first one on a tie."""
+    """Assign to each expected call in turn the best remaining call with its name, the first on a tie."""
     table, pairs = np.array(assign.all_weights(made, gold, weights), dtype=np.float64), list[tuple[int, int]]()
     for j in range(len(gold) if made else 0):
         row = int(table[:, j].argmax())
@@ -175,7 +175,7 @@ def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], weights: assign.
 
 
 def _weights(rule: EqualityRule, made: Sequence[ToolCall], gold: Sequence[GoldCall]) -> assign.Weights:
-    """The scores of names and values together, of all pairs of calls of one function."""
+    """Compute the summed scores of names and values for all pairs of calls of one function."""
     if len(made) * len(gold) < assign.MANY:
         return [[sum(_pair_scores(a, b, rule)) if a.name == b.name else 0.0 for b in gold] for a in made]
     shared, fitting, _ = assign.shared_arguments(made, gold, CallRule(values=rule))
@@ -186,7 +186,7 @@ def _weights(rule: EqualityRule, made: Sequence[ToolCall], gold: Sequence[GoldCa
 
 
 def _pair_scores(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> tuple[float, int]:
-    """Jaccard index of the parameter names (1 if neither call has any), and the number of right values."""
+    """Return the Jaccard index of the parameter names (1 if neither call has any) and the number of correct values."""
     made, wanted = call.arguments, gold.arguments
     if made is None:
         return 0.0, 0
@@ -201,7 +201,7 @@ _CALL = {"type": "object"}
 
 @LEAVES.register("calls.match")
 class CallsMatch(Leaf):
-    """Pairs made and expected calls one-to-one and scores the pairs (see `formula`)."""
+    """Pair made and expected calls one-to-one and score the pairs (see `formula`)."""
 
     formula: ClassVar[str] = (
         "M / D: M = sum of the pairs' credit under the assignment (matched: 1 for a full match; partial: "
@@ -266,7 +266,7 @@ class CallsMatch(Leaf):
     def read(self, view: View, args: Args) -> Reading:
         gold = self._gold(view, args["expect"], args.get("declared"))
         made = view.made(self.by)
-        if "made" in args:  # calls that are data (an answer's, say), as if they had been made; null for none
+        if "made" in args:  # calls as data, for example from an answer, scored as if made; null for none
             items = args["made"] or []
             if not isinstance(items, list) or not all(
                 isinstance(x, dict) and isinstance(x.get("name"), str) and isinstance(x.get("arguments"), dict | None)
@@ -284,10 +284,10 @@ class CallsMatch(Leaf):
         pairs, credit = self._pair(made, gold, self.rules[language])
         credits = [credit(i, j) for i, j in pairs]
         size = {"exact": max(len(made), len(gold)), "superset": len(gold), "subset": len(made)}[self.compare]
-        # No calls made earn nothing unless none were expected.
+        # Without calls the value is 0, unless none were expected.
         value = min(sum(credits) / size, 1.0) if size else float(not gold)
         if self.credit == "all":
-            # A sum of quotients may end just below 1.
+            # A sum of quotients may be just below 1.
             value = 1.0 if value >= 1.0 - 1e-9 else 0.0
         shares = _shares(view, made, pairs, credits, size) if size and self.spreads(self.args) else None
         paired_made, paired_gold = {i for i, _ in pairs}, {j for _, j in pairs}
@@ -301,8 +301,8 @@ class CallsMatch(Leaf):
         return Reading(value, evidence, shares)
 
     def _gold(self, view: View, expect: Json, functions: Json = None) -> list[GoldCall]:
-        """The gold calls, read once for all parts of an episode that share them."""
-        # By id, since hashing the gold would cost more than it saves; the memo holds both, so ids stay unique.
+        """Read the gold calls once for all parts of an episode that share them."""
+        # Keyed by id, since hashing the gold would cost more than it saves; the memo keeps both alive, so ids stay unique.
         key = (self.form, self.by, id(expect), id(functions))
         if key not in view.memo:
             gold = [call for call in gold_calls(expect, self.form) if self.by in ("both", call.by or self.by)]
@@ -316,10 +316,10 @@ class CallsMatch(Leaf):
         match: Credit = lambda i, j: 1.0 if rule.full(calls[i], gold[j]) else 0.0  # noqa: E731
         n, m = len(calls), len(gold)
         if self.assign == "reuse":
-            fits = _in_turn(rule, calls, gold, match)
+            fits = _tabulate(rule, calls, gold, match)
             found = [(next((i for i in range(n) if fits(i, j)), n), j) for j in range(m)]
             return [(i, j) for i, j in found if i < n], match
-        # Equal positions from the start, up to the first pair that is no full match.
+        # Equal positions from the start, up to the first pair that is not a full match.
         straight = [(i, i) for i in takewhile(lambda i: match(i, i), range(min(n, m)))]
         if self.order == "prefix" or len(straight) == min(n, m):
             return straight, match  # no assignment is better than a full match of the shorter side
@@ -327,18 +327,18 @@ class CallsMatch(Leaf):
         credit, credits = (lambda i, j: rule.part(calls[i], gold[j]) if partly else match(i, j)), partial(_credits, rule, partly)
         if self.order == "ordered":
             return assign.in_order(assign.all_weights(calls, gold, credits)), credit
-        # Equal calls first, by hash, where a full match is plain equality: then they are all full matches that there are. Some
-        # best assignment of partial credit has them all, too: 1 - credit is a metric (the share of differing arguments among
-        # those that either call has, the name counted in), so for a equal to b credit(x, b) + credit(a, y) <= 1 + credit(x, y).
+        # If a full match is plain equality, hashing finds all full matches. Some best assignment of partial credit has them all
+        # too: 1 - credit is a metric (the share of differing arguments among those of either call, counting the name), so for a
+        # equal to b, credit(x, b) + credit(a, y) <= 1 + credit(x, y).
         plain = rule.form is CallForm and rule.arguments == "exact" and rule.values.strict
         by_key = plain and all(call.compare is None for call in gold)
         sure = equal_pairs(calls, gold, rule.values) if by_key else []
         if by_key and not partly:
             return sure, match
         if self.assign == "greedy":
-            # Each expected call in turn takes the first free one that fully matches it, and no choice is revised: so the Berkeley
-            # leaderboard pairs parallel calls, which can miss a full matching.
-            fits, greedy = _in_turn(rule, calls, gold, match), dict[int, int]()
+            # Each expected call in turn takes the first free full match, and no choice is revised: this is how the Berkeley
+            # leaderboard pairs parallel calls, which may miss a complete matching.
+            fits, greedy = _tabulate(rule, calls, gold, match), dict[int, int]()
             rows = assign.by_name([call.name for call in calls])
             for j, wanted in enumerate(gold):
                 row = next((i for i in rows.get(wanted.name, ()) if i not in greedy and fits(i, j)), None)
@@ -351,8 +351,8 @@ class CallsMatch(Leaf):
 Credit = Callable[[int, int], float]
 
 
-def _in_turn(rule: CallRule, calls: Sequence[ToolCall], gold: Sequence[GoldCall], match: Credit) -> Credit:
-    """`match`, of many literal calls by a table: other forms cost much per pair, and few pairs may be needed."""
+def _tabulate(rule: CallRule, calls: Sequence[ToolCall], gold: Sequence[GoldCall], match: Credit) -> Credit:
+    """Return `match`, backed by a table for many literal calls; other forms are slow per pair and need few pairs."""
     if len(calls) * len(gold) < assign.MANY or rule.form is not CallForm or any(call.compare is not None for call in gold):
         return match
     table = np.asarray(assign.all_weights(calls, gold, partial(_credits, rule, False))).tolist()
@@ -360,7 +360,7 @@ def _in_turn(rule: CallRule, calls: Sequence[ToolCall], gold: Sequence[GoldCall]
 
 
 def _with_own_names(made: Made, declared: Mapping[str, Mapping[str, Json]] | None) -> Made:
-    """The call with its names as those of gold calls are read, nearly always itself: in NFC, or as they are `declared`."""
+    """Normalize a call's names like those of gold calls: to NFC, or to the `declared` spelling."""
     call = made.call
     if declared is None:
         if call.name.isascii() and "".join(call.arguments or ()).isascii():
@@ -376,8 +376,8 @@ def _with_own_names(made: Made, declared: Mapping[str, Mapping[str, Json]] | Non
 
 
 def _credits(rule: CallRule, part: bool, calls: Sequence[ToolCall], wanted: Sequence[GoldCall]) -> assign.Weights:
-    """`rule.part`, or 1 for each full match, of all pairs of calls of one function."""
-    alone = not part and rule.form.languages and rule.arguments == "exact"  # the form looks at all arguments together
+    """Compute `rule.part` (`part`), or 1 per full match, for all pairs of calls of one function."""
+    alone = not part and rule.form.languages and rule.arguments == "exact"  # the form checks all arguments together
     if len(calls) * len(wanted) >= assign.MANY and rule.arguments == "ignore":
         return np.ones((len(calls), len(wanted)))
     if alone or len(calls) * len(wanted) < assign.MANY or any(other.compare is not None for other in wanted):
@@ -386,8 +386,8 @@ def _credits(rule: CallRule, part: bool, calls: Sequence[ToolCall], wanted: Sequ
 
 
 def _shares(view: View, made: Sequence[Made], pairs: assign.Pairs, credits: Sequence[float], size: int) -> dict[int, float]:
-    """Each turn's share of the value: the credit of the pairs that its calls are in. A gold call is in one pair at most, so the
-    same call made again earns nothing. What the user did before the first turn counts to it, as in `View.made`."""
+    """Compute each turn's share of the value: the credit of its calls' pairs. A gold call is in at most one pair, so repeating a
+    call earns nothing. User calls before the first turn belong to that turn, as in `View.made`."""
     shares: dict[int, float] = {}
     for (i, _), credit in zip(pairs, credits, strict=True):
         if credit and view.turns:

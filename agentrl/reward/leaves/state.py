@@ -1,4 +1,4 @@
-"""Leaves of the environment's state and the tools' results, with the replays that they compare."""
+"""Leaves that score the environment's state and the tools' results, with the replays that they compare."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from agentrl.utils.errors import RewardSpecError
 
 
 def replay(context: Context, view: View, gold: Json) -> tuple[FrozenState, FrozenState]:
-    """(state after the calls made, state after the gold calls).
+    """Return the states after the calls that were made and after the gold calls.
 
-    For an episode the first is the trajectory's own final state and `gold` the list of gold calls. For round r, `gold` is a list
-    of rounds, each a list of calls; both sides are replayed from the episode's start to the end of r, with what the user did.
+    For an episode, the first is the trajectory's final state and `gold` the list of gold calls. For round r, `gold` is a list of
+    rounds, each a list of calls, and both are replayed from the episode's start to the end of r, with the user's actions.
     Raises UnscorableError if the gold has another shape, or the replay environment refuses a gold call or fails.
     """
     wanted = gold_end(context, view, gold).state
@@ -48,12 +48,12 @@ def replay(context: Context, view: View, gold: Json) -> tuple[FrozenState, Froze
         return FrozenState(view.trajectory.state), wanted
     if "made" not in view.memo:
         assert context.replay_env is not None
-        # The record's own rounds. An environment changes nothing of the calls that it gets.
+        # The record's own rounds, not copied, since environments do not change the calls.
         record, numbers = view.trajectory, view.course.rounds
         turns, rounds = list(record.turns), list[RoundTurns]()
         if turns and record.stop is not StopReason.DONE:
-            # Of an episode that was cut only the last calls that got an answer: another may have used up the time, as it would
-            # again.
+            # In the last turn of a truncated episode only calls with a result are replayed: one without may have timed out, and
+            # would again.
             last = turns.pop()
             known = {result.call_id for result in last.results}
             calls = tuple(call for call in last.message.tool_calls if call.id in known)
@@ -68,7 +68,7 @@ def replay(context: Context, view: View, gold: Json) -> tuple[FrozenState, Froze
 
 
 def gold_end(context: Context, view: View, gold: Json) -> RoundEnd:
-    """State and answers after the gold calls: of an episode after all, of a round after those up to it. Raises as `replay`."""
+    """Return state and results after the gold calls: of an episode all, of a round those up to it. Raises as `replay`."""
     if context.replay_env is None:
         raise UnscorableError("this run provides no environment to replay on")
     by_round = view.scope != "episode"
@@ -79,13 +79,13 @@ def gold_end(context: Context, view: View, gold: Json) -> RoundEnd:
         record, rounds = view.trajectory, gold if by_round else [gold]
         calls = (call for part in rounds if isinstance(part, (list, tuple)) for call in part)
         if record.user_calls and any(isinstance(call, Mapping) and call.get("by") == "user" for call in calls):
-            record = replace(record, user_calls=[])  # those of the gold are made in their place
+            record = replace(record, user_calls=[])  # the gold's user calls replace the recorded ones
         opening = _answer(record, -1, [message for message in record.messages[: view.course.opening] if message.role == "user"])
         texts = _texts(record, view.course)[: len(rounds)] if by_round else [RoundTexts()]
 
         def user_side(repeats: bool) -> tuple[Any, ...]:
-            """The opening, then in turn the texts inside of a round and the one at its end, to the last round's calls. Of a user
-            that repeats itself without what the policy said."""
+            """List the opening, then for each round the texts inside it and the one at its end, up to the last round's calls; for
+            a user with `repeats` without the policy's words."""
             side: list[Any] = [opening]
             for said in texts:
                 side.append(tuple(text.answer if repeats else text for text in said.inside))
@@ -93,14 +93,14 @@ def gold_end(context: Context, view: View, gold: Json) -> RoundEnd:
             return tuple(side[:-1])
 
         played = context.replays.gold(context.replay_env, record, rounds, lambda: _gold_rounds(rounds, texts), user_side)
-        view.memo[key] = (gold, played)  # with what it is a replay of, so that its id stays its own
+        view.memo[key] = (gold, played)  # keeps the gold alive, so that its id stays unique
     found: Replay = view.memo[key][1]
     return found.end(view.round if by_round else 0)
 
 
 def _gold_rounds(rounds: Sequence[Json], texts: Sequence[RoundTexts]) -> tuple[list[RoundTurns], UnscorableError | None]:
-    """The rounds to play; and the fault of the gold after them, if any. What was said inside of a round is said after its
-    gold calls, because nothing tells between which of them."""
+    """Return the rounds to play and the fault of the gold after them, if any. Texts inside a round follow its gold calls, since
+    their positions between these are unknown."""
     found: list[RoundTurns] = []
     numbers = count()
     for part, said in zip(rounds, texts, strict=False):
@@ -117,21 +117,21 @@ def _gold_rounds(rounds: Sequence[Json], texts: Sequence[RoundTexts]) -> tuple[l
 
 
 class Text(NamedTuple):
-    """A text of the policy's, and what its user then did and said."""
+    """A text of the policy, and the user's calls and texts that followed."""
 
     said: str
     answer: tuple[str, ...]
 
 
 class RoundTexts(NamedTuple):
-    """The texts of a round: those to which the user said nothing, and the one at its end, None if that is a turn with calls."""
+    """The texts of a round: `inside` those that the user did not answer, `end` the last, None if a turn with calls ends it."""
 
     inside: Sequence[Text] = ()
     end: Text | None = None
 
 
 def _texts(record: Trajectory, course: EpisodeRounds) -> list[RoundTexts]:
-    """Of each round."""
+    """List the texts of each round."""
     found: list[RoundTexts] = []
     inside: list[Text] = []
     for turn, said, now, after in zip(record.turns, course.said, course.rounds, (*course.rounds[1:], None), strict=False):
@@ -156,7 +156,7 @@ _POINTER = {"type": "string", "pattern": "^(/|$)"}
 
 @LEAVES.register("state.match")
 class StateMatch(Leaf):
-    """Return True if the final state is the expected one: a literal, or that of a replay environment after the gold calls."""
+    """Compare the final state with the expected one: a literal, or that of a replay environment after the gold calls."""
 
     formula: ClassVar[str] = (
         "by=hash: 1 if the canonical states are equal; by=fields: 1 if all fields are equal (credit=all), or "
@@ -208,7 +208,7 @@ class StateMatch(Leaf):
             found, wanted = view.trajectory.state, args["expect"]
         if found is None:
             raise UnscorableError("the environment gave no final state")
-        # `expect` says what is at `path`; a replay ends in a whole state, of which the same part is taken.
+        # `expect` is the value at `path`; a replay ends in a whole state, which is cut to `path` too.
         found, wanted = self._cut(found), _without(wanted, self.ignore) if "expect" in args else self._cut(wanted)
         if self.by == "hash":
             return _by_hash(FrozenState(found), FrozenState(wanted))
@@ -222,7 +222,7 @@ class StateMatch(Leaf):
         return Reading(value, {"fields": total, "equal": equal, "each": each, **places})
 
     def _cut(self, state: Json) -> Json:
-        """The compared part of a state."""
+        """Return the compared part of a state."""
         found = follow(state, self.path)
         if isinstance(found, Absent):
             raise UnscorableError(f"path {self.args.get('path')!r} resolves to nothing in the state")
@@ -239,20 +239,20 @@ def _by_hash(found: FrozenState, wanted: FrozenState) -> Reading:
 
 
 def _without(value: Json, ignore: list[tuple[str, ...]]) -> Json:
-    """The value without the parts at the pointers."""
+    """Remove the parts at the pointers."""
     if not ignore or not isinstance(value, (Mapping, list, tuple)):
         return value
     here = {tokens[0] for tokens in ignore if len(tokens) == 1}
     deeper = {tokens[0]: [rest[1:] for rest in ignore if len(rest) > 1 and rest[0] == tokens[0]] for tokens in ignore if tokens}
     if isinstance(value, Mapping):
         return {key: _without(item, deeper.get(key, [])) for key, item in with_nfc_keys(value).items() if key not in here}
-    # The same places are left out of both states, so the items after them still face each other.
+    # The same positions are removed from both states, so later items are still aligned.
     return [_without(item, deeper.get(str(i), [])) for i, item in enumerate(value) if str(i) not in here]
 
 
 @LEAVES.register("state.assert")
 class StateAssert(Leaf):
-    """Return True if one value in the final state satisfies the comparisons."""
+    """Score 1 if one value in the final state satisfies the comparisons."""
 
     formula: ClassVar[str] = "1 if every comparison holds for the value at `path`, else 0; `absent` without a value"
     schema: ClassVar[dict[str, Any]] = {
@@ -283,7 +283,7 @@ class StateAssert(Leaf):
 
 @LEAVES.register("state.number")
 class StateNumber(Leaf):
-    """A number in the final state, such as the verdict of a task's tests."""
+    """Score a number in the final state, such as the verdict of a task's tests."""
 
     formula: ClassVar[str] = "(x - low) / (high - low), cut to [0, 1], of the number x at `path`; `absent` without one"
     schema: ClassVar[dict[str, Any]] = object_schema(
@@ -316,7 +316,7 @@ class StateNumber(Leaf):
 
 @LEAVES.register("results.contains")
 class ResultsContains(Leaf):
-    """Return True if the tools' answers contain the expected: texts, or the answers to the gold calls."""
+    """Score the expected texts, or the results of the gold calls, by their occurrence in the tools' results."""
 
     formula: ClassVar[str] = (
         "expect: as text.contains, over the answers to the calls made (without errors). replay: 1 if every "
@@ -354,14 +354,14 @@ class ResultsContains(Leaf):
 
     def read(self, view: View, args: Args) -> Reading:
         if "replay" not in args:
-            # Without errors, in which a tool may repeat the arguments: to ask with the expected text is not to find it.
+            # Without error results, which may repeat the arguments: calling with the expected text is not finding it.
             made = view.made(args.get("by", "assistant"))
             answers = [m.result.content for m in made if m.result is not None and m.result.error is None]
             return texts_found(answers, wanted_texts(args["expect"]), args)
         fold = NORMALIZERS[args.get("strings", "exact")]
         wanted = [fold(text) for text in gold_end(self.context, view, args["replay"]).answers]
         upto = view.turns[-1].index if view.turns else -1
-        # An agent may have asked in an earlier round already, and has the answer in its context.
+        # Results of earlier rounds count too, since the policy still has them in its context.
         turns = view.trajectory.turns if view.scope == "round" else view.turns
         got = Counter([fold(r.content) for turn in turns if turn.index <= upto for r in turn.results])
         missing = []
