@@ -1,4 +1,4 @@
-"""Messages to token ids by appending only, and sampled ids back to messages and tool calls."""
+"""Rendering of messages to token ids by appending only, and parsing of sampled ids to messages and tool calls."""
 
 from agentrl.render.base import Renderer
 from agentrl.render.template import make_renderer

@@ -1,6 +1,4 @@
-"""The renderer contract, and text to token ids with markup kept apart.
-
-From the bottom: tokenizers for parts of a text, encoding, settled text while it is sampled, the contract."""
+"""The renderer interface, and encoding of text that keeps markup apart from ordinary text."""
 
 from __future__ import annotations
 
@@ -23,13 +21,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Tokenizers for parts of a text: what a tokenizer adds at the start of a text must not be repeated in the middle.
-# SentencePiece-style ones put a space before their input: of a whole conversation only at its start ("first"), or after every
-# control token as well; of one that is encoded in parts, before each part.
+# Tokenizers for parts of a text: what a tokenizer adds at the start of a text must not be added in the middle. One of
+# SentencePiece's style adds a space to a whole conversation, either only at its start ("first") or after every control token as
+# well; encoding in parts would add one before each part.
 
 
 class Place(Enum):
-    """Predecessor of a piece of ordinary text."""
+    """The predecessor of a piece of ordinary text."""
 
     START = "nothing"
     TOKEN = "a control token"
@@ -37,13 +35,13 @@ class Place(Enum):
 
 
 def plain_tokenizers(full: Tokenizer, control: frozenset[str]) -> dict[Place, Tokenizer]:
-    """For each place, the tokenizer without its control tokens, which it therefore reads as ordinary text."""
+    """Make a tokenizer per place that reads control tokens as ordinary text."""
     spec = json.loads(full.to_str())
     spec["added_tokens"] = [entry for entry in spec["added_tokens"] if entry["content"] not in control]
-    # They are made for whole texts: each piece would get a begin token, or be cut.
+    # These apply to whole texts: each piece would get a begin token, or be truncated.
     spec["post_processor"] = spec["truncation"] = spec["padding"] = None
-    # Control tokens get names that no text contains: a unigram model matches a piece anywhere in a text. (In a BPE model a piece
-    # that no merge produces matches only as a whole word.)
+    # Control tokens get random names, since a unigram model matches its pieces anywhere in a text (a BPE model matches a piece
+    # without a merge only as a whole word).
     model, secret = spec["model"], secrets.token_hex(16)
     vocab = model.get("vocab")
     if isinstance(vocab, list):
@@ -53,7 +51,7 @@ def plain_tokenizers(full: Tokenizer, control: frozenset[str]) -> dict[Place, To
         # Pieces that a merge uses keep their names: the tokenizers library refuses merges of unknown pieces.
         hidden = control - {piece for pair in pairs for piece in (*pair, "".join(pair))} - {model.get("unk_token")}
         model["vocab"] = {f"{secret}{number}" if piece in hidden else piece: number for piece, number in vocab.items()}
-    made: dict[str, Tokenizer] = {}  # a large vocabulary takes a second to build, so equal places share one
+    made: dict[str, Tokenizer] = {}  # a large vocabulary takes a second to build, so places with equal settings share one
     result: dict[Place, Tokenizer] = {}
     for place in Place:
         parts = {name: _at_place(spec[name], place) for name in ("normalizer", "pre_tokenizer")}
@@ -65,7 +63,7 @@ def plain_tokenizers(full: Tokenizer, control: frozenset[str]) -> dict[Place, To
 
 
 def _at_place(part: Any, place: Place) -> Any:
-    """A normalizer or pre-tokenizer as it acts at `place`; None if nothing remains of it."""
+    """Return the spec of a normalizer or pre-tokenizer for `place`; None if nothing of it remains."""
     if not isinstance(part, dict):
         return part
     if part["type"] == "Sequence":
@@ -84,8 +82,8 @@ def _at_place(part: Any, place: Place) -> Any:
 
 
 # Text to token ids. A tokenizer turns the characters `<|im_end|>` into the control token wherever they occur, so a tool that
-# prints them could end its own turn and forge another. Here only `Markup`, which only renderers write, may become an added
-# token; a plain `str` is always encoded as ordinary text.
+# prints them could end its turn and forge another. Here only `Markup`, which only renderers write, can become a control token;
+# a plain `str` is always encoded as ordinary text.
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -97,11 +95,11 @@ class Markup(str):
 
 
 class Codec:
-    """Encodes and decodes for one tokenizer (a `tokenizers`-backed one of transformers)."""
+    """Encoder and decoder for one tokenizer (of transformers, with a `tokenizers` backend)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, written: str = "") -> None:
-        """`written`: text of the chat template for some messages. Raises ModelError if the tokenizer has no `tokenizers` backend
-        or turns ordinary text into a control token."""
+        """`written`: sample text of the chat template. Raises ModelError if the tokenizer has no `tokenizers` backend or turns
+        ordinary text into a control token."""
         if not tokenizer.is_fast:
             raise ModelError(f"{type(tokenizer).__name__} has no `tokenizers` backend (no tokenizer.json)")
         self._full: Tokenizer = tokenizer.backend_tokenizer
@@ -116,12 +114,12 @@ class Codec:
             if entry.special or (entry.content in template and not entry.content.isspace())
         )
         self.special = {entry.content for entry in entries.values() if entry.special}
-        # A model also ends turns with its end of a text (a base model knows no other), and Llama calls with its end of a message.
+        # A model may also end turns with its end-of-text token (a base model has no other), Llama calls with its end of message.
         known = {tokenizer.eos_token_id, *getattr(tokenizer, "model_ends", ())}
         self.ends = [number for number, entry in entries.items() if entry.special and number in known]
         self._strip_after = {entry.content for entry in entries.values() if entry.rstrip}
         self._strip_before = {entry.content for entry in entries.values() if entry.lstrip}
-        # The unknown token is what ordinary text may become, and it ends no turn.
+        # Ordinary text may become the unknown token, which ends no turn.
         self._forbidden = {self.added[content] for content in self.control} - {tokenizer.unk_token_id}
         longest_first = sorted(self.added, key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
@@ -133,35 +131,35 @@ class Codec:
                 raise ModelError(f"the tokenizer cannot encode {content!r} as ordinary text: {problem}") from None
 
     def encode(self, *parts: str, after: Place = Place.TOKEN) -> list[int]:
-        """Ids of the joined parts, which by default come `after` a control token. Ordinary text between two added tokens is
-        encoded as one piece, as the tokenizer itself would do, even if it comes from several parts."""
+        """Encode the joined parts, by default `after` a control token. Ordinary text between two added tokens is encoded as one
+        piece, as the tokenizer would, even if it comes from several parts."""
         ids: list[int] = []
         run: list[str] = []
         strip = False
         for part in parts:
-            # Cut at added tokens, every other piece is one. Only the template may write them.
+            # After the split at added tokens, every second piece is one. Only the template may write them.
             for number, piece in enumerate(self._pattern.split(part) if isinstance(part, Markup) else (part,)):
                 if number % 2:
                     text = "".join(run)
-                    # Some added tokens swallow the white space next to them; the tokenizer would do the same here.
+                    # Some added tokens strip the white space next to them, as the tokenizer would here.
                     text = text.rstrip() if piece in self._strip_before else text
-                    ids += self._ordinary(text.lstrip() if strip else text, after)
+                    ids += self._encode_ordinary(text.lstrip() if strip else text, after)
                     ids.append(self.added[piece])
                     run, strip, after = [], piece in self._strip_after, Place.TOKEN
                 else:
                     run.append(piece)
         text = "".join(run)
-        return ids + self._ordinary(text.lstrip() if strip else text, after)
+        return ids + self._encode_ordinary(text.lstrip() if strip else text, after)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, with control tokens by name; an id that the tokenizer does not have is a replacement character."""
+        """Decode ids, with control tokens by name; unknown ids become the replacement character."""
         text, known = "", list[int]()
         for number in (*ids, None):
-            # Ids are u32 there: others raise an OverflowError, and what was sampled must always be readable.
+            # The tokenizers library raises OverflowError for ids beyond u32, but sampled ids must always be decodable.
             if number is not None and 0 <= number < 2**32 and self._full.id_to_token(number) is not None:
                 known.append(number)
                 continue
-            if len(known) >= LONG_TEXT:  # of a batch, as in `_encode`: other threads run meanwhile
+            if len(known) >= LONG_TEXT:  # as a batch, which lets other threads run (see `_encode`)
                 text += str(self._full.decode_batch([known], skip_special_tokens=False)[0])
             elif known:
                 text += str(self._full.decode(known, skip_special_tokens=False))
@@ -169,15 +167,15 @@ class Codec:
         return text
 
     def piece(self, number: int) -> str:
-        """The name of an id in the vocabulary; empty if the tokenizer does not have it."""
+        """Return an id's name in the vocabulary; "" for an unknown id."""
         return (self._full.id_to_token(number) or "") if 0 <= number < 2**32 else ""
 
-    def _ordinary(self, text: str, after: Place) -> list[int]:
+    def _encode_ordinary(self, text: str, after: Place) -> list[int]:
         if not text:
             return []
         try:
             text.encode()
-        except UnicodeEncodeError:  # lone surrogates are not characters, and no tokenizer accepts them: U+FFFD instead
+        except UnicodeEncodeError:  # no tokenizer accepts lone surrogates: U+FFFD instead
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids = _encode(self._plain[after], text)
         if not self._forbidden.isdisjoint(ids):
@@ -186,8 +184,8 @@ class Codec:
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    # `encode` keeps the interpreter's lock: with 1 MB of text no other thread runs for 0.7 s, the event loop's neither. A batch
-    # gives it up; for a short text that would only be another chance to wait for it.
+    # `encode` holds the GIL, so 1 MB of text blocks all threads, including the event loop's, for 0.7 s. A batch releases it; for
+    # a short text, taking it again would only cost time.
     if len(text) < LONG_TEXT:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return ids
@@ -195,7 +193,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return of_batch
 
 
-# The renderer contract
+# The renderer interface
 
 
 @dataclass(frozen=True)
@@ -204,102 +202,100 @@ class Marks:
 
     open: str
     close: str
-    gap: str = ""  # between the closing mark and what is said
+    gap: str = ""  # between the closing mark and the content
 
     def split(self, text: str) -> tuple[str | None, str]:
-        """Split off a leading reasoning; without the closing mark the whole text is reasoning."""
+        """Split text into leading reasoning and the rest; without the closing mark all of it is reasoning."""
         head = text.lstrip()
         if not head.startswith(self.open):
             return None, text
-        # Without the closing mark nothing is left for calls: one that the policy only thought of was not made.
+        # Without the closing mark there are no calls: those within the reasoning do not count.
         reasoning, _, rest = head.removeprefix(self.open).partition(self.close)
         return reasoning.strip("\n"), rest
 
     def around(self, reasoning: str) -> str:
-        """A reasoning between the marks, each on a line of its own."""
+        """Put reasoning between the marks, on separate lines."""
         return f"{self.open.rstrip()}\n{reasoning}\n{self.close}{self.gap}"
 
 
 THINK = Marks("<think>", "</think>", "\n\n")
 
-CHARACTERS_PER_TOKEN = 4  # of English text with a large vocabulary, roughly
+CHARACTERS_PER_TOKEN = 4  # rough average for English text and a large vocabulary
 
 
 class Renderer(ABC):
-    """Turns a conversation into token ids by appending only; stateless and shared by all episodes."""
+    """Converts a conversation to token ids by appending only; stateless and shared by all episodes."""
 
     tools_need_system = False
-    """Whether tools are shown only in prompts that begin with a system message."""
+    """True if tools are shown only in prompts that begin with a system message."""
     syntax: str = ""
-    """Name of the syntax of its calls (render/syntaxes.py), or another one. If it is empty, turns have none of these three:"""
+    """Name of its call syntax (render/syntaxes.py), or of another one; "" if `codec`, `stop_token_ids` and `frame` are unset."""
     codec: Codec
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end an assistant turn."""
+    """Token ids that end an assistant turn."""
     frame: Marks = THINK
     """The marks around the reasoning of a turn."""
     in_reasoning: bool = False
-    """Whether a turn begins within the reasoning, without its opening mark."""
+    """True if turns begin within the reasoning, without its opening mark."""
 
     @abstractmethod
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of the opening messages, up to and including the opening of the assistant's turn."""
+        """Encode the opening messages, up to and including the opening of the assistant's turn."""
 
     @abstractmethod
     def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
-        """The suffix after a sampled assistant turn: closes that turn (in full if `finish` is not
-        "stop", so that no stop token was sampled), adds `messages` and opens the next assistant turn.
+        """Encode the suffix after a sampled assistant turn: its end (without its stop token if that was sampled, which `finish`
+        "stop" means), `messages`, and the opening of the next assistant turn.
 
-        `last` is the id that was sampled last. Where several tokens end a turn, each also says what follows it (GLM ends a turn
-        of calls with the token that opens their answers); None stands for the one that `messages` follow.
-
-        Raises RenderError if the template would rewrite what came before.
+        `last` is the last sampled id. If several tokens can end a turn, each also implies what follows (GLM ends a turn of calls
+        with the token that opens their results); None: the one that fits `messages`. Raises RenderError if the template would
+        rewrite earlier text.
         """
 
     @abstractmethod
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
-        """The assistant message that sampled ids decode to. Malformed tool calls are kept as ToolCall with
-        `arguments=None` and `error` set; never raises, whatever the ids."""
+        """Decode sampled ids to an assistant message. Malformed tool calls become ToolCall with `arguments=None` and
+        `error` set; never raises for any ids."""
 
     @abstractmethod
     def assistant(self, message: Message) -> list[int]:
-        """The inverse of `parse`: ids of an assistant turn as a policy would have sampled them, ending in
-        the stop token (for supervised training on scripted transcripts).
+        """Encode an assistant turn as a policy would sample it, with the stop token; the inverse of `parse`.
 
-        Raises RenderError if the message is not an assistant's.
+        For supervised training on scripted transcripts. Raises RenderError for a message of another role.
         """
 
     def keeps(self, message: Message, following: Sequence[Message], earlier: Sequence[Message] = (), begun: int = 0) -> bool:
-        """Return True if a ledger stays as it is once `following` is appended to the sampled turn `message`.
+        """Return True if the ledger is unchanged once `following` is appended to the sampled turn `message`.
 
-        False if the chat template then drops the reasoning of turns in it, say: the ledger forks, and the new
-        one begins with `start` of all messages. `earlier` is what came before `message`, and the ledger began with the first
-        `begun` of it; without them only this turn is looked at.
+        False, for example, if the chat template then drops the reasoning of earlier turns: the ledger forks, and the new one
+        begins with `start` of all messages. `earlier`: the messages before `message`, of which the ledger began with the first
+        `begun`; without them only this turn is checked.
         """
         return True
 
     def spells_nothing(self, token_ids: Sequence[int]) -> bool:
-        """Return True unless text in sampled ids only looks like the control tokens by which `parse` divides a turn."""
+        """Return True if no text in sampled ids only looks like a control token by which `parse` divides a turn."""
         return True
 
     async def astart(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """`start`, without holding up the event loop: long texts are rendered in a thread."""
+        """Run `start` without blocking the event loop: long texts are rendered in a thread."""
         return await by_size(characters(messages), self.start, messages, tools)
 
     async def aextend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
-        """`extend`, likewise."""
+        """Run `extend` like `astart`."""
         return await by_size(characters(messages), self.extend, finish, messages, last)
 
     async def aparse(self, token_ids: Sequence[int], finish: str) -> Message:
-        """`parse`, likewise."""
+        """Run `parse` like `astart`."""
         return await by_size(CHARACTERS_PER_TOKEN * len(token_ids), self.parse, token_ids, finish)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
-        """The renderer for an episode that offers these tools (function schemas). It differs only if the
-        tool-call syntax has untyped values: `parse` then reads each value as its declared type."""
+        """Return the renderer for an episode that offers these tools (function schemas). For a call syntax with untyped values,
+        its `parse` reads each value as the declared type."""
         return self
 
 
 def characters(messages: Sequence[Message]) -> int:
-    """The characters of messages, roughly: calls count as they were sampled."""
+    """Count the characters of messages, approximately: calls count as sampled."""
     said = sum(len(message.content) + len(message.reasoning or "") for message in messages)
     return said + sum(len(call.raw) for message in messages for call in message.tool_calls)

@@ -1,4 +1,4 @@
-"""Any chat template as an append-only renderer, and the choice of a tokenizer's renderer."""
+"""Append-only renderer for any chat template, and the choice of a tokenizer's renderer."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The suffix comes from the template itself: the text after the end of an assistant's turn in a short conversation with the new
-# messages. A probe rendered this way must be what the template gives for the whole, or differ from it only in a turn that the
-# template rewrites once more messages follow: `keeps` then says so, and the ledger forks.
+# The template itself gives each suffix: the text after the end of an assistant's turn in a short conversation with the new
+# messages. A probe rendered this way must equal the template's text of the whole, or differ only in a turn that the
+# template rewrites once more messages follow: then `keeps` is False, and the ledger forks.
 
 _SAID = Skeleton((QUESTION,), ((Message("assistant", "Answer one"), (Message("user", "More"),)),))
 _CALLED = Skeleton((QUESTION,), ((Message("assistant", "", (CALL,)), (ANSWER,)),))
@@ -54,21 +54,21 @@ _PROBES: dict[str, Json] = {"integer": 12345678901, "number": 0.0625, "boolean":
 
 
 class TemplateRenderer(Renderer):
-    """Renders through the tokenizer's own chat template.
+    """Renderer that uses the tokenizer's chat template.
 
-    `syntax` names the syntax of its tool calls ("custom" for a parser that is not agentrl's); `no_tools` says why it
-    cannot be used with tools, or is "".
+    `syntax` is the name of its call syntax ("custom" for a parser from elsewhere); `no_tools` is the reason why it cannot be
+    used with tools, or "".
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | Syntax | None = None, day: date | None = None
     ) -> None:
-        """`parser` replaces the one chosen by the template's syntax; `day`: as for `TemplateText`. Raises ModelError if the
-        template rewrites conversations, its turns have no end token, or the parser cannot read the calls that it writes."""
+        """`parser` replaces the one for the template's syntax; `day`: as for `TemplateText`. Raises ModelError if the template
+        rewrites conversations, its turns have no end token, or `parser` cannot read the calls that it writes."""
         self._text = TemplateText(tokenizer, day)
         self._turns = TurnText(self._text)
         self.codec, self.frame = self._text.codec, self._text.form.frame
-        self._what_to_do = f"for tools, {self._text.advice}, or name the parser of its calls (model.tool_parser)"
+        self._fix = f"for tools, {self._text.advice}, or name the parser of its calls (model.tool_parser)"
         self._kept: dict[tuple[Shape, bool], bool] = {}
         self._tools_offered = False
         self._callable: set[str] = set()
@@ -79,9 +79,9 @@ class TemplateRenderer(Renderer):
         known = SYNTAXES.get(self.syntax)
         self._parser = parser.parser if isinstance(parser, Syntax) else parser or (known or SYNTAXES["hermes"]).parser
         self._parse_calls = self._parser.bind(()) if isinstance(self._parser, ForTools) else self._parser
-        # Where the list of tools stands may change what a new message does to the turns before it.
+        # The place of the tool list may change how a new message affects earlier turns.
         self._tools_matter = not self.no_tools and self._appends(_SAID, True) != self._appends(_SAID, False)
-        # Of a template that counts messages no short conversation says what it does to a long one.
+        # If the template counts messages, short conversations do not show how it renders long ones.
         forms = [(_SAID, False)] if self.no_tools else [(_SAID, False), (_CALLED, True)]
         long = [replace(form, rounds=form.rounds * MANY) for form, _ in forms]
         counts = any(self._appends(a, tools) != self._appends(b, tools) for (a, tools), b in zip(forms, long, strict=True))
@@ -90,14 +90,14 @@ class TemplateRenderer(Renderer):
             problem = f"the tool-call parser does not read what the chat template writes for a call: {written!r}"
             if parser is not None:
                 raise ModelError(f'{problem}; name the parser that does, or "auto" (model.tool_parser)')
-            self.no_tools = f"{problem}; {self._what_to_do}"
+            self.no_tools = f"{problem}; {self._fix}"
         self.tools_need_system, self.in_reasoning = self._turns.tools_need_system, self._turns.in_reasoning
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateRenderer:
         offered = bool(tools) and self._tools_matter
         if not isinstance(self._parser, ForTools) and offered == self._tools_offered:
             return self
-        # A copy, as this one serves episodes with other tools at the same time.
+        # A copy, since this one serves episodes with other tools at the same time.
         bound = copy(self)
         bound._tools_offered = offered
         if isinstance(self._parser, ForTools):
@@ -105,7 +105,7 @@ class TemplateRenderer(Renderer):
         return bound
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Raises RenderError if the template refuses the messages, drops text of them or does not support tools."""
+        """Encode the opening messages. Raises RenderError if the template refuses them, drops text or does not support tools."""
         if tools and self.no_tools:
             raise RenderError(self.no_tools)
         if tools and self.tools_need_system and all(message.role != "system" for message in messages):
@@ -114,16 +114,16 @@ class TemplateRenderer(Renderer):
         for tool in tools:
             function = tool["function"]
             properties = (function.get("parameters") or {}).get("properties") or {}
-            # Others may be escaped.
+            # Other names may be escaped.
             shown = [name for name in (function["name"], *properties) if name.isidentifier()]
             if hidden := next((name for name in shown if name not in text), ""):
                 raise RenderError(
-                    f"the chat template ignores tools: of {function['name']!r} it does not show {hidden!r}; {self._what_to_do}"
+                    f"the chat template ignores tools: of {function['name']!r} it does not show {hidden!r}; {self._fix}"
                 )
             key = json.dumps(tool, sort_keys=True, default=str)
             if key in self._callable:
                 continue
-            # A call with a value of the first type that each parameter declares must be read back as it is.
+            # A call with a value of each parameter's first declared type must be read back unchanged.
             arguments = {}
             for name, schema in properties.items():
                 declared = schema.get("type") if isinstance(schema, Mapping) else None
@@ -146,13 +146,13 @@ class TemplateRenderer(Renderer):
         if "tool" in roles and self.no_tools:
             raise RenderError(self.no_tools)
         stop = self._turns.call_stop if "tool" in roles else self._turns.stop
-        # Where several tokens end a turn, another one may have been sampled than the one that these messages follow.
+        # If several tokens can end a turn, the sampled one may not be the one that precedes these messages.
         ended = finish == "stop" and (last is None or last == self._text.codec.added[stop])
         suffix = self._turns.suffix(messages)
         return self._with_images(self._text.encode(suffix if ended else stop + suffix), messages)
 
-    def sees(self, pictures: Placeholders) -> TemplateRenderer:
-        """This renderer, for a model that takes images. Raises ModelError if its tokenizer lacks the tokens for them."""
+    def accept_images(self, pictures: Placeholders) -> TemplateRenderer:
+        """Enable images, and return the renderer. Raises ModelError if the tokenizer lacks the tokens for them."""
         missing = [token for token in (pictures.begin, pictures.pad, pictures.end) if token not in self._text.control]
         if missing:
             raise ModelError(f"the tokenizer has no control token {missing[0]!r}, which stands around or for images")
@@ -160,7 +160,7 @@ class TemplateRenderer(Renderer):
         return self
 
     def _with_images(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
-        """The ids with the images among them. Raises RenderError if the template left one out, or wrote it twice."""
+        """Attach the messages' images to the ids. Raises RenderError if the template omitted one or wrote it twice."""
         pictures = self._text.pictures
         if pictures is None or not any(message.images for message in messages):
             return ids
@@ -173,7 +173,7 @@ class TemplateRenderer(Renderer):
 
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
         stopped = finish == "stop" and bool(token_ids) and token_ids[-1] in self.stop_token_ids
-        # In harmony its own stop token tells a call from one that was cut.
+        # In harmony, the stop token distinguishes a complete call from a cut one, so it is kept.
         harmony = self.syntax == HARMONY.name
         bare = stopped and not (harmony and token_ids[-1] in self._own_stops)
         text = self._text.decode(token_ids[:-1] if bare else token_ids)
@@ -193,7 +193,7 @@ class TemplateRenderer(Renderer):
         return Message("assistant", show(content), shown, reasoning=show(reasoning))
 
     def spells_nothing(self, token_ids: Sequence[int]) -> bool:
-        # A control token that was only spelled is text (`TemplateText.decode`).
+        # A control token that was only spelled out is text (`TemplateText.decode`).
         marked = self.frame.open in self.codec.control or self.frame.close in self.codec.control
         return not marked or self._text.spells_nothing(token_ids)
 
@@ -218,16 +218,16 @@ class TemplateRenderer(Renderer):
     def _appends(self, shape: Skeleton, tools: bool) -> bool:
         try:
             return self._turns.ledger_text(shape, tools) == self._turns.whole(shape, tools)
-        except LostTextError:  # it drops something, if only a policy's text next to a call: `start` decides
+        except LostTextError:  # it drops some text, such as text next to a call: `start` decides if that is allowed
             return False
 
     def _find_syntax(self, parser: Parser | ForTools | Syntax | None) -> tuple[str, str]:
-        """The name of the tool-call syntax, and why tools cannot be used ("" if they can)."""
+        """Return the name of the call syntax, and the reason why tools cannot be used ("" if they can)."""
         named = parser if isinstance(parser, Syntax) else None
         written = ""
         try:
             written, prompt = self._turns.learn_calls()
-            # By a call that the template wrote, or, if it leaves calls to the content of a turn, by what its prompt asks for.
+            # Recognized by a call that the template writes or, if it leaves calls to the content of turns, by its prompt.
             shows = MARK in written
             fitting = (one for one in SYNTAXES.values() if (one.seen(written) if shows else one.asked(prompt)))
             syntax = named or next(fitting, None)
@@ -243,19 +243,19 @@ class TemplateRenderer(Renderer):
             wrote = f", and writes a call and its answer as {written[:160]!r}" if written else ""
             about = f"it ends a turn with {self._turns.stop!r}{wrote}"
             name = named.name if named else "hermes" if parser is None else "custom"
-            return name, f"the chat template cannot be used with tools: {problem} ({about}); {self._what_to_do}"
+            return name, f"the chat template cannot be used with tools: {problem} ({about}); {self._fix}"
         return (syntax.name if syntax is not None and (named or parser is None) else "custom"), ""
 
     def _misread(self, call: ToolCall, tool: Mapping[str, Any]) -> str:
-        """Text that the template writes for a call of the tool; "" if it is read back as that call."""
+        """Return the template's text for a call if it is not read back as that call, else ""."""
         ids = self.assistant(Message("assistant", "", (call,)))
         found = self.with_tools([tool]).parse(ids, "stop").tool_calls
         same = [(one.name, one.arguments) for one in found] == [(call.name, call.arguments)]
         return "" if same else self._text.decode(ids)
 
     def _verify(self, shape: Skeleton) -> None:
-        """Compare a conversation made by appending with the template's rendering of the whole. They may differ in the turn
-        only, and only if what comes before and after it stays: such a turn is never appended to (`keeps`)."""
+        """Compare a conversation rendered by appending with the template's rendering of the whole. Raises ModelError if they
+        differ outside the turn; a turn that differs is never appended to (`keeps`)."""
         try:
             replayed, whole = self._turns.ledger_text(shape, False), self._turns.whole(shape, False)
             ((turn, (answer,)),) = shape.rounds
@@ -269,7 +269,7 @@ class TemplateRenderer(Renderer):
                 f"{whole[max(0, at - 30) : at]!r} it writes {whole[at : at + 30]!r}, "
                 f"appending gives {replayed[at : at + 30]!r}; {self._text.advice}"
             )
-        # Equal text is not enough: a renderer's tokens must be the ones that the model was trained on.
+        # Equal text is not enough: the tokens must be those that the model was trained on.
         if self._text.encode(whole, Place.START) != self._text.direct(whole):
             raise ModelError("the tokenizer splits text in the middle of a conversation differently than on its own")
 
@@ -283,26 +283,26 @@ def make_renderer(
     pictures: Placeholders | None = None,
     day: str | None = None,
 ) -> Renderer:
-    """The renderer for a tokenizer. Raises ModelError if none fits.
+    """Make the renderer of a tokenizer. Raises ModelError if none fits.
 
-    `parser` replaces the tool-call parser that is inferred from the chat template's syntax. `pictures`: of a model that takes
-    images, what it has for one among its tokens. `day`: the date of a template that writes one, as YYYY-MM-DD; today by default.
+    `parser` replaces the parser for the chat template's call syntax. `pictures`: the image tokens of a model that takes images.
+    `day`: the date for templates that write one, as YYYY-MM-DD; default: today.
     """
-    template, whose = tokenizer.chat_template, f"the tokenizer of {tokenizer.name_or_path or 'this model'}"
+    template, owner = tokenizer.chat_template, f"the tokenizer of {tokenizer.name_or_path or 'this model'}"
     if isinstance(template, dict):
         raise ModelError(
-            f"{whose} has several chat templates ({', '.join(map(repr, template))}): write the one to use to a file that "
+            f"{owner} has several chat templates ({', '.join(map(repr, template))}): write the one to use to a file that "
             f"model.chat_template names, or {advice(tokenizer)}"
         )
     if not isinstance(template, str) or not template:
-        raise ModelError(f"{whose} has no chat template; {advice(tokenizer)}")
+        raise ModelError(f"{owner} has no chat template; {advice(tokenizer)}")
     if template.strip() == CHATML_TEMPLATE.strip() and parser is None and pictures is None:
         return ChatML(tokenizer)
     try:
         with limit_lines():
             made = TemplateRenderer(tokenizer, parser, None if day is None else date.fromisoformat(day))
-        return made if pictures is None else made.sees(pictures)
+        return made if pictures is None else made.accept_images(pictures)
     except EndlessTemplateError as endless:
-        raise ModelError(f"{whose}: its chat template does not end: {endless}. Bound that loop, or {advice(tokenizer)}") from None
+        raise ModelError(f"{owner}: its chat template does not end: {endless}. Bound that loop, or {advice(tokenizer)}") from None
     except RenderError as problem:
         raise ModelError(f"a question and its answer cannot be rendered: {problem}; {advice(tokenizer)}") from problem

@@ -1,4 +1,4 @@
-"""Tool calls as text: the contract of a call syntax, its grammar, typed values, and the Hermes form."""
+"""Tool calls as text: the interface of call syntaxes, shared parsing, typed values, and the Hermes form."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from agentrl.data.trajectory import Json, ToolCall, kind_of_json
 from agentrl.utils.parsing import TwiceError, is_unbounded, no_twice, refuse_constant
 from agentrl.utils.schemas import property_schemas, schema_parts
 
-# The contract of a call syntax
+# The interface of call syntaxes
 
 Parsed = tuple[str, tuple[ToolCall, ...]]
 Parser = Callable[[str], Parsed]
-"""Takes the text of a turn, returns (prose, calls) and never raises: text that cannot be parsed is kept verbatim in a
-call with `error` set."""
+"""Function from the text of a turn to (prose, calls). It never raises: text that cannot be parsed is kept unchanged in a call
+with `error` set."""
 
 
 class ForTools:
-    """A parser that needs the schemas of the available tools; `make` returns the parser for a list of tools."""
+    """A parser that depends on the tools' schemas; `make` returns the parser for a list of tools."""
 
     def __init__(self, make: Callable[[Sequence[Mapping[str, Any]]], Parser]) -> None:
-        # Once for equal lists: building one may mean reading a whole vocabulary.
+        # Cached for equal lists, since building a parser may require reading a whole vocabulary.
         self._make = lru_cache(maxsize=64)(lambda tools: make(json.loads(tools)))
 
     def bind(self, tools: Sequence[Mapping[str, Any]]) -> Parser:
-        """The parser for these tools."""
-        return self._make(json.dumps(tools, default=str))  # in their order, which some parsers give to unnamed arguments
+        """Return the parser for these tools."""
+        return self._make(json.dumps(tools, default=str))  # order is kept: some parsers use it for unnamed arguments
 
 
 @dataclass(frozen=True)
 class Syntax:
-    """One way in which models write tool calls.
+    """A syntax in which models write tool calls.
 
-    name: what `model.tool_parser` calls it.
-    seen: whether a call that a chat template rendered is written in it.
-    write: the text of a turn's calls, for templates that leave calls to the content of a turn and write none themselves.
-    asked: whether the prompt of such a template asks for this syntax.
-    ends: control tokens that end a turn of calls, if another one ends an answer.
-    opens: marks before which a turn's text is prose: those that begin a call, and a closing one, which without the other is a
-        malformed call; none if calls may begin otherwise.
-    close: what ends each call; empty if nothing does.
+    name: its value in `model.tool_parser`.
+    seen: returns True if a call rendered by a chat template is in this syntax.
+    write: returns the text of a turn's calls, for templates that write no calls and leave them to a turn's content.
+    asked: returns True if the prompt of such a template asks for this syntax.
+    ends: control tokens that end a turn of calls, if another token ends an answer.
+    opens: marks before which a turn's text is prose: those that begin a call, and the closing one, which alone is a malformed
+        call; empty if calls may begin otherwise.
+    close: the mark that ends each call; "" if there is none.
     """
 
     name: str
@@ -58,25 +58,25 @@ class Syntax:
     close: str = ""
 
 
-# Tool calls in the Hermes / Qwen form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A malformed call stays in the
-# transcript with its raw text and the reason, so that the environment can answer it and a reward spec can count it.
+# Tool calls in the Hermes / Qwen form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A malformed call is kept with
+# its raw text and the reason, so that the environment can answer it and a reward spec can count it.
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 MOST_CALLS = 10_000
-"""Of one turn. Each takes hundreds of bytes of memory, and two characters may be one: of 10 MB of them, a gigabyte."""
+"""Most calls in one turn. Two characters may be a call of hundreds of bytes, so 10 MB of them would take a gigabyte."""
 MOST_VALUES = 500_000
-"""Of one JSON text, counted by what separates and opens them: each may take 70 times its characters in memory."""
+"""Most values in one JSON text, counted by separators and opening brackets: a value may take 70 times its text in memory."""
 
 
 def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text outside the call blocks (stripped), and a `ToolCall` per block, with ids `call_0`, `call_1` and so on. A block
-    that is no valid call has its text in `raw`, and the reason in `error`. A string argument may contain the closing tag."""
+    """Return the text outside call blocks (stripped) and a `ToolCall` per block, with ids `call_0`, `call_1` and so on. A block
+    that is no valid call has its text in `raw` and the reason in `error`. A string argument may contain the closing tag."""
     return blocks(text, OPEN, CLOSE, partial(_block, text))
 
 
 def render_tool_calls(calls: Sequence[ToolCall]) -> str:
-    """The text that `parse_tool_calls` reads back. A malformed call is written as it was sampled."""
+    """Write calls so that `parse_tool_calls` reads them back. A malformed call is written as sampled."""
     bodies = [json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False) for call in calls]
     pairs = zip(calls, bodies, strict=True)
     return "\n".join(call.raw if call.arguments is None else f"{OPEN}\n{body}\n{CLOSE}" for call, body in pairs)
@@ -85,9 +85,9 @@ def render_tool_calls(calls: Sequence[ToolCall]) -> str:
 def blocks(
     text: str, opening: str | re.Pattern[str], closing: str, read: Callable[[int, str], tuple[list[ToolCall], int]]
 ) -> tuple[str, tuple[ToolCall, ...]]:
-    """Split a turn whose calls stand in blocks into its prose and its calls; `read(start, call_id)` reads the block that begins
-    with `opening` at `start`: its calls, and the position after it. A `closing` mark outside of a block is a malformed call: as
-    prose it would end the episode without a word to the policy."""
+    """Split a turn with calls in blocks into prose and calls. `read(start, call_id)` reads the block that begins with `opening`
+    at `start` and returns its calls and the position after it. A `closing` mark outside of blocks is a malformed call: as prose
+    it would end the episode without an error for the policy."""
     begins = re.compile(re.escape(opening)) if isinstance(opening, str) else opening
     ends = re.compile(re.escape(closing))
     prose: list[str] = []
@@ -116,7 +116,10 @@ def blocks(
 
 
 def closed_blocks(text: str, opening: str, closing: str, read: Callable[[str, str, str], list[ToolCall]]) -> Parsed:
-    """`blocks` that end at the next `closing` mark, and are malformed without one; `read(body, raw, call_id)` reads one."""
+    """Split a turn like `blocks`, for blocks that end at the next `closing` mark (malformed without one).
+
+    `read(body, raw, call_id)` reads the calls of a block.
+    """
 
     def read_block(start: int, call_id: str) -> tuple[list[ToolCall], int]:
         close = text.find(closing, start)
@@ -129,7 +132,7 @@ def closed_blocks(text: str, opening: str, closing: str, read: Callable[[str, st
 
 
 def call_from_json(value: Json, call_id: str, raw: str, arguments_key: str = "arguments") -> ToolCall:
-    """A `ToolCall` from a decoded `{"name": str, "arguments": object}`, with `error` set if it is not one."""
+    """Make a `ToolCall` from a decoded `{"name": str, "arguments": object}`, with `error` set for another value."""
     if not isinstance(value, dict):
         return malformed_call(call_id, raw, f"expected a JSON object, got {kind_of_json(value)}")
     name = value.get("name")
@@ -145,14 +148,14 @@ def call_from_json(value: Json, call_id: str, raw: str, arguments_key: str = "ar
 
 
 def write_call(call: ToolCall) -> dict[str, Json]:
-    """A call in OpenAI's form."""
+    """Write a call in OpenAI's format."""
     function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def sendable(call: ToolCall) -> ToolCall:
-    """The call as strict servers take it in a history: its name of letters that they allow, and arguments that are an object: of
-    a malformed call, one with its text."""
+    """Adapt a call for the history of strict servers: allowed characters in the name, and an object as arguments, which for a
+    malformed call contains its text."""
     name = _NOT_IN_NAMES.sub("_", call.name)[:64] or "malformed_call"
     return replace(call, name=name, arguments={"malformed": call.raw} if call.arguments is None else call.arguments)
 
@@ -161,31 +164,31 @@ CUT = "the turn was cut at its limit of tokens (rollout.max_turn_tokens); write 
 
 
 def name_cut(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
-    """Calls of a turn that a limit of tokens cut: the last one, if it is malformed, says so."""
+    """Add the token limit to the error of the last call of a cut turn, if that is malformed."""
     if not calls or calls[-1].arguments is not None:
         return tuple(calls)
     return (*calls[:-1], replace(calls[-1], error=f"{CUT}: {calls[-1].error}"))
 
 
 def malformed_call(call_id: str, raw: str, error: str, name: str = "") -> ToolCall:
-    """The record of a call that cannot be parsed."""
+    """Make the record of a call that cannot be parsed."""
     return ToolCall(name=name, arguments=None, id=call_id, raw=raw, error=error)
 
 
 def too_many(raw: str) -> ToolCall:
-    """The record of all that follows the most calls that a turn may have."""
+    """Make the malformed call with all text after the first `MOST_CALLS` calls."""
     return malformed_call(f"call_{MOST_CALLS}", raw, f"more than {MOST_CALLS} calls in one turn")
 
 
 def within_most(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
-    """Calls of a turn; those beyond `MOST_CALLS` become one malformed call. `calls`: read from lists that are `raw` as a
-    whole."""
+    """Replace the calls beyond `MOST_CALLS` by one malformed call, for syntaxes with lists, whose calls all have the list as
+    `raw`."""
     return tuple(calls) if len(calls) <= MOST_CALLS + 1 else (*calls[:MOST_CALLS], too_many(calls[MOST_CALLS].raw))
 
 
 def strict_json(text: str, start: int = 0) -> tuple[Json, int]:
-    """One JSON value at `start` (leading white space allowed), and the position after it. Raises ValueError for NaN, Infinity
-    and other texts that are not JSON, a key given twice in one object, nesting over 64 levels, more than `MOST_VALUES` values,
+    """Read a JSON value at `start` (after white space), and return it and the position after it. Raises ValueError for NaN,
+    Infinity and other text that is not JSON, a duplicate key, nesting over 64 levels, more than `MOST_VALUES` values,
     numbers beyond the range of a double, and lone surrogates, which no tokenizer can encode."""
     blank = _JSON_BLANK.match(text, start)
     try:
@@ -198,7 +201,7 @@ def strict_json(text: str, start: int = 0) -> tuple[Json, int]:
 
 
 def whole_json(text: str) -> Json:
-    """The one JSON value that a text is. Raises ValueError as `strict_json`, and for text after it."""
+    """Read a text that is one JSON value. Raises ValueError as `strict_json`, and for text after the value."""
     value, end = strict_json(text)
     if text[end:].strip():
         raise ValueError("text after the value")
@@ -206,8 +209,8 @@ def whole_json(text: str) -> Json:
 
 
 def _decode_long(text: str, start: int) -> tuple[Json, int]:
-    # An error counts the lines of all that comes before it, so a long text with many broken calls is read through windows.
-    # One that may have been cut by the window's end is read again through one of twice the size.
+    # A JSON error counts all lines before it, so a long text with many broken calls is read in windows. A value that may be
+    # cut by the window's end is read again in a window of twice the size.
     size = _WINDOW
     while True:
         window = text[start : start + size]
@@ -229,17 +232,17 @@ def _decode_long(text: str, start: int) -> tuple[Json, int]:
 _DECODER = json.JSONDecoder(parse_constant=refuse_constant, object_pairs_hook=no_twice)
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
 _WINDOW = 16_384
-_LONGEST_WORD = 16  # characters: "-Infinity" or an escape, of which a window may hold the beginning
+_LONGEST_WORD = 16  # characters of a token that a window's end may cut: "-Infinity" or an escape
 _JSON_BLANK, _BLANK = re.compile(r"[ \t\r\n]*"), re.compile(r"\s*")
 
 
-# Decoded values are encoded again deeper in the call stack, where less of the recursion limit is left.
+# Decoded values are encoded again deeper in the call stack, closer to the recursion limit.
 _MAX_DEPTH = 64
 
 
 def check_json(value: Json) -> None:
-    """Raises ValueError if a value could not be written back as JSON in UTF-8."""
-    level: list[Json] = [value]  # level by level, since recursion here could overflow as well
+    """Raise ValueError if a value could not be written back as JSON in UTF-8."""
+    level: list[Json] = [value]  # level by level, since recursion could overflow here too
     for _ in range(_MAX_DEPTH):
         inner: list[Json] = []
         for item in level:
@@ -262,8 +265,7 @@ def check_json(value: Json) -> None:
 
 
 def skip_blanks(text: str, at: int) -> int:
-    """The position from `at` on that is not white space. A copy of the rest of the text, to strip it, would cost each call of a
-    turn the length of the turn."""
+    """Return the first position from `at` on that is not white space, without copying the text for each call."""
     found = _BLANK.match(text, at)
     return found.end() if found else at
 
@@ -271,23 +273,23 @@ def skip_blanks(text: str, at: int) -> int:
 def broken_call(
     text: str, start: int, marks: tuple[str, str], call_id: str, error: str, name: str = ""
 ) -> tuple[list[ToolCall], int]:
-    """The malformed call in the block that opens at `start`, as `broken_end` says, and the position after it."""
+    """Return the malformed call of the block that opens at `start`, up to its `broken_end`, and the position after it."""
     stop, closed = broken_end(text, start + len(marks[0]), *marks)
     return [malformed_call(call_id, text[start:stop], error if closed else f"no {marks[1]}: {error}", name)], stop
 
 
 def broken_end(text: str, body: int, opening: str, closing: str) -> tuple[int, bool]:
-    """End of a broken block whose body begins at `body`: after its closing mark, before the next opening mark, or with the
-    text, whichever is first; and whether it has a closing mark."""
+    """Find the end of a broken block whose body begins at `body`: after its closing mark, before the next opening mark, or at the
+    end of the text, whichever is first. Also returns True if there is a closing mark."""
     following = text.find(opening, body)
     limit = following if following >= 0 else len(text)
-    # Up to there only: of many blocks that no mark closes, each would look through the whole text.
+    # Searched only up to there: otherwise each of many unclosed blocks would scan the whole text.
     close = text.find(closing, body, limit)
     return (close + len(closing), True) if close >= 0 else (limit, False)
 
 
 def _block(text: str, start: int, call_id: str) -> tuple[list[ToolCall], int]:
-    """Read the block that opens at `start`; returns the call and the position after the block."""
+    """Read the block that opens at `start`, and return its call and the position after it."""
     body = start + len(OPEN)
     try:
         value, end = strict_json(text, body)
@@ -300,22 +302,22 @@ def _block(text: str, start: int, call_id: str) -> tuple[list[ToolCall], int]:
     return [call_from_json(value, call_id, text[start:stop])], stop
 
 
-# Values of a syntax that writes everything as text, read as the types declared by the tool. They are tried in the same order as
-# in vLLM's Qwen3-coder parser, so that a model served there gets the same arguments (tests/engines/test_vllm_parsers.py).
+# Untyped values, read as the types that the tool declares. The types are tried in the order of vLLM's Qwen3-coder parser, so
+# that a model served there gets the same arguments (tests/engines/test_vllm_parsers.py).
 
 
 def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Json:
-    """The argument `key` of a call, by the schema of the tool's parameters; without one (None), as JSON if it is valid
-    JSON but no string, and else as text. Raises TwiceError for an object with a key twice."""
+    """Read the argument `key` of a call by the tool's parameter schema; without one (None), as JSON if it is valid and no string,
+    else as text. Raises TwiceError for an object with a duplicate key."""
     if schema is not None:
         return typed_value(text, {"anyOf": property_schemas(schema_parts(schema, schema), key)}, schema)
     value = _read_as(["JSON"], text)
-    return text if isinstance(value, str) else value  # a quoted string stays as it was written: the quotes may be meant
+    return text if isinstance(value, str) else value  # a quoted string keeps its quotes, which may be intended
 
 
 def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
-    """`text` as the first declared type that fits, in the order of `_KINDS`; one that fits none is JSON if it can be, else
-    text, which the validation of the call rejects. Without a declared type a value is text. `root`: for references."""
+    """Read `text` as the first declared type that fits, in the order of `_KINDS`; else as JSON if valid, else as text, which the
+    call's validation rejects. Without a declared type a value is text. `root` resolves references."""
     declared: set[str] = set()
     parts = schema_parts(schema, root)
     for part in parts:
@@ -329,7 +331,7 @@ def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
 
 
 def _read_as(kinds: Sequence[str], text: str) -> Json:
-    """`text` as a value of the first of these JSON types that fits, else as text."""
+    """Read `text` as the first of these JSON types that fits, else as text."""
     word = text.strip().lower()
     for kind in kinds:
         try:
@@ -340,7 +342,7 @@ def _read_as(kinds: Sequence[str], text: str) -> Json:
             if kind == "number" and math.isfinite(value := float(text)):
                 if value != int(value):
                     return value
-                # A float has not each integer beyond 2**53.
+                # A float is not exact for integers beyond 2**53.
                 return int(text) if _WHOLE.fullmatch(text) else int(value)
             if kind == "boolean" and word in ("true", "1", "false", "0"):
                 return word in ("true", "1")
@@ -356,7 +358,7 @@ def _read_as(kinds: Sequence[str], text: str) -> Json:
 
 
 _WHOLE = re.compile(r"\s*[-+]?\d{1,400}\s*")
-# In the order in which they are tried. "string" fits everything, so it comes last.
+# In the order of the attempts. "string" fits everything, so it comes last.
 _KINDS = ("null", "integer", "number", "boolean", "object", "array", "string")
 _NAMES = {
     type(None): "null", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array", str: "string",
