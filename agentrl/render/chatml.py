@@ -1,4 +1,4 @@
-"""ChatML with Hermes tool calls, and chat templates with tools by name."""
+"""ChatML with Hermes tool calls, and named chat templates with tools."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 # </tool_response><|im_end|>
 # <|im_start|>assistant
 #
-# `CHATML_TEMPLATE` is the same format as a Jinja chat template; the tokenizers that the project builds have it.
+# `CHATML_TEMPLATE` is this format as a Jinja chat template, which the tokenizers built by the project have.
 
 START, END = "<|im_start|>", "<|im_end|>"
-"""The added tokens that a tokenizer for this format must have."""
+"""Added tokens that a tokenizer must have for this format."""
 
 CHATML_TEMPLATE = """\
 {%- macro signature(tool) -%}
@@ -92,7 +92,7 @@ _CLOSE_TURN = Markup(f"{END}\n")
 
 
 class ChatML(Renderer):
-    """Renders the format above, with the same tokens as `apply_chat_template` of `CHATML_TEMPLATE`."""
+    """Renderer of the format above, with the same tokens as `apply_chat_template` of `CHATML_TEMPLATE`."""
 
     syntax = "hermes"
 
@@ -119,12 +119,12 @@ class ChatML(Renderer):
     def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
         if any(message.role == "assistant" for message in messages):
             raise RenderError("an assistant turn is sampled, never appended as a message")
-        # A turn cut by a budget, or that another token ended, lacks the end token in its sampled ids, so the suffix supplies it.
+        # A turn that a budget cut or another token ended lacks the end token, so the suffix adds it.
         ended = finish == "stop" and last in (None, self.stop_token_ids[0])
         return self.codec.encode(Markup("\n") if ended else _CLOSE_TURN, *_turns(messages), _OPEN_TURN)
 
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
-        # A cut turn may end in any token, which is then part of its text.
+        # The last token of a cut turn is part of its text.
         ids = token_ids[:-1] if finish == "stop" and token_ids and token_ids[-1] in self.stop_token_ids else token_ids
         reasoning, text = THINK.split(self.codec.decode(ids))
         content, calls = parse_tool_calls(text)
@@ -133,16 +133,16 @@ class ChatML(Renderer):
     def assistant(self, message: Message) -> list[int]:
         if message.role != "assistant":
             raise RenderError(f"expected an assistant's message, got one of role {message.role!r}")
-        # Without the newline after END, as a policy samples it: `extend` adds that one.
+        # Without the newline after END, which a policy does not sample: `extend` adds it.
         return self.codec.encode(*_body(message), Markup(END), after=Place.TEXT)
 
 
 def _turns(messages: Sequence[Message]) -> list[str]:
-    """The parts of whole turns; adjacent tool results share one user turn."""
+    """Return the parts of whole turns; adjacent tool results share one user turn."""
     parts: list[str] = []
     for index, message in enumerate(messages):
         if message.role != "tool":
-            # Only the frame is markup; content stays ordinary text, whatever control tokens its author spelled out.
+            # Only the frame is markup; content is ordinary text, even if it spells out control tokens.
             parts += [Markup(f"{START}{message.role}\n"), *_body(message), _CLOSE_TURN]
             continue
         if index == 0 or messages[index - 1].role != "tool":
@@ -167,8 +167,8 @@ def _body(message: Message) -> list[str]:
     return parts
 
 
-# Chat templates with tools, by name, for tokenizers whose own template has none (`model.chat_template`). Each keeps the turn
-# markers of its model family. All of them only append: no turn is rewritten when messages follow it.
+# Named chat templates with tools (`model.chat_template`), for tokenizers whose own template has none. Each uses the turn
+# markers of its model family. All only append: no turn is rewritten when messages follow it.
 
 _TURNS = """\
 {%- macro begin(role) -%}
@@ -262,7 +262,7 @@ CHAT_TEMPLATES = {
     "deepseek": _template(**_DEEPSEEK),
     "phi3": _template(**_HERMES, BEGIN=r"{{ '<|' ~ role ~ '|>\n' }}", END=r"{{ '<|end|>\n' }}"),
 }
-"""The templates that `model.chat_template` knows by name."""
+"""Chat templates by their name in `model.chat_template`."""
 TURN_TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "hermes": ("<|im_start|>", "<|im_end|>"),
@@ -275,11 +275,11 @@ TURN_TOKENS = {
     ),
     "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
 }  # fmt: skip
-"""The tokens of each that the tokenizer must have; what stands around tool calls may be ordinary text."""
+"""Tokens of each template that the tokenizer must have; marks around tool calls may be ordinary text."""
 
 
 def chat_template(given: str) -> str:
-    """The text of `model.chat_template`: a name of `CHAT_TEMPLATES`, or else a file. Raises ConfigError."""
+    """Return the template of `model.chat_template`, a name of `CHAT_TEMPLATES` or a file. Raises ConfigError for others."""
     if given in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[given]
     try:
@@ -294,7 +294,7 @@ def chat_template(given: str) -> str:
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:
-    """Give the tokenizer the template `given`. Raises ConfigError for an unknown one, or for turn tokens that it lacks."""
+    """Set a tokenizer's chat template. Raises ConfigError for an unknown one, or if the tokenizer lacks its turn tokens."""
     text, tokens = chat_template(given), tokenizer.get_added_vocab()
     missing = [token for token in TURN_TOKENS.get(given, ()) if token not in tokens]
     if missing:
@@ -305,7 +305,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:
 
 
 def advice(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The end of an error: the key to set, and the names whose turn tokens the tokenizer has."""
+    """Return the fix for an error: the key to set, and the template names whose turn tokens the tokenizer has."""
     tokens = tokenizer.get_added_vocab()
     names = [f'"{name}"' for name, needed in TURN_TOKENS.items() if all(token in tokens for token in needed)]
     fitting = f"{' or '.join(reversed(names))}, whose tokens it has, or to " if names else ""

@@ -1,4 +1,4 @@
-"""Calls of models behind an API through litellm, of policies, judges and users alike: how they are asked, read and refused."""
+"""Calls of API models through litellm, for policies, judges and users: requests, answers and refusals."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from agentrl.utils.threads import fork_safe
 
 _IMPORTING = fork_safe(threading.Lock())
 ONCE = {"num_retries": 0, "max_retries": 0}
-"""litellm's own retries are off: they would respect neither a limit on waits nor a queue."""
+"""Arguments that switch litellm's retries off, since these respect neither a time limit nor a queue."""
 _BUSY = (408, 409, 425, 429)
 _FAILED = {"error", "network_error", "insufficient_system_resource", "insufficient_quota", "abort", "cancelled", "timeout",
            "failed", "content_filter", "sensitive"}  # fmt: skip
-"""Ends of an answer that its provider made, by the names of several; litellm calls those that it does not know "stop"."""
+"""Finish reasons of failures, as various providers name them; litellm replaces names that it does not know by "stop"."""
 _UNPAID = re.compile(r"(?i)insufficient.(quota|credit|balance|fund)|exceeded_current_quota|credit balance|billing[_ ](hard|not)")
 _KEYLESS = re.compile(r"(?i)missing\b.{0,30}\b(api.?key|credentials)|api_key\b.{0,30}\b(not|be) set|unable to locate credentials")
 _CUT = {"model_length", "max_output_tokens", "incomplete"}
@@ -33,8 +33,8 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 def request_of(
     own: Mapping[str, Any], args: Mapping[str, Any], base: str | None, *, args_key: str, base_key: str
 ) -> dict[str, Any]:
-    """The keyword arguments of one call of litellm's: the caller's `own`, and over them `args` with references resolved, which
-    cannot replace model, messages, timeout and tools. Raises as `addressed`."""
+    """Build the keyword arguments of a litellm call: the caller's `own`, overridden by `args` with references resolved, except
+    model, messages, timeout and tools. Raises as `address_arguments`."""
     given, where = resolve_references(dict(args), args_key), address_arguments(base, base_key)
     headers = {**given.get("extra_headers", {}), **where.get("extra_headers", {})}
     asked = {name: own[name] for name in ("model", "messages", "timeout")}
@@ -43,12 +43,13 @@ def request_of(
 
 
 def choice_of(answer: Any) -> Any:
-    """The choice of a response, its end "length" if it was cut. Raises LookupError if the provider failed, or withheld it."""
+    """Return a response's choice, with finish_reason "length" if it was cut. Raises LookupError if the provider failed or
+    withheld it, or for calls in another layout."""
     if not answer.choices:
         raise LookupError("the response has no choices")
     choice, row = answer.choices[0], answer.choices[0].model_dump()
     came = row.get("provider_specific_fields") or {}
-    ends = [came.get("native_finish_reason") or choice.finish_reason, choice.finish_reason]  # the provider's word, and litellm's
+    ends = [came.get("native_finish_reason") or choice.finish_reason, choice.finish_reason]  # of the provider, and of litellm
     if came.get("error"):
         raise LookupError(f"the provider failed: {str(came['error'])[:200]}")
     if _FAILED & {*ends}:
@@ -63,8 +64,8 @@ def choice_of(answer: Any) -> Any:
 
 
 def read_answer(message: Any) -> tuple[str, str | None, tuple[ToolCall, ...]]:
-    """Text of an answer, or of its refusal, the reasoning before it, and its calls, whose ids are their numbers in it."""
-    # Late: who asks no API needs no parser.
+    """Return an answer's text or refusal, its reasoning, and its calls, with ids `call_0`, `call_1` and so on."""
+    # Imported late: only calls of an API need the parser.
     from agentrl.render.tool_calls import call_from_json, malformed_call, whole_json
 
     calls: list[ToolCall] = []
@@ -84,15 +85,15 @@ def read_answer(message: Any) -> tuple[str, str | None, tuple[ToolCall, ...]]:
 
 
 def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str, Json]:
-    """An answer as the next request holds it: with the provider's own ids and fields (reasoning, signatures) as they came, and
-    its `calls` in a form that strict servers take."""
+    """Convert an answer to a message of the next request, with the provider's ids and fields (reasoning, signatures) unchanged
+    and its `calls` in a form that strict servers accept."""
     from agentrl.render.tool_calls import sendable, write_call
 
     row: dict[str, Json] = {"role": "assistant", "content": message.content, **message.model_dump(exclude_none=True)}
-    # Providers whose requests have OpenAI's form, so that a field of a message reaches them under its own name.
+    # Providers with OpenAI's request format, to which message fields are sent under their own names.
     alike = {"openai", "azure", "openrouter", "custom_openai", *load_litellm().openai_compatible_providers}
     if load_litellm().get_llm_provider(model)[1] in alike:
-        # litellm keeps fields that are not OpenAI's apart; the forms of other providers it makes of those itself.
+        # litellm keeps fields unknown to OpenAI separately, and converts them itself for other providers.
         more = row.pop("provider_specific_fields", None) or {}
         row = {**{name: value for name, value in more.items() if value is not None}, **row}
         if "reasoning" in more and more["reasoning"] == row.get("reasoning_content"):
@@ -108,18 +109,18 @@ def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str,
 
 
 def passes(problem: BaseException) -> bool:
-    """Return True if an error may be gone at the next attempt: an outage, a rate limit, or a connection that was lost."""
+    """Return True if an error may be temporary: an outage, a rate limit or a lost connection."""
     import openai  # a dependency of litellm, whose errors are subclasses of openai's
 
-    status = getattr(problem, "status_code", None)  # of litellm's errors some have a class of openai's for theirs, and some none
+    status = getattr(problem, "status_code", None)  # some errors of litellm lack the openai class of their status
     busy = isinstance(status, int) and (status >= 500 or status in _BUSY)
     lost = isinstance(problem, openai.APIConnectionError) or (isinstance(problem, openai.APIError) and busy)
     return lost and refusal(problem) is None
 
 
 def refusal(problem: BaseException, request: Mapping[str, Any] | None = None, base: str | None = None) -> str | None:
-    """Text for a refusal of the key, the account or the model, with the key's variable and the fix; None for other errors. Some
-    come as a server's error, or as a rate limit: litellm finds no key, or the credit is used up. `base`: the config's address."""
+    """Describe a refusal of the key, account or model, with the key's variable and the fix; None for other errors. A missing key
+    or used-up credit may come as a server error or rate limit. `base`: the config's address."""
     links, status = list(causes(problem)), getattr(problem, "status_code", None)
     said = " ".join(f"{link} {getattr(link, 'code', '')} {getattr(link, 'type', '')}" for link in links)
     if status == 402 or (status in (400, 403, 429) and _UNPAID.search(said)):
@@ -141,20 +142,20 @@ def refusal(problem: BaseException, request: Mapping[str, Any] | None = None, ba
 
 
 def said_of(problem: BaseException, base: str | None) -> str:
-    """An error of litellm's in one line, with the proxy through which `base`, or a provider, is asked."""
+    """Format an error of litellm in one line, with the proxy that is used for `base` or the provider."""
     return " ".join(str(problem).split())[:300] + through_proxy(base)
 
 
 def causes(problem: BaseException | None) -> Iterator[BaseException]:
-    """An error, and what it was raised from."""
+    """Yield an error and the chain of its causes."""
     while problem is not None:
         yield problem
         problem = problem.__cause__ or problem.__context__
 
 
 def address_arguments(base: str | None, key: str) -> dict[str, Any]:
-    """Arguments of a litellm call to a server of one's own: its address, with references resolved, and the name and password
-    that are in it as a header, since litellm's asynchronous calls fail on those in an address. `key`: its key in the config.
+    """Return litellm arguments for a self-hosted server: its address with references resolved, and its user and password as a
+    header, since litellm's asynchronous calls fail on these in an address. `key`: its key in the config.
     Raises ConfigError for a variable that is not set, and for a query in the address."""
     address = check_base(base, key)
     if not address:
@@ -169,9 +170,9 @@ def address_arguments(base: str | None, key: str) -> dict[str, Any]:
 
 
 def load_litellm() -> Any:
-    """litellm, imported on first use (it takes seconds). Its price table comes from the package, not the network."""
+    """Import litellm on first use (it takes seconds), with the price table of the package, not from the network."""
     name = "LITELLM_LOCAL_MODEL_COST_MAP"
-    with _IMPORTING:  # the environment variable is set for the import only; concurrent imports must not see each other's
+    with _IMPORTING:  # the variable is set for the import only, and a concurrent import must not save or restore it
         before = os.environ.get(name)
         os.environ[name] = "True"
         try:

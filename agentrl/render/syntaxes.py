@@ -33,13 +33,13 @@ from agentrl.utils.parsing import put_once
 # DeepSeek
 
 _BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-_AROUND = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
+_LIST_MARKS = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
 _FENCE, _FENCE_END = "\n```json\n", "```"
 
 
 def parse_deepseek(text: str) -> Parsed:
-    """`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, or `function<｜tool▁sep｜>NAME` and the arguments in a
-    fence of ```json, each call for itself; the tokens around all calls are dropped."""
+    """Parse `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, or `function<｜tool▁sep｜>NAME` and the arguments
+    in a ```json fence, per call; the tokens around all calls are dropped."""
 
     def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
         begin = start + len(_BEGIN)
@@ -70,7 +70,7 @@ def parse_deepseek(text: str) -> Parsed:
         return [call_from_json({"name": name, "arguments": value}, call_id, text[start:stop])], stop
 
     prose, calls = blocks(text, _BEGIN, _END, read)
-    return (_AROUND.sub("", prose).strip() if calls else prose), calls
+    return (_LIST_MARKS.sub("", prose).strip() if calls else prose), calls
 
 
 DEEPSEEK = Syntax("deepseek", parse_deepseek, seen=lambda call: _BEGIN in call)
@@ -78,13 +78,13 @@ DEEPSEEK = Syntax("deepseek", parse_deepseek, seen=lambda call: _BEGIN in call)
 _DSML = "｜DSML｜"
 _BLOCK, _BLOCK_END = (f"<{slash}{_DSML}function_calls>" for slash in ("", "/"))
 _INVOKE = re.compile(rf'\s*<{_DSML}invoke name="([^"\n]*)">(.*?)</{_DSML}invoke>', re.DOTALL)
-_VALUE = rf"((?:(?!<{_DSML}parameter ).)*?)</{_DSML}parameter>"  # with an end of its own
+_VALUE = rf"((?:(?!<{_DSML}parameter ).)*?)</{_DSML}parameter>"  # up to its own end mark
 _PARAMETER = re.compile(rf'\s*<{_DSML}parameter name="([^"\n]*)" string="(true|false)">{_VALUE}', re.DOTALL)
 
 
 def parse_dsml(text: str) -> Parsed:
-    """`<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</...>...`; a parameter says
-    whether it is a string, and is JSON if not."""
+    """Parse `<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</...>...`; a parameter
+    with `string="false"` is JSON."""
 
     def read(body: str, raw: str, call_id: str) -> list[ToolCall]:
         first, position = int(call_id.removeprefix("call_")), 0
@@ -122,26 +122,26 @@ def _invoke(invoke: re.Match[str], call_id: str) -> ToolCall:
 DSML = Syntax("deepseek_dsml", parse_dsml, seen=lambda call: _BLOCK in call, opens=(_BLOCK, _BLOCK_END))
 
 
-# The harmony format of gpt-oss: a turn is a run of messages on channels, and a call is a message to a function.
+# The harmony format of gpt-oss: a turn is a sequence of messages on channels, and a call is a message to a function.
 #
 # <|channel|>analysis<|message|>thoughts<|end|>
 # <|start|>assistant<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"key": "a"}<|call|>
 #
-# or, at the end of a run of calls, `<|start|>assistant<|channel|>final<|message|>the answer<|return|>`. Analysis is the
-# reasoning; `final`, and commentary to nobody, are what is said. (https://cookbook.openai.com/articles/openai-harmony)
+# or, after all calls, `<|start|>assistant<|channel|>final<|message|>the answer<|return|>`. Analysis is the reasoning; `final`,
+# and commentary without a recipient, are the content. (https://cookbook.openai.com/articles/openai-harmony)
 
 _MESSAGE = "<|message|>"
 _ENDS = re.compile(r"<\|(?:end|call|return)\|>")
 _ROLE = re.compile(r"^(?:<\|start\|>)?\s*(?:assistant)?")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_TO = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
+_RECIPIENT = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 
 
 def harmony_parts(text: str) -> tuple[str | None, str, tuple[ToolCall, ...]]:
-    """(reasoning, spoken text, calls) of a turn, which begins after `<|start|>assistant`.
+    """Split a turn, which begins after `<|start|>assistant`, into (reasoning, content, calls).
 
-    A message to a function whose body is no JSON object is kept as a call with `error`; so is a message to someone else,
-    and a turn that was cut within a call. Text without any header is spoken text.
+    A message to a function whose body is no JSON object becomes a call with `error`; so does a message to another recipient, and
+    a turn that was cut within a call. Text without a header is content.
     """
     thoughts: list[str] = []
     said: list[str] = []
@@ -154,12 +154,12 @@ def harmony_parts(text: str) -> tuple[str | None, str, tuple[ToolCall, ...]]:
         position += len(raw)
         header, mark, body = piece.partition(_MESSAGE)
         header = _ROLE.sub("", header, count=1)
-        channel, to = _CHANNEL.search(header), _TO.search(header)
+        channel, to = _CHANNEL.search(header), _RECIPIENT.search(header)
         if to is not None and len(calls) == MOST_CALLS:
             calls.append(too_many(text[position - len(raw) :]))
             break
         if to is not None:
-            calls.append(_call(to.group(1), body, raw, f"call_{len(calls)}", bool(mark), end is not None))
+            calls.append(_read_harmony_call(to.group(1), body, raw, f"call_{len(calls)}", bool(mark), end is not None))
         elif not mark and channel is None:
             said.append(header)
         elif channel is not None and channel.group(1) == "analysis":
@@ -169,7 +169,7 @@ def harmony_parts(text: str) -> tuple[str | None, str, tuple[ToolCall, ...]]:
     return ("\n".join(thoughts) if thoughts else None), "".join(said).strip(), tuple(calls)
 
 
-def _call(to: str, body: str, raw: str, call_id: str, has_body: bool, closed: bool) -> ToolCall:
+def _read_harmony_call(to: str, body: str, raw: str, call_id: str, has_body: bool, closed: bool) -> ToolCall:
     name = to.removeprefix("functions.")
     if not name or not to.startswith("functions."):
         return malformed_call(call_id, raw, f"a message to {to!r}, which is not functions.NAME")
@@ -196,13 +196,13 @@ HARMONY = Syntax(
 
 _OPEN, _CLOSE = "<|tool_call|>", "<|/tool_call|>"
 _BEGINS = re.compile(r"<\|tool_call\|>|<tool_call>(?=\s*[\[{])")
-"""Granite writes the mark as a token of its own or as a plain tag, and closes the tag at times."""
+"""Granite writes the mark as a token or as a plain tag, which it sometimes closes."""
 _BEGINS_JSON = re.compile(r"\s*[\[{]")
 _LIST_ENDS = re.compile(r"\s*(?:<\|/tool_call\|>|</tool_call>)")
 
 
 def parse_listed(text: str) -> Parsed:
-    """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`, or one object, with or without `<|/tool_call|>`."""
+    """Parse `<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`, or one object, with or without `<|/tool_call|>`."""
 
     def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
         body = text.index(">", start) + 1
@@ -214,7 +214,7 @@ def parse_listed(text: str) -> Parsed:
             closing = _LIST_ENDS.match(text, end)
             if closing is None and _BEGINS_JSON.match(text, end):
                 raise ValueError("another call behind the list; write all of them in one list")
-        except ValueError as problem:  # its end is unknown: at the closing tag, before the next opening one, or with the turn
+        except ValueError as problem:  # its end is unknown: at the closing tag, before the next opening one, or at the turn's end
             stop, _ = broken_end(text, body, _OPEN, _CLOSE)
             return [malformed_call(call_id, text[start:stop], str(problem))], stop
         stop = closing.end() if closing else end
@@ -227,16 +227,16 @@ def parse_listed(text: str) -> Parsed:
     return blocks(text, _BEGINS, _CLOSE, read)
 
 
-def _write(calls: Sequence[ToolCall]) -> str:
+def _write_list(calls: Sequence[ToolCall]) -> str:
     return _OPEN + json.dumps([{"name": c.name, "arguments": c.arguments} for c in calls], ensure_ascii=False)
 
 
-# Phi's prompt has a token of its own around the list of tools; Granite's asks for the list in words.
+# Phi's prompt has tokens around the list of tools; Granite's describes the list of calls in words.
 PHI = Syntax(
     "phi",
     parse_listed,
     seen=lambda call: _OPEN in call and _CLOSE in call,
-    write=lambda calls: _write(calls) + _CLOSE,
+    write=lambda calls: _write_list(calls) + _CLOSE,
     asked=lambda prompt: "<|/tool|>" in prompt,
     opens=(_OPEN, _CLOSE),
 )
@@ -244,7 +244,7 @@ GRANITE = Syntax(
     "granite",
     parse_listed,
     seen=lambda call: _OPEN in call,
-    write=_write,
+    write=_write_list,
     asked=lambda prompt: f"{_OPEN} followed by" in prompt,
     opens=(_OPEN, "<tool_call>", _CLOSE),
 )
@@ -253,21 +253,21 @@ GRANITE = Syntax(
 # Llama
 
 _PYTHON_TAG = "<|python_tag|>"
-_AGAIN = re.compile(r"\}\s*<\|python_tag\|>\s*(?=\{)")
+_NEXT_TAG = re.compile(r"\}\s*<\|python_tag\|>\s*(?=\{)")
 _PYTHON_START, _PYTHON_END = "<|python_start|>", "<|python_end|>"
 
 
 def parse_llama_json(text: str) -> Parsed:
-    """`{"name": ..., "parameters": {...}}`, or several, separated by `;` or by nothing, as the whole turn or after a tag."""
-    said, tag, body = _AGAIN.sub("};", text).rpartition(_PYTHON_TAG)
+    """Parse `{"name": ..., "parameters": {...}}`, or several, separated by `;` or nothing, as the whole turn or after a tag."""
+    said, tag, body = _NEXT_TAG.sub("};", text).rpartition(_PYTHON_TAG)
     if body.strip().startswith(_PYTHON_START):
         inside, _, after = body.strip().removeprefix(_PYTHON_START).partition(_PYTHON_END)
-        # Llama 4 puts between these what it says, before its calls, or the calls.
+        # Llama 4 puts either its text, before its calls, or the calls between these.
         calls_inside = inside.lstrip().startswith("{") and not after.strip()
         said, body = (said, inside) if calls_inside else (said + inside, after)
     body = body.strip()
     if not body.startswith("{"):
-        if tag:  # what follows the token is a call and nothing else
+        if tag:  # only a call may follow the token
             return said.strip(), (malformed_call("call_0", tag + body, f"expected a JSON object after {_PYTHON_TAG}"),)
         return text.strip(), ()
     calls: list[ToolCall] = []
@@ -280,7 +280,7 @@ def parse_llama_json(text: str) -> Parsed:
         try:
             value, end = strict_json(body, position)
         except ValueError as problem:
-            # Where the broken one ends is not known, so the rest of the turn goes with it.
+            # The end of the broken call is unknown, so it takes the rest of the turn.
             calls.append(malformed_call(call_id, body[position:], f"not valid JSON: {problem}"))
             break
         key = "arguments" if isinstance(value, dict) and "arguments" in value else "parameters"
@@ -308,8 +308,8 @@ _MARK = "[TOOL_CALLS]"
 
 
 def parse_mistral(text: str) -> Parsed:
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}, ...]`, or, in newer models,
-    `[TOOL_CALLS]name[ARGS]{...}` for each call, with `[CALL_ID]id` before `[ARGS]` in some."""
+    """Parse `[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}, ...]`, or, of newer models,
+    `[TOOL_CALLS]name[ARGS]{...}` per call, in some with `[CALL_ID]id` before `[ARGS]`."""
     prose, mark, body = text.partition(_MARK)
     if not mark:
         return text.strip(), ()
@@ -319,7 +319,7 @@ def parse_mistral(text: str) -> Parsed:
         if number == MOST_CALLS or len(calls) >= MOST_CALLS:
             calls.append(too_many(raw))
             break
-        # Each mark begins a call of its own, so that a broken one does not take the others with it.
+        # Each mark begins a new call, so a broken call does not affect the others.
         head, args, arguments = piece.partition("[ARGS]")
         name, _, sampled_id = head.partition("[CALL_ID]") if args else ("", "", "")
         name, call_id = name.strip(), sampled_id.strip() or f"call_{len(calls)}"
@@ -336,7 +336,7 @@ def parse_mistral(text: str) -> Parsed:
             calls.append(malformed_call(call_id, raw, "expected a JSON array of calls"))
         else:
             for item in value:
-                # The id is part of what was sampled, and the template repeats it with the tool's answer.
+                # The sampled id is kept, since the template repeats it with the tool's result.
                 own = item.get("id") if isinstance(item, dict) else None
                 calls.append(call_from_json(item, own if isinstance(own, str) and own else f"call_{len(calls)}", raw))
     return prose.strip(), within_most(calls)
@@ -356,7 +356,7 @@ HERMES = Syntax(
     close=CLOSE,
 )
 
-# In the order in which they are recognized: those that contain another one's marks come before it.
+# In the order of recognition: a syntax that contains another one's marks comes before it.
 SYNTAXES: dict[str, Syntax] = {
     syntax.name: syntax
     for syntax in (

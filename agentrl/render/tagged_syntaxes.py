@@ -1,4 +1,4 @@
-"""Tool-call syntaxes in tags or as Python calls."""
+"""Tool-call syntaxes with tags or Python calls."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _parse_gemma(text: str, tokens: _Tokens) -> Parsed:
 
 
 class _Reader:
-    """Reads values from a position of `text`; every method raises ValueError for anything else."""
+    """Reader of values from a position of `text`; its methods raise ValueError for other text."""
 
     def __init__(self, text: str, at: int = 0) -> None:
         self.text, self.at, self.values = text, at, 0
@@ -81,7 +81,7 @@ class _Reader:
             raise ValueError(f"nested too deep: more than {_MAX_DEPTH} levels")
 
     def take(self, mark: str) -> bool:
-        """Step over blanks, and over `mark` and the blanks that follow it, if it stands here."""
+        """Skip blanks, then `mark` and the blanks after it if it is next; returns True if it was."""
         self.at = skip_blanks(self.text, self.at)
         if not self.text.startswith(mark, self.at):
             return False
@@ -124,7 +124,7 @@ class _GemmaReader(_Reader):
         return self.text[begin:end]
 
     def members(self, depth: int) -> dict[str, Json]:
-        """The members of an object, whose bracket is taken."""
+        """Read the members of an object, after its opening bracket."""
         found: dict[str, Json] = {}
         if self.take("}"):
             return found
@@ -156,7 +156,7 @@ class _GemmaReader(_Reader):
                 raise ValueError("expected ',' or ']' after an item")
 
 
-def _syntax(name: str, tokens: _Tokens, end: str) -> Syntax:
+def _gemma_syntax(name: str, tokens: _Tokens, end: str) -> Syntax:
     return Syntax(
         name,
         partial(_parse_gemma, tokens=tokens),
@@ -166,8 +166,8 @@ def _syntax(name: str, tokens: _Tokens, end: str) -> Syntax:
     )
 
 
-GEMMA = _syntax("gemma", _Tokens("<|tool_call>", "<tool_call|>", '<|"|>'), "<|tool_response>")
-FUNCTION_GEMMA = _syntax(
+GEMMA = _gemma_syntax("gemma", _Tokens("<|tool_call>", "<tool_call|>", '<|"|>'), "<|tool_response>")
+FUNCTION_GEMMA = _gemma_syntax(
     "function_gemma", _Tokens("<start_function_call>", "<end_function_call>", "<escape>"), "<start_function_response>"
 )
 
@@ -178,12 +178,12 @@ _GLM_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>
 
 
 def parse_glm(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
-    """Strings are written as they are and all else as JSON, so values are read by the tools' schemas as in `parse_qwen_xml`."""
+    """Parse calls of GLM. Strings are unquoted and other values JSON, so the tools' schemas are used as in `parse_qwen_xml`."""
     known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools} if tools else None
-    return closed_blocks(text, OPEN, CLOSE, lambda body, raw, call_id: [_call(body, raw, call_id, known)])
+    return closed_blocks(text, OPEN, CLOSE, lambda body, raw, call_id: [_parse_glm_call(body, raw, call_id, known)])
 
 
-def _call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, Any]] | None) -> ToolCall:
+def _parse_glm_call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, Any]] | None) -> ToolCall:
     position = body.find(_GLM_KEY) if _GLM_KEY in body else len(body)
     name = body[:position].strip()
     if not name or "<" in name or "\n" in name:
@@ -191,12 +191,12 @@ def _call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, 
     schema = None if schemas is None else schemas.get(own_name(name, schemas), {})
     arguments: dict[str, Json] = {}
     while body.startswith(_GLM_KEY, begin := skip_blanks(body, position)):
-        # Each find looks only at the text that it takes: an expression for the pair would look through the rest of the text for
+        # Each find scans only the text that it consumes: a regular expression for the pair would scan the rest of the text for
         # every key without a value.
         key_end = body.find(_KEY_END, begin)
         value = skip_blanks(body, key_end + len(_KEY_END))
         end = body.find(_VALUE_END, value) if key_end >= 0 and body.startswith(_VALUE, value) else -1
-        if end < 0 or body.find(_GLM_KEY, value, end) >= 0:  # the value has no end of its own
+        if end < 0 or body.find(_GLM_KEY, value, end) >= 0:  # the value lacks its end mark
             break
         key = body[begin + len(_GLM_KEY) : key_end].strip()
         try:
@@ -222,14 +222,14 @@ GLM = Syntax(
 # Qwen3-Coder
 
 _BEGINS = re.compile("<tool_call>|<function=")
-"""The policy may leave out the tag around a function, as both servers allow."""
+"""The policy may omit the tag around a function, as inference servers allow."""
 _FUNCTION, _FUNCTION_END = re.compile(r"<function=([^>\n]*)>"), "</function>"
 _PARAMETER, _PARAMETER_END = re.compile(r"\s*<parameter=([^>\n]*)>\n?"), "</parameter>"
 
 
 def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
-    """`<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`. A value is read as the type that
-    the tool's schema declares (`argument_value`); without any tools, as JSON if it is valid JSON and else as a string."""
+    """Parse `<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`. A value is read as the type
+    that the tool's schema declares (`argument_value`); without any tools, as JSON if that is valid, else as a string."""
     known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools} if tools else None
 
     def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
@@ -253,11 +253,11 @@ def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed
             schema = None if known is None else known.get(own_name(name, known), {})
             arguments: dict[str, Json] = {}
             position = 0
-            # From one to the next, and never by a search: what stands between two parameters would be dropped without a word.
+            # Matched one after the other, since a search would silently drop text between two parameters.
             while (parameter := _PARAMETER.match(inner, position)) is not None:
                 key = parameter.group(1).strip()
                 end = inner.find(_PARAMETER_END, parameter.end())
-                # A value that goes on over the next parameter has lost its end, and the call would be made with a wrong argument.
+                # A value that includes the next parameter lacks its end mark, and would be a wrong argument.
                 if end < 0 or inner.find("<parameter=", parameter.end(), end) >= 0:
                     raise ValueError(f"no {_PARAMETER_END} after the value of {key!r}")
                 put_once(arguments, key, argument_value(inner[parameter.end() : end].removesuffix("\n"), key, schema))
@@ -280,10 +280,10 @@ QWEN_XML = Syntax(
 )
 
 
-# Calls as Python: `[f(a=1), g()]` (Llama 4), the same between control tokens (LFM2), one per line in a tag (Olmo 3).
+# Calls in Python: `[f(a=1), g()]` (Llama 4), the same between control tokens (LFM2), one per line in a tag (Olmo 3).
 #
-# Python's own parser reads less than a policy needs: a tool `get-weather`, an argument `from`, a month `07` and a line break in a
-# string are no Python. The reader here takes them, so that every name that a tool may have can be called.
+# Python's parser accepts less than a policy needs: a tool `get-weather`, an argument `from`, a month `07` and a line break in a
+# string are not valid Python. The reader here accepts them, so that every tool can be called.
 
 _PYTHON_NAME = re.compile(r"[^\s()\[\]{},='\"<>`;]+")
 _LOOKS_LIKE_CALLS = re.compile(r"\[\s*(?!\d)[^\s()\[\]{},='\"<>`;]+\s*\(")
@@ -295,13 +295,13 @@ _STRING = re.compile(
     re.DOTALL,
 )
 _WORDS: dict[str, Json] = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
-_MOST = 200_000
-"""Characters of a list of calls."""
+_MAX_LIST = 200_000
+"""Most characters of a list of calls."""
 _START, _END = "<|python_start|>", "<|python_end|>"
 
 
 def parse_pythonic(text: str) -> Parsed:
-    """A list of calls as the whole turn, or between Llama 4's tokens after the spoken text; anything else is prose."""
+    """Parse a list of calls that is the whole turn or is between Llama 4's tokens after text; other text is prose."""
     first, *parts = text.split(_START)
     said, calls = ([first], list[ToolCall]()) if parts else ([], [])
     for part in parts or [text]:
@@ -309,33 +309,33 @@ def parse_pythonic(text: str) -> Parsed:
         if _LOOKS_LIKE_CALLS.match(body.strip()) is None:
             said.append(body)
         else:
-            calls += _calls(body, body.strip(), f"call_{len(calls)}")
+            calls += _parse_call_list(body, body.strip(), f"call_{len(calls)}")
         said.append(after)
     return ("".join(said) if calls else text).strip(), within_most(calls)
 
 
-def _calls(body: str, raw: str, call_id: str) -> list[ToolCall]:
+def _parse_call_list(body: str, raw: str, call_id: str) -> list[ToolCall]:
     body = body.strip()
-    if len(body) > _MOST:
-        return [malformed_call(call_id, raw, f"calls of {len(body)} characters; at most {_MOST} are read")]
+    if len(body) > _MAX_LIST:
+        return [malformed_call(call_id, raw, f"calls of {len(body)} characters; at most {_MAX_LIST} are read")]
     try:
         calls = _PythonReader(body).calls()
     except ValueError as problem:
         return [malformed_call(call_id, raw, f"not a list of calls in Python: {problem}")]
     if not calls:
         return [malformed_call(call_id, raw, "expected a call, got an empty list")]
-    first = int(call_id.removeprefix("call_"))  # the others of the block count on from it
+    first = int(call_id.removeprefix("call_"))  # the block's other calls get the next numbers
     return [ToolCall(name, arguments, id=f"call_{first + i}", raw=raw) for i, (name, arguments) in enumerate(calls)]
 
 
 class _PythonReader(_Reader):
-    """Reads calls and literals of Python."""
+    """Reader of Python calls and literals."""
 
     def calls(self) -> list[tuple[str, dict[str, Json]]]:
-        """`[f(), g()]`, or calls separated by commas or line breaks."""
+        """Read `[f(), g()]`, or calls separated by commas or line breaks."""
         bracket = self.take("[")
         found: list[tuple[str, dict[str, Json]]] = []
-        # The list is over if its bracket is taken, or, without one, at the end of the text (`take` has stepped over blanks).
+        # The list ends at its bracket or, without one, at the end of the text (`take` has skipped blanks).
         while not (self.take("]") if bracket else self.at == len(self.text)):
             found.append(self.call())
             self.take(",")
@@ -351,7 +351,7 @@ class _PythonReader(_Reader):
         self.require("(")
         arguments: dict[str, Json] = {}
         while not self.take(")"):
-            if self.take("**"):  # how a name is written that Python takes for no argument
+            if self.take("**"):  # the notation for argument names that are not valid in Python
                 more = self.value(1)
                 if not isinstance(more, dict):
                     raise ValueError("** is no argument, unless a dict follows")
@@ -360,7 +360,7 @@ class _PythonReader(_Reader):
                 self.at = named.end() if named else self.at
                 if named is None or not self.take("=") or self.text.startswith("=", self.at):
                     self.at = begin
-                    self.value(1)  # a broken value is named as such
+                    self.value(1)  # raises the better error for a broken value
                     raise ValueError("an argument without a name")
                 more = {named.group(): self.value(1)}
             if twice := arguments.keys() & more.keys():
@@ -398,7 +398,7 @@ class _PythonReader(_Reader):
         return _WORDS[word.group()]
 
     def items(self, closing: str, depth: int) -> tuple[list[Json], bool]:
-        """The values up to `closing`, and whether a comma stands between or after them."""
+        """Read the values up to `closing`; also returns True if a comma separates or follows them."""
         found: list[Json] = []
         comma = False
         while not self.take(closing):
@@ -424,7 +424,7 @@ class _PythonReader(_Reader):
         return found
 
     def string(self) -> str:
-        """One literal, or several in a row, which Python joins."""
+        """Read one string literal, or several in a row, which Python joins."""
         parts: list[str] = []
         while (found := _STRING.match(self.text, self.at)) is not None:
             inner = next(part for part in found.group("d3", "s3", "d", "s") if part is not None)
@@ -432,10 +432,10 @@ class _PythonReader(_Reader):
             if found.group("prefix") in ("r", "R") or "\\" not in inner:
                 parts.append(inner)
                 continue
-            # Line breaks and quotes stand for themselves in a policy's strings, whatever Python says.
+            # Line breaks and quotes in a policy's strings are literal, unlike in Python.
             quoted = re.sub(r"\\.|[\n\r\"\x00]", lambda one: _SAFE.get(one.group(), one.group()), inner, flags=re.DOTALL)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # an unknown escape stays as it is, as in Python
+                warnings.simplefilter("ignore")  # an unknown escape is kept, as in Python
                 try:
                     parts.append(str(ast.literal_eval(f'"{quoted}"')))
                 except SyntaxError as problem:
@@ -454,7 +454,7 @@ class _PythonReader(_Reader):
 _SAFE = {"\n": "\\n", "\r": "\\r", '"': '\\"', "\x00": "\\x00"}
 
 
-def _write(calls: Sequence[ToolCall]) -> str:
+def _write_calls(calls: Sequence[ToolCall]) -> str:
     written = []
     for call in calls:
         arguments = [
@@ -469,16 +469,16 @@ _LFM, _LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
 _OLMO, _OLMO_END = "<function_calls>", "</function_calls>"
 LFM2 = Syntax(
     "lfm2",
-    lambda text: closed_blocks(text, _LFM, _LFM_END, _calls),
+    lambda text: closed_blocks(text, _LFM, _LFM_END, _parse_call_list),
     seen=lambda call: _LFM in call,
-    write=lambda calls: _LFM + _write(calls) + _LFM_END,
+    write=lambda calls: _LFM + _write_calls(calls) + _LFM_END,
     asked=lambda prompt: "<|tool_list_start|>" in prompt,
     opens=(_LFM, _LFM_END),
 )
 OLMO = Syntax(
     "olmo",
-    lambda text: closed_blocks(text, _OLMO, _OLMO_END, _calls),
+    lambda text: closed_blocks(text, _OLMO, _OLMO_END, _parse_call_list),
     seen=lambda call: _OLMO in call and "(" in call,
     opens=(_OLMO, _OLMO_END),
 )
-PYTHONIC = Syntax("pythonic", parse_pythonic, seen=lambda call: _LOOKS_LIKE_CALLS.search(call) is not None, write=_write)
+PYTHONIC = Syntax("pythonic", parse_pythonic, seen=lambda call: _LOOKS_LIKE_CALLS.search(call) is not None, write=_write_calls)

@@ -237,7 +237,7 @@ class TemplateRenderer(Renderer):
                 if syntax is None or syntax.write is None:
                     raise RenderError("it does not write tool calls")
                 self._text.change(calls_in_content=syntax)
-            self._turns.use(syntax)
+            self._turns.learn_call_turns(syntax)
             self._verify(_CALLED)
         except (RenderError, ModelError) as problem:
             wrote = f", and writes a call and its answer as {written[:160]!r}" if written else ""

@@ -1,4 +1,4 @@
-"""Read how a chat template writes messages and turns."""
+"""Probing of a chat template: how it writes messages and turns."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 
 MOST_LINES = 20_000_000
-"""Lines that a chat template may run while it is tried, 200 times as many as the longest known one needs: some seconds."""
+"""Lines that a chat template may execute while it is probed, 200 times the need of the longest known one: some seconds."""
 
 
 class EndlessTemplateError(BaseException):
-    """A chat template runs too long; no Exception, which who renders would take for a refusal, and try the next conversation."""
+    """A chat template runs too long. Not an Exception, which callers of `render` would treat as a refused conversation."""
 
 
 @contextmanager
 def limit_lines() -> Iterator[None]:
-    """Inside, this thread raises EndlessTemplateError out of chat templates that run more than `MOST_LINES` lines in all: nothing
-    else ends a loop in a thread."""
+    """Raise EndlessTemplateError in this thread once chat templates have executed `MOST_LINES` lines in total: nothing else can
+    interrupt a loop in a thread."""
     left, before = MOST_LINES, sys.gettrace()
 
     def count(frame: FrameType, event: str, value: Any) -> Any:
@@ -57,13 +57,13 @@ def limit_lines() -> Iterator[None]:
         sys.settrace(before)
 
 
-# Text from outside goes through the template with placeholders for control tokens, so that a tool which prints `<|im_end|>`
-# does not end its turn; the same is done in the other direction, when sampled ids become text for a parser.
+# Untrusted text goes through the template with placeholders for control tokens, so that a tool that prints `<|im_end|>` does
+# not end its turn; likewise in the other direction, when sampled ids become text for a parser.
 
-# Letters, which every filter of a template copies (JSON's and Python's escapes spare no private characters); a _HIDE in the text
-# itself is escaped like a control token.
+# Letters, which every filter of a template copies (JSON and Python escape private characters); a _HIDE in the text itself is
+# replaced like a control token.
 _HIDE, _SHOW = "Qhiddenx", "q"
-_PICTURE = 1 << 40  # and more: an image of so many more tokens
+_PICTURE = 1 << 40  # a number n from here on stands for an image of n - _PICTURE tokens
 _HIDDEN = re.compile(f"{_HIDE}([0-9]+){_SHOW}")
 
 
@@ -80,17 +80,17 @@ FRAMES = (
 
 @dataclass(frozen=True)
 class Form:
-    """Form of turns that a template expects.
+    """The form of messages that a template expects.
 
-    reasoning: the key of the reasoning; "chunk" as a part of the content of type "thinking", "inline" as text, or "none", as
-        the template drops it in any case.
-    arguments_as_text: arguments as a JSON string, not as an object.
-    calls_in_content: calls as text of this syntax, since the template writes none.
-    one_call: the template takes only one call a turn; several go into the content.
-    malformed_as_calls: a call that could not be parsed as one without arguments, since the template shows no answer to text.
-    content_as_reasoning: text next to calls as reasoning, since the template takes only one of the two.
-    nothing: the content of a turn in which nothing was sampled. empty: that of an empty message to the policy.
-    no_list: without tools there is no list of them, and not an empty one.
+    reasoning: the key of the reasoning; "chunk" for a content part of type "thinking", "inline" for text within the content, or
+        "none" if the template drops reasoning in any case.
+    arguments_as_text: arguments are a JSON string, not an object.
+    calls_in_content: calls are written into the content in this syntax, since the template writes none.
+    one_call: the syntax for several calls in the content, since the template takes only one call per turn.
+    malformed_as_calls: a malformed call is passed as one without arguments, since the template shows no answer to text.
+    content_as_reasoning: text next to calls is passed as reasoning, since the template takes only one of the two.
+    nothing: the content of a turn in which nothing was sampled. empty: the content of an empty message to the policy.
+    no_list: without tools the template gets None, not an empty list.
     """
 
     reasoning: str = "reasoning_content"
@@ -107,7 +107,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Placeholders:
-    """Placeholders of images among a model's tokens: `begin`, a `pad` for each of its `count(image)` tokens, `end`."""
+    """A model's image tokens: `begin`, `count(image)` times `pad`, `end`."""
 
     begin: str
     pad: str
@@ -116,19 +116,19 @@ class Placeholders:
 
 
 class TemplateText:
-    """A tokenizer's chat template and its tokens."""
+    """A tokenizer's chat template, with encoding and decoding of its text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date | None = None) -> None:
-        """`day`: the date of a template that writes one; by default today, as long as this object lives."""
+        """`day`: the date for a template that writes one; by default the day on which this object is made."""
         self._tokenizer = tokenizer
-        # transformers gives a template the clock: a prompt that is rendered after midnight would be another one.
+        # transformers gives templates the current date, so a prompt rendered after midnight would differ.
         moment = datetime.combine(day or date.today(), time.min)
         given = {"strftime_now": moment.strftime} | ({"date_string": moment.strftime("%d %b %Y")} if day else {})
         self._dates = {name: value for name, value in given.items() if name in str(tokenizer.chat_template)}
         self.codec = Codec(tokenizer, _sample_text(tokenizer))
         self.form = Form()
         self.advice = advice(tokenizer)
-        # The longest first: of two tokens with the same beginning, the pattern must find the one that the tokenizer would.
+        # Longest first: of two tokens with the same beginning, the pattern must match the one that the tokenizer would.
         self.control = sorted(self.codec.control, key=len, reverse=True)
         self._control_ids = {self.codec.added[content] for content in self.control}
         self._names = [*self.control, _HIDE]
@@ -136,11 +136,11 @@ class TemplateText:
         self._pattern = re.compile("|".join(map(re.escape, self._names)))
 
     def change(self, **form: Any) -> None:
-        """Give turns in another form from now on."""
+        """Change the form of messages."""
         self.form = replace(self.form, **form)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool) -> str:
-        """The template's text. Raises RenderError if the template refuses the messages."""
+        """Render messages by the template. Raises RenderError if it refuses them."""
         turns = accumulate(message.role == "assistant" for message in messages)
         try:
             text = self._tokenizer.apply_chat_template(
@@ -150,12 +150,12 @@ class TemplateText:
                 tokenize=False,
                 **self._dates,
             )
-        except Exception as problem:  # templates are programs: one that expects another form of a message fails in its own ways
+        except Exception as problem:  # a template is a program, which may raise anything for an unexpected form of message
             raise RenderError(f"the chat template refused the messages: {str(problem) or type(problem).__name__}") from problem
         return str(text)
 
     def encode(self, text: str, after: Place = Place.TOKEN) -> list[int]:
-        """Ids of what `render` gave, or of a part of it that comes `after` something."""
+        """Encode the text of `render`, or a part of it that comes `after` another one."""
         parts: list[str] = []
         position = 0
         for match in _HIDDEN.finditer(text):
@@ -169,11 +169,11 @@ class TemplateText:
         return self.codec.encode(*parts, Markup(text[position:]), after=after)
 
     def direct(self, text: str) -> list[int]:
-        """The tokenizer's own ids of a text."""
+        """Encode a text by the tokenizer itself."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of sampled ids. What only looks like a control token is hidden in it, if any such is there."""
+        """Decode sampled ids; text that only looks like a control token is replaced by a placeholder."""
         text = self.codec.decode(ids)
         if self.spells_nothing(ids, text):
             return text
@@ -183,7 +183,7 @@ class TemplateText:
             if number is not None and number not in self._control_ids:
                 run.append(number)
                 continue
-            # After a control token, so that a tokenizer that strips the start of a text strips nothing here.
+            # Decoded after the control token, so that a tokenizer that strips the start of a text strips nothing.
             ordinary = self.codec.decode(run).removeprefix(parts[-1] if parts else "")
             parts.append(self.hide(ordinary))
             if number is not None:
@@ -192,17 +192,16 @@ class TemplateText:
         return "".join(parts)
 
     def spells_nothing(self, ids: Sequence[int], text: str | None = None) -> bool:
-        """Return True if all that looks like a control token in the text of sampled ids is one. `text`: theirs, if known."""
+        """Return True if all text of sampled ids that looks like a control token is one. `text`: the decoded ids, if known."""
         text = self.codec.decode(ids) if text is None else text
         return sum(1 for i in ids if i in self._control_ids) == sum(1 for _ in self._pattern.finditer(text))
 
     def fill_placeholders(self, value: Any) -> Any:
-        """The value with every placeholder in its strings replaced by what it stands for."""
+        """Replace the placeholders in all strings of a value by their control tokens."""
         return map_texts(value, partial(_HIDDEN.sub, self._name))
 
     def hide(self, value: Any) -> Any:
-        """The value with every control token in its strings replaced by a placeholder, which the template
-        copies like any other text."""
+        """Replace the control tokens in all strings of a value by placeholders, which the template copies as ordinary text."""
         by = partial(self._pattern.sub, lambda match: f"{_HIDE}{self._names.index(match.group())}{_SHOW}")
         return map_texts(value, by)
 
@@ -211,19 +210,19 @@ class TemplateText:
         return self._names[number] if number < len(self._names) else match.group()
 
     def _row(self, message: Message, turn: int) -> dict[str, Json]:
-        """A message as the template reads it, in the conversation's turn of that number."""
+        """Convert a message of the conversation's turn `turn` to the template's form."""
         form = self.form
         calls = [call for call in message.tool_calls if call.arguments is not None or form.malformed_as_calls]
-        aside = [call.raw for call in message.tool_calls if call.arguments is None and not form.malformed_as_calls]
+        malformed = [call.raw for call in message.tool_calls if call.arguments is None and not form.malformed_as_calls]
         blank = form.empty if message.role != "assistant" else "" if calls else form.nothing
         if self.pictures is None or not message.images:
             content = self.hide(message.content) or blank
-        else:  # with placeholders for the images that the model is shown
+        else:  # with placeholders for images
             parts, count = split_at_images(message.content, message.images), self.pictures.count
             content = "".join(self.hide(p) if isinstance(p, str) else f"{_HIDE}{_PICTURE + count(p)}{_SHOW}" for p in parts)
             content = content or blank
-        if aside:  # no template can render a malformed call; as text it stays exactly as sampled
-            content = self.hide("\n".join([message.content, *aside]).strip())
+        if malformed:  # no template can render a malformed call; as text it is kept as sampled
+            content = self.hide("\n".join([message.content, *malformed]).strip())
         syntax = form.calls_in_content or (form.one_call if len(calls) > 1 else None)
         if calls and syntax is not None and syntax.write is not None:
             hidden = [ToolCall(self.hide(call.name), self.hide(call.arguments), id=call.id) for call in calls]
@@ -234,14 +233,14 @@ class TemplateText:
             if form.arguments_as_text:
                 arguments = json.dumps(arguments, ensure_ascii=False)
             function = {"name": self.hide(call.name or "unknown"), "arguments": arguments}
-            row.setdefault("tool_calls", []).append({"type": "function", "id": nine(call.id, turn), "function": function})
+            row.setdefault("tool_calls", []).append({"type": "function", "id": short_id(call.id, turn), "function": function})
         if message.role == "tool":
-            row["tool_call_id"] = nine(message.tool_call_id or "", turn)
+            row["tool_call_id"] = short_id(message.tool_call_id or "", turn)
             row["name"] = self.hide(message.name or "")
         reasoning = self.hide(message.reasoning)
         if calls and content and form.content_as_reasoning:
             row["content"], reasoning = "", "\n".join(filter(None, (reasoning, content)))
-        # The reasoning of a turn goes where the template looks for it.
+        # The reasoning goes where the template expects it.
         if reasoning is not None and form.reasoning == "chunk":
             thoughts: list[Json] = [{"type": "thinking", "thinking": reasoning}]
             row["content"] = [*thoughts, {"type": "text", "text": row["content"]}] if row["content"] else thoughts
@@ -253,7 +252,7 @@ class TemplateText:
 
 
 def _sample_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text of a template for plain messages. Markers may be put together in it: '<|' + role + '|>'."""
+    """Render plain messages, to find control tokens that a template composes, such as '<|' + role + '|>'."""
     text = ""
     for roles in ("system user", "user assistant user", "user assistant tool"):
         rows = [{"role": role, "content": "Text"} for role in roles.split()]
@@ -262,20 +261,20 @@ def _sample_text(tokenizer: PreTrainedTokenizerBase) -> str:
     return text
 
 
-def nine(call_id: str, turn: int = 0) -> str:
-    """Nine letters or digits, which some templates (Mistral) require of an id; others look for the call of an answer by it, so
-    ids that parsers give, which count the calls of a turn, are of this turn alone."""
+def short_id(call_id: str, turn: int = 0) -> str:
+    """Make an id of nine letters or digits, as some templates (Mistral) require. Others find a result's call by its id, so ids of
+    parsers, which are unique only within a turn, depend on the turn too."""
     if len(call_id) == 9 and call_id.isalnum():
         return call_id
     counted = f"{call_id} {turn}" if call_id.startswith("call_") else call_id
     return hashlib.sha256(counted.encode()).hexdigest()[:9]
 
 
-# The shape of a conversation: who spoke in which order, with or without reasoning and calls. Chat templates decide by such
-# things alone what they keep of earlier turns, so the answer for a shape is that for every conversation of this shape.
+# The shape of a conversation: the order of roles, and the presence of reasoning and calls. Chat templates decide only by these
+# what they keep of earlier turns, so the result for a shape holds for every conversation of this shape.
 
 MARK = "Qmarkq"
-"""A word that no template is likely to contain, and with nothing in it that JSON or a filter would escape."""
+"""A word that no template is likely to contain, and that JSON and filters do not escape."""
 CALL = ToolCall("probe_tool", {"key": MARK}, id="probecall")
 SECOND = ToolCall("probe_tool", {"key": MARK}, id="probecal2")
 QUESTION = Message("user", "Question")
@@ -290,28 +289,28 @@ TOOL = {
     },
 }
 Round = tuple[Message, tuple[Message, ...]]
-"""An assistant's turn and what followed it."""
+"""An assistant's turn and the messages that followed it."""
 EQUAL_ROUNDS = 2
-"""Of equal rounds this many are kept, and the last one: a template may treat the first one of a kind differently."""
+"""Number of equal rounds kept in a shape, besides the last round: a template may treat the first of a kind differently."""
 MANY = 30
-"""Rounds after which a template that looks at numbers of messages has shown it."""
-# (reasoning: none, empty or some; calls: 0, 1 or more; whether something is said)
+"""Number of rounds that suffice to detect a template that counts messages."""
+# (reasoning: 0 none, 1 empty, 2 some; calls: 0, 1, or 2 for more; True if there is content)
 _Turn = tuple[int, int, bool]
 _Rounds = tuple[tuple[_Turn, tuple[str, ...]], ...]
 Shape = tuple[tuple[str, ...], _Rounds, _Rounds]
-"""Roles before the first turn, rounds that the ledger began with, rounds that were sampled in it. Hashable."""
+"""Roles before the first turn, rounds in the ledger's opening, rounds sampled in the ledger. Hashable."""
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """`opening`: first messages of a ledger. `rounds`: its sampled turns, and the answers."""
+    """A ledger's conversation. `opening`: its first messages. `rounds`: its sampled turns and the answers."""
 
     opening: tuple[Message, ...]
     rounds: tuple[Round, ...]
 
 
 def skeleton(shape: Shape) -> Skeleton:
-    """A conversation of probes in this shape."""
+    """Make a conversation of probe messages in a shape."""
     lead, opening, sampled = shape
     began = [Message("system" if role == "system" else "user", "Question") for role in lead]
     began += [item for turn, answers in map(_probe, opening) for item in (turn, *answers)]
@@ -319,7 +318,7 @@ def skeleton(shape: Shape) -> Skeleton:
 
 
 def rounds_of(messages: Sequence[Message], equal: int) -> tuple[tuple[str, ...], _Rounds]:
-    """The roles before the first turn, and the rounds."""
+    """Return the roles before the first turn, and the rounds, of which at most `equal` are equal (besides the last)."""
     lead: list[str] = []
     rounds: list[tuple[_Turn, list[str]]] = []
     for message in messages:
@@ -350,8 +349,10 @@ def _probe(item: tuple[_Turn, tuple[str, ...]]) -> Round:
 
 
 def _first_lost(messages: Sequence[Message], sort: str, write: Callable[[Sequence[Message]], str]) -> int | None:
-    """Number of the first message that `write` does not show in its place, by marks instead of its texts, since templates trim
-    and escape these; None if all are shown."""
+    """Return the index of the first message that `write` does not show in its place, else None.
+
+    Marks replace the messages' texts, since templates trim and escape these.
+    """
     probes = [
         replace(message, content=message.content and f"Qsaid{number}q", images=(), tool_calls=tuple(
             call if call.arguments is None else replace(call, arguments={"key": f"Qcall{number}x{place}q"})
@@ -361,10 +362,10 @@ def _first_lost(messages: Sequence[Message], sort: str, write: Callable[[Sequenc
     ]  # fmt: skip
     text, at, begun = write(probes), 0, sort == "suffix"
     for number, probe in enumerate(probes):
-        begun = begun or probe.role != "system"  # what opens a conversation may stand anywhere: in Mistral's with the last user
-        # Of a single turn the parser says which calls are in it.
+        begun = begun or probe.role != "system"  # an opening system message may be anywhere: Mistral puts it at the last user
+        # The calls of a single turn are checked by the parser.
         calls = [call.arguments["key"] for call in probe.tool_calls if call.arguments is not None and sort != "turn"]
-        # Mistral Nemo's template drops the first one while tools answer, wherever the model is used.
+        # Mistral Nemo's template drops the first system message while tools answer, also outside of agentrl.
         first = number == 0 and probe.role == "system" and any(message.role == "assistant" for message in messages)
         if sort != "turn" and (first or any(call.raw for call in probe.tool_calls)):
             continue
@@ -384,10 +385,10 @@ class LostTextError(RenderError):
 
 
 _WHOLE = 'Qaq <Qbq> "Qcq" {{ Qdq }}\n\n\tQeq </think> Qfq' + " word" * 20_000 + " Qgq"
-"""Text with what a filter, a split or a limit may cut."""
+"""Text with characters and a length that a filter, a split or a limit may cut."""
 _THOUGHT = "Qthoughtq"
 _SHAPES_CHECKED = 4096
-_INSTEAD = {
+_FIXES = {
     "assistant": "Leave out what it says next to a call, and let it make one call a turn",
     "system": "Put it into the first system message or a user's",
 }
@@ -397,18 +398,18 @@ _FIELDS = ("reasoning_content", "reasoning", "thinking", "chunk")
 
 
 class TurnText:
-    """The template's turns as text. Raises ModelError when made if they have no end token."""
+    """The template's turns as text. The constructor raises ModelError if turns have no end token."""
 
     def __init__(self, text: TemplateText) -> None:
         self._text = text
         self._lost: dict[str, int | None] = {}
         self.tools_need_system = False
-        if not self._render_text([QUESTION], ()):  # one for tools alone goes through their list, whether there is one or not
+        if not self._render_text([QUESTION], ()):  # a template may iterate over the tools without a check for None
             text.change(no_list=False)
-        # After a turn in a conversation, and at the end of one that nothing follows: some templates differ there.
+        # The text after a turn within a conversation, and after a last turn: some templates differ between them.
         probes = ([QUESTION, _ASKED, QUESTION], [QUESTION, _ASKED])
         after = [text.render(probe, generate=False).partition(MARK)[2].lstrip() for probe in probes]
-        # Of each the longest one: `control` is sorted by length.
+        # The longest matching token of each, since `control` is sorted by length.
         self.written_stop, last = (next((token for token in text.control if one.startswith(token)), "") for one in after)
         if not self.written_stop:
             raise ModelError(
@@ -420,7 +421,7 @@ class TurnText:
         self.opening, *others = {text.render([QUESTION], generate=True) for _ in range(8)}
         if others:
             raise ModelError("the chat template writes the same messages otherwise each time. Remove its random parts")
-        # Without an opening for sampling, the turn has to begin with what is said, or a frame of reasoning.
+        # Without an opening for sampling, the turn must begin with its content or a reasoning mark.
         written = text.render([QUESTION, _ASKED], generate=False)
         head = written.removeprefix(self.opening).partition(MARK)[0].strip() if written.startswith(self.opening) else ""
         frames = tuple(frame.open for frame in FRAMES)
@@ -434,7 +435,7 @@ class TurnText:
         self._learn_reasoning()
         frame = text.form.frame
         opened, closed = self.opening.rfind(frame.open), self.opening.rfind(frame.close)
-        # Such a template opens the reasoning itself: what is sampled begins within it, without the mark.
+        # If the template opens the reasoning itself, sampling begins within it, without the mark.
         self.in_reasoning = opened > closed and not self.opening[opened + len(frame.open) :].strip()
         self.past_reasoning = self.opening.rstrip().endswith(frame.close)
         inside = opened >= 0 and not self.opening[opened + len(frame.open) : max(closed, opened)].strip()
@@ -442,7 +443,7 @@ class TurnText:
         self.bare = self.opening[:cut] if self.in_reasoning or self.past_reasoning else self.opening
 
     def turn(self, message: Message) -> str:
-        """The turn as a policy would sample it after the opening, with its stop token.
+        """Render a turn as a policy would sample it after the opening, with its stop token.
 
         Raises RenderError if the template does not write it after its own opening, or drops a part of it.
         """
@@ -453,23 +454,23 @@ class TurnText:
         frame = self._text.form.frame
         body = self._body(message, [])
         if message.reasoning is None and not self.in_reasoning and frame.split(body) != (None, body):
-            # Only as the last one does a turn without reasoning get an empty one from such a template.
+            # Such a template adds empty reasoning only to a last turn, so messages are appended.
             asked = [call for call in message.tool_calls if call.arguments is not None]
             reply = [Message("tool", "result", tool_call_id=call.id, name=call.name) for call in asked]
             body = self._body(message, reply or [QUESTION])
-        # A template that drops the reasoning of every turn still lets the policy write it, and close what was opened.
+        # If the template drops reasoning, the policy still samples it, and closes an opened one.
         if self.in_reasoning and frame.close not in body:
             body = f"{self._text.hide(message.reasoning or '')}\n{frame.close}{frame.gap}{body}"
         elif message.reasoning and frame.close not in body:
             body = frame.around(self._text.hide(message.reasoning)) + body
         stop = self.call_stop if any(call.arguments is not None for call in message.tool_calls) else self.stop
-        # A template may end a turn only before the next one; a policy samples the end in any case.
+        # A template may write the end only before a next turn; a policy always samples it.
         return body.partition(stop)[0] + stop
 
     def suffix(self, messages: Sequence[Message]) -> str:
-        """Text that the template adds after the end of an assistant turn for `messages`, up to the next opening.
+        """Render the text after the end of an assistant turn for `messages`, up to the next opening.
 
-        Raises RenderError if it does not leave the turn as it was, or drops a message.
+        Raises RenderError if the template changes the turn or drops a message.
         """
         self._require_shown(messages, "suffix", self._suffix)
         return self._suffix(messages)
@@ -477,10 +478,10 @@ class TurnText:
     def _suffix(self, messages: Sequence[Message], generate: bool = True) -> str:
         answered = [message for message in messages if message.role == "tool"]
         if self._text.form.one_call and len({message.name for message in answered}) > 1:
-            # Each after a call of its own: gpt-oss' template names all results as the last call that it wrote.
+            # One result after each call: the template of gpt-oss gives all results the name of its last call.
             cut = messages.index(answered[1])
             return self._suffix(messages[:cut], False) + self._suffix(messages[cut:], generate)
-        # Some templates refuse tool results that no call asked for, so the probe turn makes matching calls.
+        # Some templates refuse tool results without calls, so the probe turn makes matching calls.
         shown = answered[:1] if self._text.form.one_call else answered
         calls = tuple(ToolCall(m.name or "unknown", {"key": MARK}, id=m.tool_call_id or "") for m in shown)
         turn = Message("assistant", "", calls) if calls else _ASKED
@@ -491,17 +492,17 @@ class TurnText:
         return suffix
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt of a conversation. Raises RenderError if the template drops a part or moves a later system message.
+        """Render a conversation's prompt. Raises RenderError if the template drops a part or moves a later system message.
 
-        Some may be lost, as it is wherever the model is used: the reasoning of earlier turns, what a policy itself said next to
-        its calls, and the first system message once a turn was taken. `keeps` begins another ledger then.
+        Losses that the model has elsewhere too are allowed; `keeps` then starts a new ledger: the reasoning of earlier turns,
+        the policy's text next to its calls, and the first system message after a turn.
         """
         shown = [TOOL] if tools else []
         self._require_shown(messages, f"prompt {bool(tools)}", lambda probes: self._text.render(probes, shown, generate=True))
         return self._text.render(messages, tools, generate=True)
 
     def _require_shown(self, messages: Sequence[Message], sort: str, write: Callable[[Sequence[Message]], str]) -> None:
-        """Raise RenderError for the first of the messages that `write` does not show in its place; found once for each shape."""
+        """Raise LostTextError for the first message that `write` does not show in its place; cached by shape."""
         key, ids = sort, {call.id for message in messages for call in message.tool_calls}
         for m in messages:
             calls = "".join(f"({call.raw == ''}{call.arguments is None})" for call in m.tool_calls)
@@ -514,12 +515,12 @@ class TurnText:
             role, said = messages[number].role, messages[number].content.strip()[:80]
             raise LostTextError(
                 f"the chat template does not show all of a message of role {role!r} in its place: {said!r}. "
-                f"{_INSTEAD.get(role, 'Leave it out')}, or {self._text.advice}"
+                f"{_FIXES.get(role, 'Leave it out')}, or {self._text.advice}"
             )
 
     def require_whole(self, turn: Message, answer: Message) -> None:
-        """Learn the form of an empty answer. Raise LostTextError if the template cuts a long message, or leaves out earlier ones
-        once there are many."""
+        """Learn the form of an empty answer. Raises LostTextError if the template cuts long messages, or drops earlier ones of
+        many."""
         begun, tools = [QUESTION, turn], [TOOL] if turn.tool_calls else []
         for empty in ("", " ", "(empty)"):
             self._text.change(empty=empty or self._text.form.empty)
@@ -529,47 +530,47 @@ class TurnText:
         text = self._text.render(long, tools, generate=True)
         texts = {answer.role: text}
         if not tools:
-            said = _WHOLE.replace("</think>", "")  # behind which the content of a turn may begin
+            said = _WHOLE.replace("</think>", "")  # the content of a turn may begin only after it
             texts["assistant"] = self._render_text([QUESTION, Message("assistant", said), QUESTION], ())
             texts["system"] = self._render_text([Message("system", said), QUESTION], ())
         if QUESTION.content not in text or text.count(answer.content) < MANY:
             raise LostTextError(f"the chat template leaves out messages once there are {2 * MANY}. Remove the limit")
         for role, written in texts.items():
             seen = "".join(re.findall("Q[a-g]q", written))
-            if seen != "".join(re.findall("Q[a-g]q", _WHOLE)) and (seen or role != "system"):  # which some take not at all
+            if seen != "".join(re.findall("Q[a-g]q", _WHOLE)) and (seen or role != "system"):  # some templates ignore it
                 raise LostTextError(
                     f"the chat template cuts long or marked text of a message of role {role!r}: of {_WHOLE[:54]!r}... it shows "
                     f"{seen!r}. Remove the limit or the filter"
                 )
 
     def ledger_text(self, shape: Skeleton, tools: bool) -> str:
-        """The conversation as a ledger has it: each turn as it was sampled, each answer as it was appended."""
+        """Render a conversation as a ledger has it: turns as sampled, answers as appended."""
         text, parts = self._text.render(shape.opening, [TOOL] if tools else [], generate=True), dict[int, str]()
         for one in shape.rounds:
-            if id(one) not in parts:  # a round may come many times
+            if id(one) not in parts:  # a round may be repeated
                 parts[id(one)] = self.turn(one[0]) + self.suffix(one[1])
             text += parts[id(one)]
         return text
 
     def whole(self, shape: Skeleton, tools: bool) -> str:
-        """The conversation as the template writes it."""
+        """Render a conversation as the template writes the whole."""
         rounds = (message for turn, answers in shape.rounds for message in (turn, *answers))
         return self._text.render([*shape.opening, *rounds], [TOOL] if tools else [], generate=True)
 
     def rewrites_only_the_turn(self, shape: Skeleton, whole: str) -> bool:
-        """Return True if the template, which writes `whole`, leaves what comes before the one turn of `shape` and after it."""
+        """Return True if the template's text `whole` is unchanged before and after the one turn of `shape`."""
         ((turn, answers),) = shape.rounds
         stop, said = (self.call_stop, MARK) if turn.tool_calls else (self.written_stop, turn.content)
         rest = stop + self.suffix(answers)
         inside = whole.removeprefix(self.bare).removesuffix(rest)
-        # A turn that begins with the stop token is another turn: the template opens none for the assistant.
+        # A turn that begins with the stop token is not the assistant's: the template opens no turn for it.
         taken = len(self.bare) + len(rest) == len(whole) - len(inside)
         return taken and said in inside and not inside.lstrip().startswith((stop, self.stop))
 
     def learn_calls(self) -> tuple[str, str]:
-        """Learn the text that the template writes after the question for a call and its answer, and the prompt before it.
+        """Learn the form of calls; returns the text of a call with its answer, and the prompt before it.
 
-        Raises RenderError if it takes no calls.
+        Raises RenderError if the template takes no tools or calls.
         """
         opening = [QUESTION]
         if CALL.name not in self._text.render(opening, [TOOL], generate=True):
@@ -584,8 +585,8 @@ class TurnText:
         prompt, _, call = self._text.render(answered, [TOOL], generate=False).partition(QUESTION.content)
         return call, prompt
 
-    def use(self, syntax: Syntax | None) -> None:
-        """Learn how a turn of calls in this syntax ends, and what else the template wants of such turns."""
+    def learn_call_turns(self, syntax: Syntax | None) -> None:
+        """Learn the end of a turn of calls in this syntax, and the form that the template requires of such turns."""
         text = self._text
         after = text.render([QUESTION, _CALLED, ANSWER], [TOOL], generate=False).rpartition(MARK)[2]
         ends = [end for end in (*(syntax.ends if syntax else ()), self.written_stop, self.stop) if end in after]
@@ -596,22 +597,22 @@ class TurnText:
         two = [QUESTION, Message("assistant", "", (CALL, SECOND)), ANSWER, SECOND_ANSWER]
         if self._render_text(two).count(MARK) < 2 and syntax is not None:
             text.change(one_call=syntax)
-        # What is said of a call that could not be parsed must be seen: such a call is given as text, if that does.
+        # The answer to a malformed call must be shown: such a call is passed as text if the template then shows it.
         text.change(malformed_as_calls=ANSWER.content not in self._render_text([QUESTION, _ASKED, ANSWER]).partition(MARK)[2])
         if not self._render_text([QUESTION, Message("assistant", "Said", (CALL,), reasoning="Thought"), ANSWER]):
             text.change(content_as_reasoning=True)
 
     def _render_text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (TOOL,)) -> str:
-        """The template's text of messages; empty if it refuses them."""
+        """Render messages; "" if the template refuses them."""
         try:
             return self._text.render(messages, tools, generate=False)
         except RenderError:
             return ""
 
     def _learn_reasoning(self) -> None:
-        """Find the key under which the template takes reasoning, and the marks that it puts around it."""
+        """Learn the key of the reasoning and the marks around it."""
         thoughtful = [Message("assistant", MARK, reasoning=_THOUGHT), Message("assistant", "", (CALL,), reasoning=_THOUGHT)]
-        # Some templates write the reasoning of a turn with calls only.
+        # Some templates write reasoning only in turns with calls.
         for field, turn in product(_FIELDS, thoughtful):
             self._text.change(reasoning=field)
             before, thought, after = self._render_text([QUESTION, turn], [TOOL] if turn.tool_calls else ()).partition(_THOUGHT)
@@ -623,10 +624,10 @@ class TurnText:
         opened = [frame for frame in FRAMES if self.opening.rstrip().endswith((frame.open.rstrip(), frame.close))]
         self._text.change(reasoning="inline", frame=opened[0] if opened else FRAMES[0])
         if _THOUGHT not in self._text.render([QUESTION, thoughtful[0], QUESTION], generate=False):
-            self._text.change(reasoning="none")  # it looks for the marks in what was said, and drops what is between them
+            self._text.change(reasoning="none")  # the template drops text between the marks from the content
 
     def _body(self, message: Message, reply: Sequence[Message]) -> str:
-        """Text that the template writes for a turn, after the opening."""
+        """Render a turn, without the opening."""
         frame = self._text.form.frame
         whole = self._text.render([QUESTION, message, *reply], generate=False)
         if whole.startswith(self.opening):
@@ -637,6 +638,6 @@ class TurnText:
         if self.in_reasoning:
             body = body.removeprefix(frame.open)
         elif self.past_reasoning and not frame.split(frame.open + body.removeprefix(frame.open))[0]:
-            # An empty reasoning, of which the opening has its own.
+            # An empty reasoning, which the opening has already.
             body = body.removeprefix(frame.open).lstrip().removeprefix(frame.close)
         return body
