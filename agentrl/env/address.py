@@ -134,7 +134,7 @@ def known_sources() -> dict[str, str]:
 
 
 def module_folder(module: str) -> Path | None:
-    """Find the folder of a top-level package without importing it; None if there is none."""
+    """Find the folder of a top-level package without importing it; None if not found."""
     try:
         spec = find_spec(module)
     except (ImportError, ValueError):

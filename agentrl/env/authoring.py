@@ -171,7 +171,7 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
         return None
 
     def family(self, task: Task) -> str:
-        """Return the task's family, for reports by family and splits that hold out whole families; "" if there are none."""
+        """Return the task's family, for reports by family and splits that hold out whole families; "" without families."""
         return str(task.data.get("family") or "")
 
     async def setup(self, task: Task) -> None:
@@ -205,7 +205,7 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
         return ()
 
     def gold_turns(self, task: Task) -> list[Message]:
-        """Return assistant turns that score the maximum. Raises NotImplementedError if there are none."""
+        """Return assistant turns that score the maximum. Raises NotImplementedError without any."""
         raise NotImplementedError(f"{self.id} has no scripted gold policy")
 
     def horizon(self, task: Task) -> int | None:
@@ -316,7 +316,7 @@ class ToolSide(EnvHooks):
         self._set_makers += (make,)
 
     def tool_set(self, name: str) -> ToolSet:
-        """Return the tool set of this name in the current or last episode. Raises EnvError if there is none."""
+        """Return the tool set of this name in the current or last episode. Raises EnvError for an unknown name."""
         if name not in self._sets:
             raise EnvError(f"{self.id}: no tool set {name!r} in an episode; there are {', '.join(self._sets) or 'none'}")
         return self._sets[name]

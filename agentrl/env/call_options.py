@@ -107,7 +107,7 @@ def _compiled_check(text: str) -> Check:
             return Problem("unexpected_argument", f"{prefix}no argument {extra!r}; {nearest(extra, known)}")
         if error.validator == "type":
             expected = " or ".join(wanted) if isinstance(wanted, list) else wanted
-            return Problem("wrong_type", f"{prefix}expected {expected}, got {_shorten(instance)}")
+            return Problem("wrong_type", f"{prefix}expected {expected}, got {_value_text(instance)}")
         return Problem("invalid_argument", f"{prefix}{fault_words(error)}")
 
     return check
@@ -140,7 +140,7 @@ def as_called(function: Callable[..., Any], hidden: Sequence[str], *, method: bo
 
     def check(arguments: Json) -> Problem | None:
         if not isinstance(arguments, dict):
-            return Problem("wrong_type", f"expected object, got {_shorten(arguments)}")
+            return Problem("wrong_type", f"expected object, got {_value_text(arguments)}")
         for name in hidden:
             if name in arguments:
                 return Problem("unexpected_argument", f"{called}() got an unexpected keyword argument {name!r}")
@@ -165,7 +165,7 @@ def nearest(name: str, known: list[str]) -> str:
     return did_you_mean(name, known, f"known: {', '.join(known[:20])}" if known else "none are known")
 
 
-def _shorten(value: Json) -> str:
+def _value_text(value: Json) -> str:
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
     kind = "null" if value is None else kinds.get(type(value), type(value).__name__)
     said = repr(value)

@@ -125,7 +125,7 @@ class EnvRef:
     when it is built. `seed`: the default of its first reset. `source` is set when the reference is pickled, so that a worker
     with another working directory finds the same file, or its copy if the shelves were shipped to the worker. `tools`: sets and
     MCP servers in addition to the environment's tools. `wrappers`: by name, innermost first. `at`: the server of a remote
-    environment, of which nothing need be on this machine. `max_output`: tokens per result, for tools without a limit.
+    environment, whose files need not be on this machine. `max_output`: tokens per result, for tools without a limit.
     """
 
     id: str
@@ -328,17 +328,17 @@ def shelf_problems() -> list[str]:
 
 
 def find_reward(name: str) -> Path:
-    """Find the reward spec at a path, or `rewards/NAME.json` on a shelf. Raises CatalogError if there is none."""
+    """Find the reward spec at a path, or `rewards/NAME.json` on a shelf. Raises CatalogError if not found."""
     return find_file(name, "rewards", ".json", "reward spec")
 
 
 def find_config(name: str) -> Path:
-    """Find the config at a path, or `configs/NAME.toml` on a shelf. Raises CatalogError if there is none."""
+    """Find the config at a path, or `configs/NAME.toml` on a shelf. Raises CatalogError if not found."""
     return find_file(name, "configs", ".toml", "config")
 
 
 def find_tools(name: str) -> Path:
-    """Find the tool module at a path, or `tools/NAME.py` on a shelf. Raises CatalogError if there is none."""
+    """Find the tool module at a path, or `tools/NAME.py` on a shelf. Raises CatalogError if not found."""
     return find_file(name, "tools", ".py", "tool set")
 
 
@@ -474,8 +474,8 @@ def _parameters_of(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:
 
 
 def find_spec(env: EnvRef, name: str | None) -> dict[str, Any]:
-    """Load the spec with that name or path, by default the environment's (from its server if remote). Raises ConfigError if there
-    is none."""
+    """Load the spec with that name or path, by default the environment's (from its server if remote). Raises ConfigError if it
+    names none."""
     card = env.card() if name is None else None
     if card is not None and card["reward"] is not None:
         return load_spec(card["reward"])

@@ -82,7 +82,7 @@ class Subject:
             raise CheckFailed(f"no gold_turns: {problem}") from problem
 
     def turns(self, env: ToolEnv, seed: int, count: int = 4) -> list[Action]:
-        """Return the gold turns, or `count` sampled calls if there are none."""
+        """Return the gold turns if possible, else `count` sampled calls."""
         try:
             return list(env.gold_turns(env.task))
         except NotImplementedError:

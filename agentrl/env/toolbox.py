@@ -233,7 +233,7 @@ class Toolbox:
         self._owner = None if self._owner is owner else self._owner
 
     def find(self, name: str) -> Tool | None:
-        """Return the tool with this name in any Unicode normalization, listed or unlisted; None if there is none."""
+        """Return the tool with this name in any Unicode normalization, listed or unlisted; None if unknown."""
         return self.table.get(own_name(name, self.table)) or self.unlisted.get(own_name(name, self.unlisted))
 
     def schemas(self) -> list[dict[str, Json]]:
@@ -255,13 +255,13 @@ class Toolbox:
         self.table = {**tools, **self.table} if self.table else tools
 
     def replace(self, item: Tool) -> None:
-        """Replace the tool with the same name. Raises KeyError if there is none."""
+        """Replace the tool with the same name. Raises KeyError for a new name."""
         if item.name not in self.table:
             raise KeyError(item.name)
         self.table = {**self.table, item.name: item}
 
     def remove(self, name: str) -> None:
-        """Remove a tool. Raises KeyError if there is none with that name."""
+        """Remove a tool. Raises KeyError for an unknown name."""
         if name not in self.table:
             raise KeyError(name)
         self.table = {key: value for key, value in self.table.items() if key != name}

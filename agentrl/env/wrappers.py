@@ -136,7 +136,7 @@ def wrap(env: ToolEnv, name: str, args: Mapping[str, Any]) -> ToolEnv:
 
 @WRAPPERS.register("turn_limit")
 class TurnLimit(ToolWrapper):
-    """Truncate episodes after `turns` policy turns, the last of which is still answered (`max_turns`)."""
+    """Truncate episodes after `turns` policy turns (`max_turns`); the last one is still answered."""
 
     def __init__(self, env: ToolEnv, turns: int) -> None:
         """Raises ValueError if `turns` is below 1."""

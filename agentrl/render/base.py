@@ -268,8 +268,8 @@ class Renderer(ABC):
         """Return True if the ledger is unchanged once `following` is appended to the sampled turn `message`.
 
         False, for example, if the chat template then drops the reasoning of earlier turns: the ledger forks, and the new one
-        begins with `start` of all messages. `earlier`: the messages before `message`, of which the ledger began with the first
-        `begun`; without them only this turn is checked.
+        begins with `start` of all messages. `earlier`: the messages before `message`; the ledger began with the first
+        `begun` of them. Without them only this turn is checked.
         """
         return True
 

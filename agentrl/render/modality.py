@@ -98,7 +98,7 @@ def config_modality(model: ModelConfig, found: Any) -> type[Modality] | None:
 
 
 def tiny_modality() -> type[Modality]:
-    """Return the modality of `model.init.vision`. Raises ConfigError if there is none."""
+    """Return the modality of `model.init.vision`. Raises ConfigError without one."""
     for entry in MODALITIES.own():
         if "tiny" in entry.traits:
             return entry.make

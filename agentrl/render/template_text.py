@@ -291,7 +291,7 @@ TOOL = {
 Round = tuple[Message, tuple[Message, ...]]
 """An assistant's turn and the messages that followed it."""
 EQUAL_ROUNDS = 2
-"""Number of equal rounds kept in a shape, besides the last round: a template may treat the first of a kind differently."""
+"""Number of equal rounds kept in a shape, apart from the last round: a template may treat the first of a kind differently."""
 MANY = 30
 """Number of rounds that suffice to detect a template that counts messages."""
 # (reasoning: 0 none, 1 empty, 2 some; calls: 0, 1, or 2 for more; True if there is content)
@@ -318,7 +318,7 @@ def skeleton(shape: Shape) -> Skeleton:
 
 
 def rounds_of(messages: Sequence[Message], equal: int) -> tuple[tuple[str, ...], _Rounds]:
-    """Return the roles before the first turn, and the rounds, of which at most `equal` are equal (besides the last)."""
+    """Return the roles before the first turn, and the rounds, at most `equal` equal ones (apart from the last)."""
     lead: list[str] = []
     rounds: list[tuple[_Turn, list[str]]] = []
     for message in messages:

@@ -45,7 +45,7 @@ class Syntax:
     ends: control tokens that end a turn of calls, if another token ends an answer.
     opens: marks before which a turn's text is prose: those that begin a call, and the closing one, which alone is a malformed
         call; empty if calls may begin otherwise.
-    close: the mark that ends each call; "" if there is none.
+    close: the mark that ends each call; "" without one.
     """
 
     name: str

@@ -343,8 +343,8 @@ class Leaf(ABC):
         return None
 
     def gold_fault(self, args: Args) -> str | None:
-        """Return the reason why no episode of a task can be scored with these resolved arguments, for checks before a run; None
-        if there is none. May block. Raises UnscorableError as `read`."""
+        """Return the reason why no episode of a task can be scored with these resolved arguments, for checks before a run; else
+        None. May block. Raises UnscorableError as `read`."""
         return None
 
     @abstractmethod

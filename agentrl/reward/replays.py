@@ -52,7 +52,7 @@ class FrozenState:
 
     @property
     def empty(self) -> bool:
-        """True if the state is None."""
+        """True for a state of None."""
         return self._packed == _NONE
 
     @property

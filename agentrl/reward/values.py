@@ -46,12 +46,12 @@ exact = nfc
 def _fold(text: str) -> str:
     if not text.isascii():
         shown = _UNSEEN.sub(lambda found: found[0] if _SEEN.match(text, found.start()) else "", text)
-        text = unicodedata.normalize("NFKC", "".join(map(_separate_digit, shown)))
+        text = unicodedata.normalize("NFKC", "".join(map(separate_digit, shown)))
     return _SPACES.sub(" ", text).strip().casefold()
 
 
 @cache
-def _separate_digit(character: str) -> str:
+def separate_digit(character: str) -> str:
     """Separate a character that NFKC would append to a number: 10³ is not 103, nor 1½ 11/2, nor 5① 51."""
     kind, _, made = unicodedata.decomposition(character).partition(" ")
     if not kind.startswith("<") or kind in _SAME_DIGIT or not any(chr(int(code, 16)).isdigit() for code in made.split()):

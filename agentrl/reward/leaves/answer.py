@@ -85,7 +85,7 @@ class TextContains(Leaf):
 def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Reading:
     """Score the wanted texts by their occurrence in any of `texts`.
 
-    Raises UnscorableError if a wanted text is empty, or if there is none and `mode` is any; with mode all the value is then 1.
+    Raises UnscorableError if a wanted text is empty, or without any if `mode` is any; with mode all the value is then 1.
     """
     fold = NORMALIZERS[args.get("strings", "exact")]
     if not all(map(str.strip, map(fold, wanted))):
