@@ -170,7 +170,7 @@ async def test_a_secret_in_a_file_and_a_picture_that_is_too_large() -> None:
     info.add_text("comment", "key a-secret-of-this-test")
     result = await answered(Image.read(file_of(picture(), pnginfo=info)))
     assert not result.images and " of this run stands in its file" in result.content
-    with pytest.raises(EnvError, match=r"tool f returned an image that is not taken: 5000 x 5000 pixels"):
+    with pytest.raises(EnvError, match=r"tool f returned an image that cannot be used: 5000 x 5000 pixels"):
         await answered(Pictures.new("1", (5000, 5000)))
 
 

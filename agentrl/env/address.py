@@ -63,7 +63,7 @@ class EnvAddress:
         """Read the address from a config; None if the environment is local. Raises ConfigError for an invalid one."""
         if config.url is None:
             if config.token_env is not None or config.protocol != AGENTRL:
-                raise ConfigError("env.protocol, env.token_env: only for an environment elsewhere; set env.url")
+                raise ConfigError("env.protocol, env.token_env: only for a remote environment. Set env.url")
             return None
         parts = urlsplit(config.url)
         if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
@@ -147,6 +147,6 @@ def token_in(variable: str, key: str) -> str:
     """Read a token and register it for redaction. Raises ConfigError if the environment variable is not set."""
     token = os.environ.get(variable, "")
     if not token:
-        raise ConfigError(f"{key}: the environment variable {variable} is not set, which has the server's token")
+        raise ConfigError(f"{key}: the environment variable {variable} is not set. Set it to the server's token")
     remember(token)
     return token

@@ -262,7 +262,7 @@ def _check_hook(hook: str, own: Callable[..., Any]) -> Callable[..., Any]:
         check_answer(self.id, getattr(EnvHooks, hook), own, answer)
         if asked is not None and answer.split != asked:  # else a training task could count in a held-out score
             wrong = f"{self.id}: make_task, asked for split {asked!r}, returned a task of split {answer.split!r}"
-            raise HookError(f"{wrong}. Hand the split on, Task(id, seed, split, ...), at {place_of(own)}")
+            raise HookError(f"{wrong}. Pass the split on, Task(id, seed, split, ...), at {place_of(own)}")
         if hook != "state":
             return answer
         try:

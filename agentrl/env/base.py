@@ -21,7 +21,7 @@ from agentrl.env.copying import play_again
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace, run_sync
 from agentrl.env.toolbox import CountTokens, Toolbox, estimate_tokens
 from agentrl.env.tools import Tool, tool_methods
-from agentrl.env.users import GOLD, AsksModel, Parting, RecordedUser, User, heard, make_call, next_step, note
+from agentrl.env.users import GOLD, AsksModel, Parting, RecordedUser, User, make_call, next_step, record_result, user_view
 from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError, fault_text, place_of
 from agentrl.utils.event_loop import LateError, within
 from agentrl.utils.search_path import find_file, is_given, own_reward
@@ -97,8 +97,8 @@ class OwnReward:
             # The spec is next to the file of the class that names it, or on a shelf.
             owner = next(base for base in kind.__mro__ if "reward" in vars(base))
             with suppress(OSError, TypeError):  # a class defined interactively has no file
-                beside = Path(inspect.getfile(owner)).parent / name
-                path = beside if beside.is_file() else None
+                local = Path(inspect.getfile(owner)).parent / name
+                path = local if local.is_file() else None
             path = path or find_file(name, "rewards", ".json", "reward spec")
         spec = given_spec(name) if path is None else load_spec(path)
         self._scorer = compile_spec(spec, context=make_context(RewardConfig(), replay_env=self.replay_env))
@@ -212,7 +212,7 @@ class ToolEnv(Forkable):
         if self.user is None or record is None:
             raise EnvError(f"{self.id}: there is no user to ask (set self.user in setup)")
         while True:
-            answer = await self.user.reply(heard(record, before))
+            answer = await self.user.reply(user_view(record, before))
             if isinstance(answer, Parting):
                 record.parting = answer.text
                 return None
@@ -220,14 +220,14 @@ class ToolEnv(Forkable):
                 return answer
             if not isinstance(answer, Message) or answer.role != "user":
                 raise EnvError(
-                    f"a user answers a text, None, or a Message of role 'user' with its calls, or a Parting, not {answer!r:.200}"
+                    f"the user's reply must be a text, a Message of role 'user' with calls, Parting or None, not {answer!r:.200}"
                 )
             if not answer.tool_calls:
                 return answer.content
             made += len(answer.tool_calls)
             if made > self.user_call_limit:
                 raise UserLimitError(
-                    f"the user made {made} calls in one answer, without a word (user_call_limit = {self.user_call_limit})"
+                    f"the user made {made} calls in one answer, without a text (user_call_limit = {self.user_call_limit})"
                 )
             step = next_step(record)
             for place, call in enumerate(answer.tool_calls):  # one at a time, in order
@@ -366,7 +366,7 @@ class ToolEnv(Forkable):
         Raises as `astep`, and PolicyTimeoutError if the policy is responsible for the tool's timeout."""
         record = self._running("a call")
         result = await self._or_fail(self.toolbox.call(call), PolicyTimeoutError)
-        note(record, turn, result)
+        record_result(record, turn, result)
         self._note_new_tools()
         return result
 
@@ -564,7 +564,7 @@ def plain_prompt(env: ToolEnv, task: Task) -> list[Message]:
         return opening
     if inspect.iscoroutine(opening):
         opening.close()
-    raise EnvError(f"{env.id}: its prompt awaits its user, so it has one in an episode only")
+    raise EnvError(f"{env.id}: its prompt awaits its user, so there is none outside of an episode")
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -239,7 +239,7 @@ class Options:
         for name in FIELD.findall(self.error or ""):
             if name not in _FIELDS:
                 known = ", ".join(f"{{{field}}}" for field in _FIELDS)
-                raise ValueError(f"error: {{{name}}} stands for nothing; {did_you_mean(name, _FIELDS, f'known: {known}')}")
+                raise ValueError(f"error: {{{name}}} is no field; {did_you_mean(name, _FIELDS, f'known: {known}')}")
 
     @property
     def policy_late(self) -> bool:

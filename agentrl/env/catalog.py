@@ -112,8 +112,8 @@ class EnvEntry:
         """Find the reward spec that it names, next to its file or on a shelf; None if it names none."""
         if self.reward is None:
             return None
-        if self.path is not None and (beside := self.path.parent / self.reward).is_file():
-            return beside
+        if self.path is not None and (local := self.path.parent / self.reward).is_file():
+            return local
         return find_reward(self.reward)
 
 

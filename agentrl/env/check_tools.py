@@ -67,7 +67,7 @@ class Subject:
         if known is not None:
             return range(known if self.every else min(count, known))
         if self.every:
-            raise CheckFailed(f"--all-tasks: split {split!r} has no end of tasks; use --tasks N")
+            raise CheckFailed(f"--all-tasks: split {split!r} has infinitely many tasks. Use --tasks N")
         return range(count)
 
     def few_seeds(self) -> range:

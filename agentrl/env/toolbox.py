@@ -47,7 +47,7 @@ def _put_lines(name: str, item: Any, found: list[Image | None]) -> Any:
     try:
         image = item if isinstance(item, Image) else Image.of(item)
     except ImageError as problem:
-        raise EnvError(f"tool {name} returned an image that is not taken: {problem}") from None
+        raise EnvError(f"tool {name} returned an image that cannot be used: {problem}") from None
     why, data = "", image.bytes().decode("latin-1")
     if sum(one is not None for one in found) >= MOST_IMAGES:
         why = f"an answer may hold {MOST_IMAGES}"

@@ -522,6 +522,7 @@ def tool_methods(owner: type) -> Iterator[Tool]:
                 raise ToolSchemaError(f"{base.__qualname__}.{name}: a decorator hides its @tool. Put @tool above all others")
             if isinstance(value, Tool):
                 if name in taken:
-                    raise ToolSchemaError(f"{base.__qualname__}.{name}: runs call it. Rename it, with @tool(name={value.name!r})")
+                    fix = f"Rename the method, and keep the tool's name with @tool(name={value.name!r})"
+                    raise ToolSchemaError(f"{base.__qualname__}.{name}: the name is reserved. {fix}")
                 found[name] = value
     return iter(found.values())

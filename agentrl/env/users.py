@@ -15,7 +15,7 @@ from agentrl.utils.errors import EnvError
 # Results as messages
 
 
-def note(record: Trajectory, turn: Turn, result: ToolResult) -> None:
+def record_result(record: Trajectory, turn: Turn, result: ToolResult) -> None:
     """Add a call's result to its turn and to the conversation, in the order of the turn's calls (not of completion)."""
     order = {call.id: place for place, call in enumerate(turn.message.tool_calls)}
 
@@ -104,7 +104,7 @@ class AsksModel:
 # The user's side
 
 
-def heard(record: Trajectory, before: Sequence[Message] = ()) -> list[Message]:
+def user_view(record: Trajectory, before: Sequence[Message] = ()) -> list[Message]:
     """Return the conversation as the user sees it: the record's messages, `before` (the opening so far, while it is made), and in
     place the user's tool calls (role "user") with their results (role "tool", with the calls' ids)."""
     messages = [*record.messages, *before]

@@ -53,7 +53,7 @@ def choice_of(answer: Any) -> Any:
     if came.get("error"):
         raise LookupError(f"the provider failed: {str(came['error'])[:200]}")
     if _FAILED & {*ends}:
-        raise LookupError(f"the provider ended it with finish_reason {ends[0]!r}, which is no end of the model's own")
+        raise LookupError(f"the provider ended it with finish_reason {ends[0]!r}, which means failure, not a normal end")
     choice.finish_reason = "length" if ends[0] in _CUT else ends[1]
     kinds = {item.get("type") or "function" for item in row["message"].get("tool_calls") or ()}
     if row["message"].get("function_call") or kinds - {"function"}:

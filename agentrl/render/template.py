@@ -155,7 +155,7 @@ class TemplateRenderer(Renderer):
         """Enable images, and return the renderer. Raises ModelError if the tokenizer lacks the tokens for them."""
         missing = [token for token in (pictures.begin, pictures.pad, pictures.end) if token not in self._text.control]
         if missing:
-            raise ModelError(f"the tokenizer has no control token {missing[0]!r}, which stands around or for images")
+            raise ModelError(f"the tokenizer has no control token {missing[0]!r}, which it needs for images")
         self._text.pictures = pictures
         return self
 
@@ -168,7 +168,7 @@ class TemplateRenderer(Renderer):
         images = [part for part in parts if isinstance(part, Image)]
         wanted, found = sum(map(pictures.count, images)), ids.count(self._text.codec.added[pictures.pad])
         if wanted != found:
-            raise RenderError(f"the chat template wrote {found} tokens for images that have {wanted}")
+            raise RenderError(f"the chat template wrote {found} image tokens, expected {wanted}")
         return PromptIds(ids, images)
 
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:

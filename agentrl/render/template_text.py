@@ -420,7 +420,7 @@ class TurnText:
         self.call_stop = self.stop
         self.opening, *others = {text.render([QUESTION], generate=True) for _ in range(8)}
         if others:
-            raise ModelError("the chat template writes the same messages otherwise each time. Remove its random parts")
+            raise ModelError("the chat template renders the same messages differently each time. Remove its random parts")
         # Without an opening for sampling, the turn must begin with its content or a reasoning mark.
         written = text.render([QUESTION, _ASKED], generate=False)
         head = written.removeprefix(self.opening).partition(MARK)[0].strip() if written.startswith(self.opening) else ""

@@ -331,11 +331,11 @@ def pair_rest(made: Sequence[ToolCall], gold: Sequence[GoldCall], sure: Pairs, w
     taken, met = {i for i, _ in sure}, {j for _, j in sure}
     pairs: Pairs = []
     for rows, columns in _same_names(made, gold):
-        here, there = [i for i in rows if i not in taken], [j for j in columns if j not in met]
-        if here and there:
-            _check_pairs(len(here), len(there))
-            best = optimal(weights([made[i] for i in here], [gold[j] for j in there]))
-            pairs.extend((here[i], there[j]) for i, j in best)
+        left, right = [i for i in rows if i not in taken], [j for j in columns if j not in met]
+        if left and right:
+            _check_pairs(len(left), len(right))
+            best = optimal(weights([made[i] for i in left], [gold[j] for j in right]))
+            pairs.extend((left[i], right[j]) for i, j in best)
     return sorted(pairs)
 
 

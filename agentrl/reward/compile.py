@@ -133,7 +133,7 @@ class _Builder:
         if scope not in cls.scopes:
             self.fail(pointer, f"{kind} sees {' or '.join(cls.scopes)}, not a {scope}")
         if scope == "call" and args.get("by", "assistant") != "assistant":
-            self.fail(join(pointer, "args", "by"), "in the scope of a call there is only that call of the policy's")
+            self.fail(join(pointer, "args", "by"), "with scope: call there is only that call, by the policy. Leave out by")
         try:
             leaf: Leaf = cls(args, self.context)
             leaf.kind = kind

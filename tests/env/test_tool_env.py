@@ -419,7 +419,7 @@ def test_a_task_of_another_split_than_the_asked_one_is_refused() -> None:
     """It was played, and a training task counted in the held-out score."""
     odd: Any = type("Odd", (Notes,), {"make_task": lambda self, seed, split: Task(f"{seed}", seed)})()
     assert odd.make_task(0, "train").split == "train"
-    wrong = r"asked for split 'heldout', returned a task of split 'train'\. Hand the split on, .*test_tool_env\.py:"
+    wrong = r"asked for split 'heldout', returned a task of split 'train'\. Pass the split on, .*test_tool_env\.py:"
     for ask in (lambda: odd.make_task(0, split="heldout"), lambda: odd.reset(seed=0, options={"split": "heldout"})):
         with pytest.raises(HookError, match=wrong):
             ask()

@@ -218,7 +218,7 @@ def test_a_user_that_answers_something_else_is_the_environments_fault() -> None:
     env = Phone(scorer=None)
     env.reset(seed=0)
     env.user = Odd()
-    with pytest.raises(EnvError, match="a user answers a text, None, or a Message of role 'user'"):
+    with pytest.raises(EnvError, match="the user's reply must be a text, a Message of role 'user'"):
         env.step("Hello?")
 
 

@@ -351,7 +351,7 @@ USELESS = {
                              "cuts long or marked text of a message of role 'assistant'"),
     "divides by 0": ("{{ 1 // 0 }}" + QWEN25, "cannot be rendered: .*division or modulo by zero"),
     "counts far": ("{% for i in range(10**7) %}{% endfor %}" + QWEN25, "cannot be rendered: .*Range too big"),
-    "throws dice": (QWEN25.replace(LOOP, "{{ range(99)|random }}" + LOOP, 1), "writes the same messages otherwise each time"),
+    "throws dice": (QWEN25.replace(LOOP, "{{ range(99)|random }}" + LOOP, 1), "renders the same messages differently"),
 }  # fmt: skip
 
 

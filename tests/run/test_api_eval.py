@@ -215,7 +215,7 @@ def test_an_evaluation_whose_key_is_refused_ends_with_that(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(("said", "choice", "why"), [
-    ("", {"finish_reason": "error"}, "finish_reason 'error', which is no end of the model's own"),
+    ("", {"finish_reason": "error"}, "finish_reason 'error', which means failure, not a normal end"),
     ("", {"finish_reason": "insufficient_system_resource"}, "insufficient_system_resource"),
     (None, {"finish_reason": "content_filter"}, "content_filter"),
     ("I would", {"finish_reason": "SAFETY"}, "SAFETY"),

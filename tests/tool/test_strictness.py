@@ -222,7 +222,7 @@ def test_an_environments_own_words_are_for_every_error_that_no_tool_words() -> N
 
 
 def test_options_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\{mesage\} stands for nothing; did you mean 'message'"):
+    with pytest.raises(ValueError, match=r"\{mesage\} is no field; did you mean 'message'"):
         Options(error="Error: {mesage}")
     wrong: dict[str, Any] = {
         "check": "loose", "on_error": "raise", "on_timeout": "anser", "late": "me", "by": "usr", "timeout": "5", "parallel": "no",

@@ -15,7 +15,7 @@ from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Turn
 from agentrl.env import ToolEnv
 from agentrl.env.call_options import Problem
 from agentrl.env.toolbox import to_text
-from agentrl.env.users import note
+from agentrl.env.users import record_result
 
 MODEL = "policy"
 """The name of the model; any other name means the same one."""
@@ -220,7 +220,7 @@ class Record:
         if turn is None:
             return
         call = next(call for call in turn.message.tool_calls if call.id == message.tool_call_id)
-        note(self._env.trajectory, turn, ToolResult(call.id, call.name, message.content, message.content))
+        record_result(self._env.trajectory, turn, ToolResult(call.id, call.name, message.content, message.content))
 
     def _add(self, message: Message) -> Turn:
         """A turn that the policy did not sample."""

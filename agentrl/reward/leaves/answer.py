@@ -90,14 +90,14 @@ def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Read
     fold = NORMALIZERS[args.get("strings", "exact")]
     if not all(map(str.strip, map(fold, wanted))):
         raise UnscorableError("empty expected text")
-    heard = [fold(text) for text in texts]
+    folded = [fold(text) for text in texts]
     said = list(chain.from_iterable(map(numerals, texts))) if args.get("word") else []
     found = []
     for item in wanted:
         number = numeral(item) if args.get("word") else None
         if number is None:
             # Searched in each text separately: a match must not span two texts.
-            found.append(any(_occurs(fold(item), text, bool(args.get("word"))) for text in heard))
+            found.append(any(_occurs(fold(item), text, bool(args.get("word"))) for text in folded))
         elif number.text[:1] == "0" and number.text[1:2].isdigit():  # a postcode, not a quantity
             found.append(any(other.text == number.text for other in said))
         else:
@@ -357,8 +357,8 @@ class PythonFunction(Leaf):
             # Copies, since a function may change its arguments: episodes share a task, and other leaves read the lists.
             whole = copy(view.trajectory)
             whole.task, whole.messages, whole.turns = whole.task.copied(), list(whole.messages), list(whole.turns)
-            lent = replace(view, trajectory=whole, turns=list(view.turns), calls=list(view.calls), memo={})
-            answer: Any = self.function(lent, deep_copy_json(args.get("args")))
+            copied = replace(view, trajectory=whole, turns=list(view.turns), calls=list(view.calls), memo={})
+            answer: Any = self.function(copied, deep_copy_json(args.get("args")))
         except BaseException as error:  # custom code may raise anything, which must not stop a run
             if is_from_outside(error):
                 raise

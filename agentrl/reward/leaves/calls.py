@@ -249,9 +249,7 @@ class CallsMatch(Leaf):
         if self.assign == "reuse" and (
             self.order != "free" or self.compare != "superset" or self.credit not in ("all", "matched")
         ):
-            raise ValueError(
-                "assign: reuse asks which expected calls were made: order free, compare superset, credit all or matched"
-            )
+            raise ValueError("assign: reuse needs order: free, compare: superset, and credit: all or matched")
         if self.by != "assistant" and self.form.languages and "declared" not in args:
             raise ValueError(f"form: {name} reads the schemas of the policy's tools; with by: user or both give declared")
         if self.credit == "partial" and (self.assign == "greedy" or self.order == "prefix"):

@@ -347,7 +347,7 @@ class ResultsContains(Leaf):
         if "replay" in args and ("mode" in args or "word" in args):
             raise ValueError("replay: compares whole answers; mode and word have no effect")
         if "replay" in args and args.get("by", "assistant") != "assistant":
-            raise ValueError("replay: the answers that the policy has to get are those to its own calls; by has no effect")
+            raise ValueError("replay: compares the results of the policy's calls, so by has no effect. Leave it out")
 
     def blocks(self) -> bool:
         return "replay" in self.args

@@ -115,7 +115,7 @@ def test_one_of_several_environments_may_be_elsewhere(server: Running) -> None:
 
 
 def test_an_address_needs_a_url() -> None:
-    with pytest.raises(ConfigError, match=r"env\.protocol, env\.token_env: only for an environment elsewhere"):
+    with pytest.raises(ConfigError, match=r"env\.protocol, env\.token_env: only for a remote environment"):
         check_servers(RunStart(made(None, "env.token_env=X")))
     check_servers(RunStart(made(None)))
 
