@@ -23,7 +23,7 @@ from agentrl.data.images import MOST_BYTES, MOST_IMAGES, Image, split_at_images
 from agentrl.data.token_ledger import PromptIds, TokenLedger
 from agentrl.data.trajectory import Message, ToolCall, Trajectory, as_row, message_of
 from agentrl.env import Toolbox, tool
-from agentrl.env.address import Asked
+from agentrl.env.address import EnvRequest
 from agentrl.env.catalog import EnvRef
 from agentrl.reward import compile_spec
 from agentrl.rollout.context import elide_outputs
@@ -251,7 +251,7 @@ def test_an_episode_without_images_has_no_word_of_them() -> None:
 async def test_an_image_of_an_environment_that_is_served() -> None:
     here, look = played(), Message("assistant", tool_calls=(ToolCall("look", {}),))
     with served("color_square") as running:
-        env = RemoteEnv(Link(running.url, TOKEN), Asked("color_square"))
+        env = RemoteEnv(Link(running.url, TOKEN), EnvRequest("color_square"))
         try:
             await env.areset(seed=0)
             [message] = (await env.astep(look))[0]

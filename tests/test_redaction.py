@@ -32,7 +32,7 @@ from agentrl.contrib.users import ModelUser, UserModel
 from agentrl.data.trajectory import Message, Task, ToolCall
 from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.env import Toolbox, ToolEnv, tool
-from agentrl.env.address import Asked
+from agentrl.env.address import EnvRequest
 from agentrl.env.catalog import EnvRef
 from agentrl.rollout.engine import Sampling
 from agentrl.run.assembly import RunStart
@@ -275,11 +275,11 @@ def test_parameters_of_an_environment_may_be_references_and_stay_references_unti
 def test_a_client_of_an_environment_s_server_reads_none_of_its_variables() -> None:
     give(Leaky, "leaky-served")
     offer = EnvOffer(EnvRef("given:leaky-served", {"token": "env:REFERRED"}))
-    assert cast(Any, offer.build(Asked("given:leaky-served"))).token == PLANTED["reference"], "the owner's own reference"
+    assert cast(Any, offer.build(EnvRequest("given:leaky-served"))).token == PLANTED["reference"], "the owner's own reference"
     wrappers = [{"name": "system_prompt", "args": {"text": "${env:SOME_API_KEY}"}}]
-    for asked in (Asked("given:leaky-served", {"token": ["env:SOME_API_KEY"]}), Asked("given:leaky-served", wrappers=wrappers)):
+    for more in ({"params": {"token": ["env:SOME_API_KEY"]}}, {"wrappers": wrappers}):
         with pytest.raises(CatalogError, match=r"(params|wrappers).*a client has no variables of the server's machine"):
-            offer.build(asked)
+            offer.build(EnvRequest("given:leaky-served", **more))
 
 
 @pytest.mark.parametrize(("row", "refused"), [

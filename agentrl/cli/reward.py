@@ -108,11 +108,11 @@ def run_lint(args: argparse.Namespace) -> int:
         ENOUGH,
         LintFinding,
         bound_text,
+        lint_any_verdict,
         lint_probes,
         lint_spec,
         probe_episodes,
         tasks_tried,
-        whatever_judged,
     )
     from agentrl.reward.nodes import LeafNode, walk
 
@@ -140,7 +140,7 @@ def run_lint(args: argparse.Namespace) -> int:
             with options.asking(dict(scorer.spec)) as asking:
                 findings += lint(asking)
         else:
-            findings += whatever_judged(scorer, probes, lint)
+            findings += lint_any_verdict(scorer, probes, lint)
     if args.json:
         decides = None if scorer.rule is None else {"by": str(scorer.rule), "node": scorer.rule.node}
         rows = [asdict(item) for item in findings]

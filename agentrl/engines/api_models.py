@@ -33,12 +33,12 @@ from agentrl.render.litellm_calls import (
     answer_row,
     causes,
     choice_of,
+    error_line,
+    is_temporary,
     load_litellm,
-    passes,
     read_answer,
     refusal,
     request_of,
-    said_of,
 )
 from agentrl.render.tool_calls import sendable
 from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage
@@ -285,7 +285,7 @@ class LiteLlmEngine(MessageEngine):
                 if refused is not None and not (self._heard and getattr(problem, "status_code", None) in (403, 404)):
                     raise ConfigError(f"API model {refused}") from problem
                 wait = self._wait(problem, attempt)
-                text = said_of(problem, request.get("api_base"))
+                text = error_line(problem, request.get("api_base"))
                 if any(isinstance(link, ConnectionRefusedError) for link in causes(problem)):  # nothing listens at the address
                     text = f"{self._cfg.base or 'its provider'} refuses the connection: no server listens there ({text})"
                     if not self._unheard:
@@ -300,7 +300,7 @@ class LiteLlmEngine(MessageEngine):
         """Seconds until the next attempt; None if none is left or another would not help."""
         import openai  # a dependency of litellm, whose errors are subclasses of openai's
 
-        if attempt == self._cfg.retries or not passes(problem):
+        if attempt == self._cfg.retries or not is_temporary(problem):
             return None
         wait = self._backoff * 2**attempt * random.uniform(0.75, 1.25)
         if isinstance(problem, openai.APIStatusError):

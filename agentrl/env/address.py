@@ -26,7 +26,7 @@ AGENTRL = "agentrl"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EnvRequest:
     """A client's request for an environment, from which the server makes an `EnvRef`."""
 
     id: str
@@ -40,7 +40,7 @@ class Asked:
         return asdict(self)
 
     @classmethod
-    def of(cls, row: Mapping[str, Json]) -> Asked:
+    def of(cls, row: Mapping[str, Json]) -> EnvRequest:
         """Read a request from JSON. Raises ValueError for a row of another form."""
         try:
             return TypeAdapter(cls).validate_python(row)
@@ -96,12 +96,12 @@ class RemoteProtocol:
         raise NotImplementedError
 
     @staticmethod
-    def build(address: EnvAddress, wanted: Asked, extra: Mapping[str, Any]) -> ToolEnv:
+    def build(address: EnvAddress, wanted: EnvRequest, extra: Mapping[str, Any]) -> ToolEnv:
         """Build the client of an agentrl server's environment; `extra`: base arguments such as `scorer`."""
         raise NotImplementedError
 
     @staticmethod
-    def card(address: EnvAddress, wanted: Asked, fresh: bool) -> dict[str, Json]:
+    def card(address: EnvAddress, wanted: EnvRequest, fresh: bool) -> dict[str, Json]:
         """Fetch an environment's description from an agentrl server, uncached if `fresh`. Blocks. Raises EnvError if the server
         does not answer."""
         raise NotImplementedError

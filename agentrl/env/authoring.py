@@ -19,7 +19,7 @@ from agentrl.data.trajectory import Json, Message, Task, ToolCall
 from agentrl.env.call_options import Problem
 from agentrl.env.copying import ENVIRONMENT, Snapshot, copy_parts
 from agentrl.env.spaces import Action, Observation
-from agentrl.env.toolbox import Toolbox, Waiting, error_text
+from agentrl.env.toolbox import PendingCall, Toolbox, error_text
 from agentrl.env.tools import Tool, ToolSession, ToolSet, ToolSource
 from agentrl.env.users import User, UserModel
 from agentrl.utils.errors import EnvError, HookError, TaskDataError, answer_problem, did_you_mean, is_alien, place_of, raised_text
@@ -322,7 +322,7 @@ class ToolSide(EnvHooks):
         return self._sets[name]
 
     @property
-    def waiting(self) -> Sequence[Waiting]:
+    def waiting(self) -> Sequence[PendingCall]:
         """The calls in progress, of the policy and of the user."""
         return [*self.toolbox.waiting, *self.user_toolbox.waiting]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from agentrl.config.schema import Choice, EnvConfig, RewardConfig, ToolsConfig
-from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, known_sources, module_folder
+from agentrl.env.address import PROTOCOLS, EnvAddress, EnvRequest, known_sources, module_folder
 from agentrl.env.tools import TOOL_SOURCES, Tool, ToolSet
 from agentrl.reward import Scorer, Services, compile_spec, load_spec, make_context
 from agentrl.reward.compile import given_spec
@@ -206,11 +206,11 @@ class EnvRef:
         return found
 
     @cached_property
-    def _request(self) -> Asked:
+    def _request(self) -> EnvRequest:
         """The request to its server, with references resolved. Raises ConfigError for a variable that is not set."""
         wrappers = [{"name": one.name, "args": resolve_references(one.args, f"env.wrappers.{one.name}")} for one in self.wrappers]
         params = resolve_references(self.params, "env.params")
-        return Asked(self.id, params, tuple(self.tools.sets), tuple(wrappers), self.max_output)
+        return EnvRequest(self.id, params, tuple(self.tools.sets), tuple(wrappers), self.max_output)
 
     def with_params(self, params: Mapping[str, Any]) -> EnvRef:
         """Return the reference with some parameters replaced."""

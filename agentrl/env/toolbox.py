@@ -154,7 +154,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(eq=False, slots=True)
-class Waiting:
+class PendingCall:
     """A call in progress: its start (`since`, time.monotonic()), and whether it is running or waiting for a slot."""
 
     tool: Tool
@@ -193,7 +193,7 @@ class Toolbox:
         self.table: Mapping[str, Tool] = tools if isinstance(tools, Mapping) else {}
         self._owner = owner
         self._count = count_tokens
-        self.waiting: list[Waiting] = []
+        self.waiting: list[PendingCall] = []
         self.hidden = hidden
         self.max_output = max_output
         self.unlisted: Mapping[str, Tool] = {}
@@ -279,7 +279,7 @@ class Toolbox:
                 answer: Any = prepared
             else:
                 item, values = prepared
-                waiting = Waiting(item, call.id)
+                waiting = PendingCall(item, call.id)
                 self.waiting.append(waiting)
                 try:
                     answer = await self._run(waiting, values)
@@ -341,7 +341,7 @@ class Toolbox:
             values[name] = self.hidden[name]
         return item, values
 
-    async def _run(self, waiting: Waiting, values: dict[str, Any]) -> Any:
+    async def _run(self, waiting: PendingCall, values: dict[str, Any]) -> Any:
         item, child = waiting.tool, None
         try:
             async with item.place() as child:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.data.trajectory import Message
 from agentrl.render.base import THINK, Codec, Markup, Place, Renderer
-from agentrl.render.tool_calls import CLOSE, OPEN, name_cut, parse_tool_calls, render_tool_calls
+from agentrl.render.tool_calls import CLOSE, OPEN, mark_cut, parse_tool_calls, render_tool_calls
 from agentrl.utils.errors import ConfigError, ModelError, RenderError, did_you_mean
 from agentrl.utils.files import read_text
 
@@ -128,7 +128,7 @@ class ChatML(Renderer):
         ids = token_ids[:-1] if finish == "stop" and token_ids and token_ids[-1] in self.stop_token_ids else token_ids
         reasoning, text = THINK.split(self.codec.decode(ids))
         content, calls = parse_tool_calls(text)
-        return Message("assistant", content, name_cut(calls) if finish == "length" else calls, reasoning=reasoning)
+        return Message("assistant", content, mark_cut(calls) if finish == "length" else calls, reasoning=reasoning)
 
     def assistant(self, message: Message) -> list[int]:
         if message.role != "assistant":

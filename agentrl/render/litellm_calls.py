@@ -108,7 +108,7 @@ def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str,
     return row
 
 
-def passes(problem: BaseException) -> bool:
+def is_temporary(problem: BaseException) -> bool:
     """Return True if an error may be temporary: an outage, a rate limit or a lost connection."""
     import openai  # a dependency of litellm, whose errors are subclasses of openai's
 
@@ -138,10 +138,10 @@ def refusal(problem: BaseException, request: Mapping[str, Any] | None = None, ba
     variable = f"{model.partition('/')[0].upper().replace('-', '_')}_API_KEY"
     named = named or [variable] * (variable in os.environ)
     keys = f" ({'' if given else 'environment variable '}{', '.join(named)})" if named and "key" in what else ""
-    return f"({model}): {base or 'its provider'} {what}{keys}: {said_of(problem, request.get('api_base'))}. {fix}"
+    return f"({model}): {base or 'its provider'} {what}{keys}: {error_line(problem, request.get('api_base'))}. {fix}"
 
 
-def said_of(problem: BaseException, base: str | None) -> str:
+def error_line(problem: BaseException, base: str | None) -> str:
     """Format an error of litellm in one line, with the proxy that is used for `base` or the provider."""
     return " ".join(str(problem).split())[:300] + through_proxy(base)
 

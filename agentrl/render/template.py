@@ -35,7 +35,7 @@ from agentrl.render.template_text import (
     rounds_of,
     skeleton,
 )
-from agentrl.render.tool_calls import ForTools, Parser, Syntax, name_cut
+from agentrl.render.tool_calls import ForTools, Parser, Syntax, mark_cut
 from agentrl.utils.errors import ModelError, RenderError
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class TemplateRenderer(Renderer):
             reasoning, rest = frame.split(frame.open + text if self._turns.in_reasoning else text)
             content, calls = self._parse_calls(rest)
         if finish == "length":
-            calls = name_cut(calls)
+            calls = mark_cut(calls)
         show = self._text.fill_placeholders
         shown = tuple(
             replace(call, name=show(call.name), arguments=show(call.arguments), raw=show(call.raw), error=show(call.error))

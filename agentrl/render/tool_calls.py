@@ -163,7 +163,7 @@ def sendable(call: ToolCall) -> ToolCall:
 CUT = "the turn was cut at its limit of tokens (rollout.max_turn_tokens); write a shorter call"
 
 
-def name_cut(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+def mark_cut(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
     """Add the token limit to the error of the last call of a cut turn, if that is malformed."""
     if not calls or calls[-1].arguments is not None:
         return tuple(calls)

@@ -271,7 +271,7 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None, 
     return [*findings, *_never_varies(scorer, scores)]
 
 
-def whatever_judged(scorer: Scorer, probes: Probes, lint: Callable[[Scorer], list[LintFinding]]) -> list[LintFinding]:
+def lint_any_verdict(scorer: Scorer, probes: Probes, lint: Callable[[Scorer], list[LintFinding]]) -> list[LintFinding]:
     """Return the findings of `lint` that hold for any answers of the spec's services, without calling these.
 
     Kept are findings in four cases, with best answers for all episodes, none, only gold, and all but gold; a note `not-judged`

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from agentrl.data.trajectory import Blame, Message, StopReason
 from agentrl.env import ToolEnv
-from agentrl.env.toolbox import Waiting
+from agentrl.env.toolbox import PendingCall
 from agentrl.rollout.engine import Engine, Finish, Generation
 from agentrl.utils.errors import AgentrlError, EngineError, EnvError
 from agentrl.utils.event_loop import LONGEST, end, in_time, run_contained
@@ -212,7 +212,7 @@ class Waits:
         return task.result()
 
 
-def running(calls: Sequence[Waiting]) -> Blame | None:
+def running(calls: Sequence[PendingCall]) -> Blame | None:
     """Party responsible for the time while these calls are in progress: the policy if all running calls are of tools marked
     `policy_late`, whatever else the turn called; None if none is running."""
     tools = [call.tool for call in calls if call.running]

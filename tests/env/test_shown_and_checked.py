@@ -12,7 +12,7 @@ from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.server import EnvOffer
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, Tool, ToolCall, ToolEnv
-from agentrl.env.address import Asked
+from agentrl.env.address import EnvRequest
 from agentrl.env.call_options import MAX_OUTPUT, Options, Problem
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
@@ -99,12 +99,12 @@ def test_the_limit_of_a_config_goes_before_the_class_and_reaches_a_server_and_a_
     ref = EnvRef("key_value", max_output=64)
     assert [made.build().toolbox.max_output for made in (ref, pickle.loads(pickle.dumps(ref)))] == [64, 64]
     assert EnvRef("key_value").build().toolbox.max_output == MAX_OUTPUT == 2048
-    asked = Asked.of(json.loads(wire.dumps(ref._request.row())))
+    asked = EnvRequest.of(json.loads(wire.dumps(ref._request.row())))
     assert asked.max_output == 64
     assert EnvOffer(EnvRef("key_value")).build(asked).toolbox.max_output == 64
-    assert EnvOffer(ref).build(Asked("key_value")).toolbox.max_output == 64  # the server's own, if the client has none
+    assert EnvOffer(ref).build(EnvRequest("key_value")).toolbox.max_output == 64  # the server's own, if the client has none
     with pytest.raises(ValueError, match=r"max_output: Input should be a valid integer.*, got 'x'"):
-        Asked.of({"id": "key_value", "max_output": "x"})
+        EnvRequest.of({"id": "key_value", "max_output": "x"})
     env = Scored()
     env.toolbox.max_output = 64
     twin: Any = env.scorer.replay_env(env.make_task(0, "train"))  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ from agentrl.contrib.view.library import overview
 from agentrl.data.trajectory import Message, Task, Trajectory
 from agentrl.engines.chat_format import RequestError
 from agentrl.env import Tool, Toolbox
-from agentrl.env.address import Asked
+from agentrl.env.address import EnvRequest
 from agentrl.env.catalog import EnvRef
 from agentrl.render.syntaxes import SYNTAXES
 from agentrl.render.tool_calls import ForTools
@@ -294,7 +294,7 @@ def params(text: str) -> None:
     if (given := an_object(text)) is None:
         return
     with suppress(ConfigError, CatalogError):
-        EnvOffer(EnvRef("key_value")).build(Asked("key_value", given))
+        EnvOffer(EnvRef("key_value")).build(EnvRequest("key_value", given))
         assert not list(references(given)), given
     with suppress(ConfigError, CatalogError):
         EnvRef("key_value", given).build()

@@ -19,7 +19,7 @@ from typing import Any
 from agentrl.config.schema import JudgeConfig
 from agentrl.contrib.judges.leaf import JudgeFault, LastingJudgeFault, Verdict, VerdictRequest, read_verdict
 from agentrl.data.trajectory import Json
-from agentrl.render.litellm_calls import ONCE, load_litellm, refusal, request_of, said_of
+from agentrl.render.litellm_calls import ONCE, error_line, load_litellm, refusal, request_of
 from agentrl.utils.errors import ConfigError, JudgeBudgetError
 from agentrl.utils.parsing import read_json
 from agentrl.utils.redaction import redact_said
@@ -190,7 +190,7 @@ class Judge:
             return read_verdict(response.choices[0].message.content if response.choices else None, request)
         except errors.OpenAIError as error:
             refused = refusal(error, asked, self.settings.api_base)
-            why = f"{type(error).__name__}: {refused or said_of(error, asked.get('api_base'))}"
+            why = f"{type(error).__name__}: {refused or error_line(error, asked.get('api_base'))}"
             lasting = refused is not None or isinstance(error, errors.BadRequestError)
             raise (LastingJudgeFault if lasting else JudgeFault)(why) from error
         finally:

@@ -21,7 +21,7 @@ from agentrl.engines.makers import POLICY, api_name
 from agentrl.env.catalog import EnvRef
 from agentrl.env.spaces import run_sync
 from agentrl.env.tools import TOOL_SOURCES
-from agentrl.render.litellm_calls import ONCE, causes, load_litellm, refusal, said_of
+from agentrl.render.litellm_calls import ONCE, causes, error_line, load_litellm, refusal
 from agentrl.rollout.engine import Sampling
 from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.run.services import QUESTION, ApiModel, RunServices
@@ -137,7 +137,7 @@ def _start(key: str, name: str, server: McpServerConfig) -> list[str]:
 def _ask(asked: ApiModel) -> None:
     import openai  # a dependency of litellm, whose errors are subclasses of openai's
 
-    where, said = asked.base or "its provider", partial(said_of, base=asked.request.get("api_base"))
+    where, said = asked.base or "its provider", partial(error_line, base=asked.request.get("api_base"))
     try:
         load_litellm().completion(**{**asked.request, "timeout": ANSWER_S})
     except openai.APIError as problem:

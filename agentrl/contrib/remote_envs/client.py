@@ -31,13 +31,13 @@ from agentrl.data.trajectory import (
     turn_of,
     user_calls_of,
 )
-from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, RemoteProtocol
+from agentrl.env.address import PROTOCOLS, EnvAddress, EnvRequest, RemoteProtocol
 from agentrl.env.authoring import Teacher
 from agentrl.env.base import StepResult, ToolEnv, check_options
 from agentrl.env.call_options import Options
 from agentrl.env.copying import Snapshot
 from agentrl.env.spaces import Action, Observation
-from agentrl.env.toolbox import Toolbox, Waiting
+from agentrl.env.toolbox import PendingCall, Toolbox
 from agentrl.env.tools import Tool, ToolSet, ToolSource
 from agentrl.env.users import GOLD, RecordedUser
 from agentrl.utils.errors import ConfigError, EnvError, RemoteEnvError, UserError
@@ -184,7 +184,7 @@ _tables: dict[str, Mapping[str, Tool]] = {}
 _MOST_TABLES = 256
 
 
-def card_of(link: Link, asked: Asked, fresh: bool = False) -> dict[str, Json]:
+def card_of(link: Link, asked: EnvRequest, fresh: bool = False) -> dict[str, Json]:
     """The server's description of such an environment, asked once in a process, or again if `fresh`. Blocks.
 
     Raises RemoteEnvError if the server does not answer, and UserError if it refuses parameters, wrappers or tool sets.
@@ -195,7 +195,7 @@ def card_of(link: Link, asked: Asked, fresh: bool = False) -> dict[str, Json]:
     return _cards[key]
 
 
-def _key(link: Link, asked: Asked) -> tuple[str, str]:
+def _key(link: Link, asked: EnvRequest) -> tuple[str, str]:
     return link.url, json.dumps(asked.row(), sort_keys=True, default=repr)
 
 
@@ -213,7 +213,7 @@ class RemoteEnv(ToolEnv):
     shared = frozenset({"_link", "_asked", "_session", "_number", "_have", "_ready", "_calls_there", "id"})
     _ready = False
 
-    def __init__(self, link: Link, asked: Asked, **base: Any) -> None:
+    def __init__(self, link: Link, asked: EnvRequest, **base: Any) -> None:
         """Nothing is asked of the server yet."""
         self._link, self._asked = link, asked
         super().__init__(**base)
@@ -224,7 +224,7 @@ class RemoteEnv(ToolEnv):
         self._told = 0  # so many messages of the record are the server's; what follows is a turn that it never got
         self._released = True
         self._has_user = False
-        self._calls_there: dict[str, Waiting] = {}
+        self._calls_there: dict[str, PendingCall] = {}
         self._offered: Mapping[str, Tool] = {}
         self._ready = True
         known = _cards.get(_key(link, asked))
@@ -423,15 +423,15 @@ class RemoteEnv(ToolEnv):
     def _watch(self, seen: list[dict[str, Json]] | str) -> None:
         """Show its work in progress as if it were here, for stalls and for the blame of the time."""
         if isinstance(seen, str):
-            calls = {"": self._calls_there.get("") or Waiting(_LINK, f"{self._link.url}: {seen}", running=True)}
+            calls = {"": self._calls_there.get("") or PendingCall(_LINK, f"{self._link.url}: {seen}", running=True)}
         else:
             calls = {}
             for call in seen:
                 if call.get("by") == "user":
-                    calls[call["call_id"]] = Waiting(_USER, f"{call['name']}, {call['call_id']}", running=call["running"])
+                    calls[call["call_id"]] = PendingCall(_USER, f"{call['name']}, {call['call_id']}", running=call["running"])
                 elif call["name"] in self._box:
                     place = f"{call['name']} {call['call_id']}"
-                    calls[place] = self._calls_there.get(place) or Waiting(self._box[call["name"]], call["call_id"])
+                    calls[place] = self._calls_there.get(place) or PendingCall(self._box[call["name"]], call["call_id"])
                     calls[place].running = call["running"]
         self._calls_there = calls
         self._box.waiting = list(calls.values())
@@ -546,11 +546,11 @@ class AgentrlProtocol(RemoteProtocol):
     """The protocol of `agentrl env serve --http`."""
 
     @staticmethod
-    def build(address: EnvAddress, wanted: Asked, extra: Mapping[str, Any]) -> ToolEnv:
+    def build(address: EnvAddress, wanted: EnvRequest, extra: Mapping[str, Any]) -> ToolEnv:
         return RemoteEnv(link_to(address.url, address.token()), wanted, **extra)
 
     @staticmethod
-    def card(address: EnvAddress, wanted: Asked, fresh: bool) -> dict[str, Json]:
+    def card(address: EnvAddress, wanted: EnvRequest, fresh: bool) -> dict[str, Json]:
         return card_of(link_to(address.url, address.token()), wanted, fresh)
 
 

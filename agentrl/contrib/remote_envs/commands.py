@@ -75,14 +75,14 @@ def run_serve(args: argparse.Namespace) -> int:
     check_read(args, ("seed", "split"), "it is of --mcp; a client of --http chooses its tasks itself. Leave it out")
     from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer, serve_http
     from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
-    from agentrl.env.address import Asked
+    from agentrl.env.address import EnvRequest
     from agentrl.run.digests import env_digest
 
     for name in ("max_episodes", "idle_timeout", "max_body"):
         if getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: expected more than 0")
     offer, secret = EnvOffer(ref, env_digest), Secret.of(args.token_env)
-    offer.card(Asked(ref.id))  # a mistake in its parameters is one now, and not a client's
+    offer.card(EnvRequest(ref.id))  # a mistake in its parameters is one now, and not a client's
     app = EnvApp(offer, secret, SessionLimits(args.max_episodes, args.idle_timeout, args.max_body))
 
     def began(url: str) -> None:

@@ -23,7 +23,7 @@ from agentrl.contrib.remote_envs.sessions import KINDS, EnvSessions, RefusedErro
 from agentrl.contrib.toolkit.http_server import LocalServer, open_listener
 from agentrl.data.trajectory import Json, Task
 from agentrl.env import ToolEnv
-from agentrl.env.address import Asked
+from agentrl.env.address import EnvRequest
 from agentrl.env.base import plain_prompt
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.utils.errors import CatalogError, ConfigError, DependencyError, EnvError, UserError, fault_text, hint_text
@@ -115,11 +115,11 @@ class EnvApp:
 
     async def _describe(self, request: Request, body: Mapping[str, Json]) -> Response:
         own = {"protocol": wire.PROTOCOL, "agentrl": __version__, "boot": self.boot, "limits": asdict(self.limits)}
-        return self._answer(200, wire.dumps({**self.offer.card(Asked.of(body["env"])), **own}))
+        return self._answer(200, wire.dumps({**self.offer.card(EnvRequest.of(body["env"])), **own}))
 
     async def _ask(self, request: Request, body: Mapping[str, Json]) -> Response:
         """Answer requests that need no episode."""
-        env = self.offer.build(Asked.of(body["env"]))
+        env = self.offer.build(EnvRequest.of(body["env"]))
         if body["what"] == "make_task":
             if type(body["seed"]) is not int or not isinstance(body["split"], str):
                 raise RefusedError(400, "bad_request", "seed: expected a whole number; split: expected text")
@@ -218,7 +218,7 @@ class EnvOffer:
         self.name, self.summary = ref.entry.id, ref.entry.summary
         self._refs: dict[bytes, EnvRef] = {}
 
-    def build(self, asked: Asked) -> ToolEnv:
+    def build(self, asked: EnvRequest) -> ToolEnv:
         """Raises CatalogError for another id, unfit parameters or unknown tool sets, ConfigError for unfit wrappers."""
         return self._ref(asked).build()
 
@@ -231,7 +231,7 @@ class EnvOffer:
             return None
         return make_scorer(find_spec(self.ref, None), RewardConfig(), self.ref)
 
-    def _ref(self, asked: Asked) -> EnvRef:
+    def _ref(self, asked: EnvRequest) -> EnvRef:
         entry = self.ref.entry
         if asked.id not in (entry.id, entry.name):
             raise CatalogError(
@@ -260,7 +260,7 @@ class EnvOffer:
             self._refs[key] = replace(asked_for, max_output=asked.max_output or self.ref.max_output)
         return self._refs[key]
 
-    def card(self, asked: Asked) -> dict[str, Json]:
+    def card(self, asked: EnvRequest) -> dict[str, Json]:
         ref = self._ref(asked)
         with contextlib.closing(ref.build()) as env:
             inner = env.unwrapped

@@ -17,7 +17,7 @@ from typing import Any
 
 from agentrl.contrib.remote_envs import wire
 from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Trajectory, UserCall, as_row
-from agentrl.env.address import Asked, token_in
+from agentrl.env.address import EnvRequest, token_in
 from agentrl.env.authoring import Teacher
 from agentrl.env.base import ToolEnv
 from agentrl.env.copying import Snapshot
@@ -173,7 +173,7 @@ class EnvSession:
         if kind == "reset" or (kind == "restore" and env is None):
             if self.number:
                 raise RefusedError(409, "conflict", "a session has one episode; begin another session for the next one")
-            env = self._env = self._home.build(Asked.of(body["env"]))
+            env = self._env = self._home.build(EnvRequest.of(body["env"]))
         if env is None:
             raise EnvError("the episode is over")
         match kind:
@@ -263,7 +263,7 @@ def _common(before: list[Any], now: list[Any]) -> int:
 class EnvSessions:
     """All sessions of a server, for one event loop."""
 
-    def __init__(self, build: Callable[[Asked], ToolEnv], limits: SessionLimits, boot: str) -> None:
+    def __init__(self, build: Callable[[EnvRequest], ToolEnv], limits: SessionLimits, boot: str) -> None:
         """`build` makes an environment as a client asks for it; raises UserError if it cannot. `boot` names this start of the
         server."""
         self.build, self.limits, self.boot = build, limits, boot

@@ -12,7 +12,7 @@ import regex
 
 from agentrl.data.trajectory import Message
 from agentrl.env.users import AsksModel, Parting, UserModel
-from agentrl.render.litellm_calls import address_arguments, answer_row, choice_of, load_litellm, read_answer, refusal, said_of
+from agentrl.render.litellm_calls import address_arguments, answer_row, choice_of, error_line, load_litellm, read_answer, refusal
 from agentrl.render.tool_calls import sendable, write_call
 from agentrl.utils.errors import DependencyError, EnvError
 from agentrl.utils.schemas import compile_pattern, within_seconds
@@ -148,7 +148,7 @@ class ModelUser(AsksModel):
         try:
             answer = await litellm.acompletion(**request)
         except Exception as fault:  # litellm's exceptions have no common base class
-            why = refusal(fault, request, request.get("api_base")) or said_of(fault, request.get("api_base"))
+            why = refusal(fault, request, request.get("api_base")) or error_line(fault, request.get("api_base"))
             raise EnvError(f"the model that plays the user ({self.model}): {why}") from fault
         try:
             choice = choice_of(answer)

@@ -26,13 +26,13 @@ from agentrl.reward.lint import (
     bound_text,
     gold_episode,
     gold_fault,
+    lint_any_verdict,
     lint_idle,
     lint_probes,
     lint_spec,
     probe_episodes,
     reads_samples,
     tasks_tried,
-    whatever_judged,
 )
 from agentrl.reward.nodes import GateNode, LeafNode, Node
 from agentrl.reward.values import UnscorableError
@@ -252,7 +252,7 @@ def check_lint(start: RunStart) -> list[str]:
                 *(item for item in found if item.code not in unsaid and (item.level, item.code) != ("note", "cheap-success")),
             ]
 
-        return whatever_judged(scorer, probes, lint), tasks_tried(probes)
+        return lint_any_verdict(scorer, probes, lint), tasks_tried(probes)
 
     untried = [] if why is None else [f"reward spec {scorer.name!r} is not tried on episodes before the start: {why}"]
     if why is None:

@@ -9,7 +9,7 @@ from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer, http_server
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
 from agentrl.env import ToolEnv
-from agentrl.env.address import Asked, EnvAddress
+from agentrl.env.address import EnvAddress, EnvRequest
 from agentrl.env.catalog import EnvRef
 from agentrl.run.digests import env_digest
 
@@ -25,11 +25,11 @@ class Offer:
     def __init__(self, name: str, make: Callable[..., ToolEnv]) -> None:
         self.name, self.play, self.made = name, make, list[Any]()
 
-    def build(self, asked: Asked) -> ToolEnv:
+    def build(self, asked: EnvRequest) -> ToolEnv:
         self.made.append(self.play(**asked.params))
         return self.made[-1]
 
-    def card(self, asked: Asked) -> dict[str, Any]:
+    def card(self, asked: EnvRequest) -> dict[str, Any]:
         env = self.play(**asked.params)
         return {
             "env": {"id": env.id}, "splits": ["train"], "order_free": False, "idle_share": 0.0, "scripted": env.user_repeats,

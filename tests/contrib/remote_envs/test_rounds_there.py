@@ -10,7 +10,7 @@ from agentrl.contrib.remote_envs.client import Link, RemoteEnv
 from agentrl.contrib.remote_envs.sessions import SessionLimits
 from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Message, Task, ToolCall, tool
-from agentrl.env.address import Asked
+from agentrl.env.address import EnvRequest
 from agentrl.env.spaces import run_sync
 from agentrl.reward import Scorer
 from tests.contrib.remote_envs.served import TOKEN, Offer, Running
@@ -61,7 +61,7 @@ def server() -> Iterator[Running]:
 
 
 def maker(server: Running, kind: str) -> Callable[..., RemoteEnv]:
-    return lambda task=None: RemoteEnv(Link(server.url, TOKEN), Asked("tests/Cabinets-v0", {"kind": kind}), scorer=None)
+    return lambda task=None: RemoteEnv(Link(server.url, TOKEN), EnvRequest("tests/Cabinets-v0", {"kind": kind}), scorer=None)
 
 
 GOLD = [[put("a", "x")], [swap("a", "b")], [put("b", "y")]]
@@ -169,7 +169,7 @@ def test_a_server_that_dies_in_a_replay_leaves_the_episode_unscored(monkeypatch:
             return await super().astep(action)
 
     episode = played(task_for("Cabinet"), [[[call] for call in calls] for calls in GOLD])
-    make = lambda task: Cut(Link(server.url, TOKEN), Asked("tests/Cabinets-v0", {"kind": "Cabinet"}), scorer=None)  # noqa: E731
+    make = lambda task: Cut(Link(server.url, TOKEN), EnvRequest("tests/Cabinets-v0", {"kind": "Cabinet"}), scorer=None)  # noqa: E731
     score = by_round(make=make).score(episode)
     assert score.value is None and len(steps) == 3
     assert "the replay environment failed: RemoteEnvError: " + server.url in str(score.evidence)

@@ -20,7 +20,7 @@ from agentrl.contrib.remote_envs.server import EnvOffer, open_socket
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
 from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Message, tool
-from agentrl.env.address import Asked
+from agentrl.env.address import EnvRequest
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
@@ -56,7 +56,7 @@ class ToyServer(Running):
         super().__init__(self.toys, SessionLimits(**limits))
 
     def env(self, key: str = TOKEN) -> RemoteEnv:
-        return RemoteEnv(Link(self.url, key), Asked("tests/Slow-v0"))
+        return RemoteEnv(Link(self.url, key), EnvRequest("tests/Slow-v0"))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ async def test_a_request_whose_answer_is_lost_is_done_once(key_value: Running) -
     transport = Lossy()
     for pool in range(POOLS):
         there._client(pool)._transport = transport
-    one, two = EnvRef("key_value", {"calls": 2}).build(), RemoteEnv(there, Asked("key_value"))
+    one, two = EnvRef("key_value", {"calls": 2}).build(), RemoteEnv(there, EnvRequest("key_value"))
     for env in (one, two):
         await env.areset(seed=4)
         for turn in one.gold_turns(one.task):
@@ -275,8 +275,8 @@ def test_what_is_on_the_servers_machine_is_not_a_clients_to_name(name: str, para
     """A program, a folder, a place where commands run: whoever has the token would otherwise have the machine."""
     offer = EnvOffer(EnvRef(name, {"level": 1} if name == "mcp" else {}))
     with pytest.raises(CatalogError, match=why):
-        offer.build(Asked(name, params))
-    offer.build(Asked(name, {}))
+        offer.build(EnvRequest(name, params))
+    offer.build(EnvRequest(name, {}))
 
 
 # -- faults and time -----------------------------------------------------------------------------------

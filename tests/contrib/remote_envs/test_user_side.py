@@ -12,7 +12,7 @@ from agentrl.contrib.remote_envs.client import Link, RemoteEnv
 from agentrl.contrib.remote_envs.sessions import SessionLimits
 from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall
-from agentrl.env.address import Asked
+from agentrl.env.address import EnvRequest
 from agentrl.env.users import RecordedUser, ScriptedUser
 from agentrl.utils.errors import EnvError
 from tests.contrib.remote_envs.served import TOKEN, Offer, Running
@@ -27,7 +27,7 @@ def server() -> Iterator[Running]:
 
 
 def there(server: Running, **params: Any) -> RemoteEnv:
-    return RemoteEnv(Link(server.url, TOKEN), Asked("tests/Phone-v0", params), scorer=None)
+    return RemoteEnv(Link(server.url, TOKEN), EnvRequest("tests/Phone-v0", params), scorer=None)
 
 
 SCRIPT = [
