@@ -74,7 +74,7 @@ class EnvAddress:
 
     @property
     def ours(self) -> bool:
-        """True if the server is `agentrl env serve`, which supports wrappers, tool sets, gold answers and reward specs."""
+        """True for a server of `agentrl env serve`: with wrappers, tool sets, gold answers and reward specs."""
         return self.protocol == AGENTRL
 
     def token(self) -> str:

@@ -181,10 +181,10 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
         """Free the resources of `setup`. Runs once per episode: at its end, on a fault, on cancellation, on close."""
 
     async def conclude(self) -> None:
-        """Inspect the final state (for example, run a task's tests) before `state` is recorded and `teardown` runs.
+        """Inspect the final state, before `state` is recorded and `teardown` runs.
 
-        Called once when an episode ends by itself or at a limit; not after a fault, whose episode is unscored. It must limit its
-        own time. Raise EnvError if the inspection fails: the episode is then unscored.
+        For example, run a task's tests. Called once when an episode ends by itself or at a limit; not after a fault, whose
+        episode is unscored. It must limit its own time. Raise EnvError if the inspection fails: the episode is then unscored.
         """
 
     def state(self) -> Json:
@@ -196,12 +196,12 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
         return {}
 
     def error_text(self, call: ToolCall, problem: Problem) -> str:
-        """Return the text that the policy reads if its call is refused (`problem.kind`, for example "unknown_tool") or the tool
-        raised; not used for tools with an `error` option. By default JSON with the keys "error" and "message"."""
+        """Return the text that the policy reads if a call is refused or a tool raises. Not used for tools with an `error` option.
+        By default JSON with the keys "error" (`problem.kind`, for example "unknown_tool") and "message"."""
         return error_text(problem.kind, problem.message)
 
     def user_models(self) -> Sequence[UserModel]:
-        """Return the API models that its users call, so that each is tested once before a run; from parameters, not a task."""
+        """Return the API models of its users. Each is tested once before a run, so parameters determine them, not a task."""
         return ()
 
     def gold_turns(self, task: Task) -> list[Message]:

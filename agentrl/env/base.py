@@ -78,7 +78,7 @@ class ScorerLike(Protocol):
 
 @dataclass(eq=False)
 class OwnReward:
-    """Scorer by the spec that an environment's class names, read and compiled at the end of the first episode."""
+    """Scorer by the spec that an environment's class names, compiled when the first episode ends."""
 
     _env: ToolEnv
     _scorer: Scorer | None = None
@@ -239,7 +239,7 @@ class ToolEnv(Forkable):
         self._ended = True
 
     def cut(self, stop: StopReason) -> None:
-        """Set the stop reason of an episode whose current step is about to be cancelled (default: CANCELLED)."""
+        """Set the stop reason for a step that is about to be cancelled (default: CANCELLED)."""
         self._cut_for = stop
 
     # -- the record --------------------------------------------------------------------------------
@@ -355,8 +355,8 @@ class ToolEnv(Forkable):
     # -- an episode of an agent that makes its calls itself ------------------------------------------
 
     def record_turn(self, turn: Turn) -> None:
-        """Record a turn of an agent that makes the turn's calls itself (`acall`) and does not use `astep`. Raises EnvError
-        without a running episode."""
+        """Record a turn of an agent that makes its own calls (`acall`), without `astep`. Raises EnvError without a running
+        episode."""
         record = self._running("a turn")
         record.messages.append(turn.message)
         record.turns.append(turn)
@@ -383,7 +383,7 @@ class ToolEnv(Forkable):
         return run_sync(self.auser_call(call))
 
     async def auser_call(self, call: ToolCall) -> ToolResult:
-        """Make a call to a user tool without asking the user, as replays of gold calls do. Raises as `astep`."""
+        """Make a call to a user tool without asking the user, for gold replays. Raises as `astep`."""
         record = self._running("a call")
         result = await self._or_fail(make_call(record, self.user_toolbox, call, next_step(record)))
         self._note_new_tools()

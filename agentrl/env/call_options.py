@@ -52,7 +52,7 @@ def compile_validator(name: str, parameters: Mapping[str, Json]) -> Check:
 
 
 def safe_schema(name: str, parameters: Mapping[str, Json]) -> None:
-    """Raise TypeError, naming tool and place, for a schema that could fetch, not terminate or exhaust memory."""
+    """Raise TypeError, naming tool and place, for a schema that may fetch, hang or exhaust memory."""
     try:
         check_schema(parameters)
     except BadSchemaError as problem:
@@ -130,8 +130,8 @@ def call_fault(name: str, arguments: Mapping[str, Json], parameters: Mapping[str
 
 
 def as_called(function: Callable[..., Any], hidden: Sequence[str], *, method: bool, by_python: bool) -> Check:
-    """Return a check for arguments that are no object or set a `hidden` parameter, which the caller fills in; with `by_python`,
-    also for those that `function` does not take, in Python's words. `method`: the caller fills in the first parameter."""
+    """Make a check that refuses non-objects and `hidden` parameters, which the caller fills in; with `by_python` also arguments
+    that `function` does not take, in Python's words. `method`: the caller fills in the first parameter."""
     # The signature of the wrapper, not of the wrapped function: the wrapper is called.
     signature = inspect.signature(function, follow_wrapped=False) if by_python else None
     first = (None,) if method else ()

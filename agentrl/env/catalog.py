@@ -217,7 +217,7 @@ class EnvRef:
         return replace(self, params={**self.params, **params}) if params else self
 
     def with_gold_user(self) -> EnvRef:
-        """Return the reference with the scripted `gold_user` in place of the user, if it has one: scripts call no model."""
+        """Return the reference with its `gold_user`, if any, in place of the user: scripts call no model."""
         from agentrl.env.base import ToolEnv  # not at the top: listing environments loads none
 
         own = None if self.at is not None else getattr(self._class, "gold_user", None)
@@ -405,10 +405,10 @@ def _read_entries(path: Path, modified: int, size: int) -> tuple[EnvEntry, ...]:
 
 
 def add_tool_set(env: ToolEnv, name: str, args: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Add the tools of `tools/NAME.py` on a shelf, or of the file at a path, made with `args` if it has a ToolSet.
+    """Add the tools of `tools/NAME.py` on a shelf, or of the file at a path.
 
-    Raises CatalogError if there is no such file or a tool's name is taken, ConfigError for invalid arguments, ResourceError if
-    this machine lacks a requirement of the set.
+    `args` are for a ToolSet. Raises CatalogError if there is no such file or a tool's name is taken, ConfigError for invalid
+    arguments, ResourceError if this machine lacks a requirement of the set.
     """
     found = load_tools(find_tools(name))
     for item in found if isinstance(found, list) else found.tools():
@@ -451,7 +451,7 @@ def _check_parameters(env_id: str, env_class: Callable[..., ToolEnv], params: Ma
 
 
 def _parameters_of(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:
-    """Return the class's keyword parameters, with those of its bases if it takes `**`, and annotations (Any if unknown)."""
+    """Return keyword parameters and their annotations (Any if unknown); with `**` also those of the bases."""
     found: dict[str, Any] = {}
     if not isinstance(env_class, type):
         makers, own = [env_class], 0
@@ -474,8 +474,8 @@ def _parameters_of(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:
 
 
 def find_spec(env: EnvRef, name: str | None) -> dict[str, Any]:
-    """Load the spec with that name or path, by default the environment's (from its server if remote). Raises ConfigError if it
-    names none."""
+    """Load a spec by name or path, by default the environment's (a remote one's from its server). Raises ConfigError if it names
+    none."""
     card = env.card() if name is None else None
     if card is not None and card["reward"] is not None:
         return load_spec(card["reward"])

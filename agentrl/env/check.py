@@ -84,7 +84,7 @@ def check_contract(subject: Subject) -> str:
 
 
 def check_seeds(subject: Subject) -> str:
-    """Check that two instances with the same seed and turns agree in all messages and the final state."""
+    """Check that equal seeds and turns give equal messages and final states in two instances."""
     digests = set()
     for seed in range(subject.tasks):
         texts: list[str] = []
@@ -118,7 +118,7 @@ print(tasks_digest(pickle.loads(sys.stdin.buffer.read()).build(), int(sys.argv[1
 
 
 def tasks_digest(env: ToolEnv, count: int) -> str:
-    """Return a digest of the tasks and prompts of the first `count` seeds of each split."""
+    """Digest the tasks and prompts of the first `count` seeds of each split."""
     rows = []
     for split in env.splits:
         for seed in range(count):
@@ -203,7 +203,7 @@ def check_instances(subject: Subject) -> str:
 
 
 def check_fork(subject: Subject) -> str:
-    """Check that a fork equals its parent and does not change it, and that restore returns to the snapshot."""
+    """Check that forks equal their parent and leave it unchanged, and that restore works."""
     count = 0
     for seed in subject.few_seeds():
         env = subject.build()
@@ -278,7 +278,7 @@ def check_leaks(subject: Subject) -> str:
 
 
 def _shown_text(env: ToolEnv, task: Task, seed: int) -> str:
-    """Return as text what a policy sees in an episode in which it calls every tool once."""
+    """Return as text all that a policy sees in an episode that calls every tool once."""
     observation, info = env.reset(seed=seed, options={"task": task})
     seen: list[Any] = [[m.content for m in observation], info, env.toolbox.schemas()]
     rng = np.random.default_rng(seed)
@@ -375,8 +375,8 @@ def floors(subject: Subject, env: ToolEnv, split: str, seeds: Iterable[int]) -> 
 
 
 def check_exploits(subject: Subject) -> str:
-    """Check that scripts that solve nothing succeed on no task and score low on average, up to the share of tasks in which idling
-    is correct by design (`idle_share`)."""
+    """Check that scripts that solve nothing never succeed and have a low mean score, except in the share of tasks in which idling
+    is correct (`idle_share`)."""
     env = subject.build()
     shown: list[str] = []
     count = subject.tasks if subject.light else subject.tasks * 2

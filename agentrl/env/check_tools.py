@@ -96,7 +96,7 @@ class Subject:
         return run_sync(self.scorer.ascore(env.trajectory))
 
     def won(self, env: ToolEnv) -> bool:
-        """Return True if the episode is a success, assuming the best or the worst verdict of every judge."""
+        """Return True for a success, by the best or the worst verdicts if there are judges."""
         if not isinstance(self.scorer, Scorer) or not self.scorer.asks:
             return self.score(env).success is True
         judged = (self.scorer.assuming(lambda _: True), self.scorer.assuming(lambda _: False))

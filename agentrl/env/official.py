@@ -35,7 +35,7 @@ def pass_hat_k(n: int, c: int, k: int) -> float:
 
 
 def success_rates(counts: Sequence[tuple[int, int]], samples: int) -> dict[str, dict[str, float] | None]:
-    """Compute pass@k and pass^k for k = 1 to `samples`, with 95 % intervals over tasks.
+    """Compute pass@k and pass^k for k up to `samples`, with 95 % intervals over tasks.
 
     `counts`: (scored, solved) episodes per task. A task with fewer than k scored episodes is left out for that k; None if no
     task is left.
@@ -130,7 +130,7 @@ class Benchmark(ToolEnv):
 
     @abstractmethod
     def split_sizes(self) -> dict[str, dict[str, Any]]:
-        """Return per split the number of tasks, the tasks per kind, and a sha256 of the sorted ids."""
+        """Return per split the number of tasks, in total and per kind, and the sorted ids' sha256."""
 
     @abstractmethod
     def source_digest(self) -> str:
@@ -138,7 +138,7 @@ class Benchmark(ToolEnv):
 
     @abstractmethod
     def source_notes(self) -> Sequence[str]:
-        """Return notes for a run about these files, such as names of files that changed since their installation."""
+        """Return notes for a run about these files, such as files changed since installation."""
 
 
 def played_of(env: Benchmark, episode: Trajectory) -> Played:

@@ -37,7 +37,7 @@ from agentrl.utils.threads import by_size, size_of
 
 
 def _put_lines(name: str, item: Any, found: list[Image | None]) -> Any:
-    """Replace the images of a result by text lines and append them to `found`, or None for an image that is not shown."""
+    """Replace the images of a result by text lines, and append them to `found` (None: not shown)."""
     if isinstance(item, dict):
         return {key: _put_lines(name, value, found) for key, value in item.items()}
     if isinstance(item, list | tuple):
@@ -72,7 +72,7 @@ def estimate_tokens(text: str) -> int:
 
 
 def shape_result(name: str, answer: Any, budget: int, count: CountTokens) -> tuple[Json, str, tuple[Image, ...]]:
-    """Return a tool's result as JSON, as text cut to `budget` tokens for the model, and its images (a line each in both)."""
+    """Return a result as JSON, as text of `budget` tokens for the model, and its images (as lines in both)."""
     value, images = to_json(name, answer)
     text = fit(to_text(value), budget, count)
     # Image lines that were cut off are appended, so that no image is lost silently.
@@ -228,8 +228,8 @@ class Toolbox:
         return tuple(self.table)
 
     def release(self, owner: object) -> None:
-        """Drop the reference to an owner that is no longer used, so that it is freed at once. The reference cycle would otherwise
-        wait for the garbage collector, whose passes took a fifth of the time of scores that replay calls."""
+        """Drop the reference to an owner that is no longer used. The reference cycle would otherwise wait for the garbage
+        collector, whose passes took a fifth of the time of scores that replay calls."""
         self._owner = None if self._owner is owner else self._owner
 
     def find(self, name: str) -> Tool | None:

@@ -129,7 +129,7 @@ def _reader(schema: Any) -> SchemaValidator:
 
 
 def _refuse_seconds(schema: Any) -> Any:
-    """Rewrite a pydantic core schema so that no date accepts "2024", which pydantic reads as seconds since 1970."""
+    """Make the dates of a pydantic core schema refuse "2024", which would be seconds since 1970."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(_refuse_seconds, schema))
     if not isinstance(schema, dict):
@@ -350,7 +350,7 @@ class Tool:
         return WeakKeyDictionary()
 
     def place(self) -> AbstractAsyncContextManager[Child | None]:
-        """Wait for a slot under the tool's concurrency limit, and for a thread or child process if it needs one."""
+        """Wait for a slot under the concurrency limit, and for a thread or child process if needed."""
         options = self.options
         at_once = options.concurrency is None and not options.process and (options.inline or self.is_async)
         return _NO_SLOT if at_once else self._place()

@@ -16,7 +16,7 @@ from agentrl.utils.errors import EnvError
 
 
 def record_result(record: Trajectory, turn: Turn, result: ToolResult) -> None:
-    """Add a call's result to its turn and to the conversation, in the order of the turn's calls (not of completion)."""
+    """Add a call's result to its turn and the conversation, in the order of the turn's calls."""
     order = {call.id: place for place, call in enumerate(turn.message.tool_calls)}
 
     def later(call_id: str | None) -> bool:
@@ -136,7 +136,7 @@ def _as_messages(calls: Sequence[UserCall]) -> list[Message]:
 
 
 def next_step(record: Trajectory) -> int:
-    """Return the index of the user's next message with calls within its answer to the current turn."""
+    """Return the index of the next message with calls in the user's answer to the current turn."""
     last = record.user_calls[-1] if record.user_calls else None
     return last.step + 1 if last is not None and last.turn == len(record.turns) - 1 else 0
 
@@ -153,7 +153,7 @@ async def make_call(record: Trajectory, toolbox: Toolbox, call: ToolCall, step: 
 
 
 class RecordedUser:
-    """User that repeats its calls and words from a recorded episode, for replays, which must call no model."""
+    """User that repeats its recorded calls and words, for replays, which must call no model."""
 
     def __init__(self, before: int, answers: Sequence[Sequence[Message | Parting | None]]) -> None:
         """`answers`: the user's steps in the opening, then after each text of the policy: messages with calls, last its words,

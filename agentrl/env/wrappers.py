@@ -203,7 +203,7 @@ class ToolFaults(ToolWrapper):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Flaky(Tool):
-    """A tool that fails a share of its calls and passes the others on to `item`, within its limits."""
+    """A tool that fails a share of its calls and forwards the others to `item`."""
 
     item: Tool
     rate: float
@@ -259,8 +259,8 @@ class SystemPrompt(ToolWrapper):
 
 @WRAPPERS.register("gold_user")
 class GoldUser(ToolWrapper):
-    """Replace the user by that of the gold solution (`ToolEnv.gold_user`), so that no model is called, except in a reset with
-    another "user" option (as in replays)."""
+    """Replace the user by that of the gold solution (`ToolEnv.gold_user`), so that no model is called. The "user" option of a
+    reset (as in replays) goes first."""
 
     async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         return await self.env.areset(seed=seed, options={"user": GOLD, **(options or {})})

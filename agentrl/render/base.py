@@ -274,7 +274,7 @@ class Renderer(ABC):
         return True
 
     def spells_nothing(self, token_ids: Sequence[int]) -> bool:
-        """Return True if no text in sampled ids only looks like a control token by which `parse` divides a turn."""
+        """Return True if no text in sampled ids merely looks like a control token that `parse` uses."""
         return True
 
     async def astart(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -85,7 +85,7 @@ def read_answer(message: Any) -> tuple[str, str | None, tuple[ToolCall, ...]]:
 
 
 def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str, Json]:
-    """Convert an answer to a message of the next request, with the provider's ids and fields (reasoning, signatures) unchanged
+    """Convert an answer to a message of the next request. The provider's ids and fields (reasoning, signatures) are unchanged,
     and its `calls` in a form that strict servers accept."""
     from agentrl.render.tool_calls import sendable, write_call
 
@@ -142,7 +142,7 @@ def refusal(problem: BaseException, request: Mapping[str, Any] | None = None, ba
 
 
 def error_line(problem: BaseException, base: str | None) -> str:
-    """Format an error of litellm in one line, with the proxy that is used for `base` or the provider."""
+    """Format an error of litellm in one line, with the proxy for `base` or the provider."""
     return " ".join(str(problem).split())[:300] + through_proxy(base)
 
 
@@ -170,7 +170,7 @@ def address_arguments(base: str | None, key: str) -> dict[str, Any]:
 
 
 def load_litellm() -> Any:
-    """Import litellm on first use (it takes seconds), with the price table of the package, not from the network."""
+    """Import litellm on first use (it takes seconds), with its packaged price table, not the network's."""
     name = "LITELLM_LOCAL_MODEL_COST_MAP"
     with _IMPORTING:  # the variable is set for the import only, and a concurrent import must not save or restore it
         before = os.environ.get(name)

@@ -201,7 +201,7 @@ class TemplateText:
         return map_texts(value, partial(_HIDDEN.sub, self._name))
 
     def hide(self, value: Any) -> Any:
-        """Replace the control tokens in all strings of a value by placeholders, which the template copies as ordinary text."""
+        """Replace the control tokens in all strings of a value by placeholders of ordinary text."""
         by = partial(self._pattern.sub, lambda match: f"{_HIDE}{self._names.index(match.group())}{_SHOW}")
         return map_texts(value, by)
 
@@ -252,7 +252,7 @@ class TemplateText:
 
 
 def _sample_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Render plain messages, to find control tokens that a template composes, such as '<|' + role + '|>'."""
+    """Render plain messages, to find control tokens that a template composes: '<|' + role + '|>'."""
     text = ""
     for roles in ("system user", "user assistant user", "user assistant tool"):
         rows = [{"role": role, "content": "Text"} for role in roles.split()]
@@ -318,7 +318,7 @@ def skeleton(shape: Shape) -> Skeleton:
 
 
 def rounds_of(messages: Sequence[Message], equal: int) -> tuple[tuple[str, ...], _Rounds]:
-    """Return the roles before the first turn, and the rounds, at most `equal` equal ones (apart from the last)."""
+    """Return the roles before the first turn, and the rounds: at most `equal` equal ones, and the last."""
     lead: list[str] = []
     rounds: list[tuple[_Turn, list[str]]] = []
     for message in messages:
@@ -586,7 +586,7 @@ class TurnText:
         return call, prompt
 
     def learn_call_turns(self, syntax: Syntax | None) -> None:
-        """Learn the end of a turn of calls in this syntax, and the form that the template requires of such turns."""
+        """Learn the end and the required form of turns with calls in this syntax."""
         text = self._text
         after = text.render([QUESTION, _CALLED, ANSWER], [TOOL], generate=False).rpartition(MARK)[2]
         ends = [end for end in (*(syntax.ends if syntax else ()), self.written_stop, self.stop) if end in after]

@@ -70,7 +70,7 @@ MOST_VALUES = 500_000
 
 
 def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return the text outside call blocks (stripped) and a `ToolCall` per block, with ids `call_0`, `call_1` and so on. A block
+    """Return the text outside call blocks (stripped) and a `ToolCall` per block (ids: `call_0`, `call_1`, ...). A block
     that is no valid call has its text in `raw` and the reason in `error`. A string argument may contain the closing tag."""
     return blocks(text, OPEN, CLOSE, partial(_block, text))
 
@@ -164,7 +164,7 @@ CUT = "the turn was cut at its limit of tokens (rollout.max_turn_tokens); write 
 
 
 def mark_cut(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
-    """Add the token limit to the error of the last call of a cut turn, if that is malformed."""
+    """Add the token limit to the error of a cut turn's last call, if malformed."""
     if not calls or calls[-1].arguments is not None:
         return tuple(calls)
     return (*calls[:-1], replace(calls[-1], error=f"{CUT}: {calls[-1].error}"))
@@ -181,8 +181,8 @@ def too_many(raw: str) -> ToolCall:
 
 
 def within_most(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
-    """Replace the calls beyond `MOST_CALLS` by one malformed call, for syntaxes with lists, whose calls all have the list as
-    `raw`."""
+    """Replace the calls beyond `MOST_CALLS` by one malformed call, for syntaxes with lists of calls, whose `raw` is the whole
+    list."""
     return tuple(calls) if len(calls) <= MOST_CALLS + 1 else (*calls[:MOST_CALLS], too_many(calls[MOST_CALLS].raw))
 
 
@@ -265,7 +265,7 @@ def check_json(value: Json) -> None:
 
 
 def skip_blanks(text: str, at: int) -> int:
-    """Return the first position from `at` on that is not white space, without copying the text for each call."""
+    """Return the first position from `at` on that is not white space, without copying the text."""
     found = _BLANK.match(text, at)
     return found.end() if found else at
 

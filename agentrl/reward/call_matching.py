@@ -376,7 +376,7 @@ def _surely_equal(call: ToolCall, wanted: GoldCall) -> bool:
 
 
 def call_key(name: str, arguments: Mapping[str, Json], rule: EqualityRule) -> Hashable:
-    """Make a key that is equal for two calls exactly if they are equal by a rule without tolerances."""
+    """Make a key that two calls share exactly if a rule without tolerances finds them equal."""
     if rule.normalize is exact:
         # ASCII texts and numbers are their own keys; not booleans, which equal numbers in Python, nor NaN, which equals nothing.
         for value in arguments.values():
@@ -398,8 +398,8 @@ def parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) ->
 
 
 def shared_arguments(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) -> tuple[Matrix, Matrix, Matrix]:
-    """Count for each pair the shared argument names, those with matching values, and the shared optional ones. Each pair of
-    distinct values is compared once by `rule.value_fits`, except texts and numbers of the literal form."""
+    """Count per pair the shared arguments, those with matching values, and the optional ones. Each pair of distinct values is
+    compared once by `rule.value_fits`, except texts and numbers of the literal form."""
     given = [call.arguments or {} for call in made]
     shared, fitting, optional = (np.zeros((len(made), len(gold))) for _ in range(3))
     for key in {key for arguments in given for key in arguments} & {key for call in gold for key in call.arguments}:

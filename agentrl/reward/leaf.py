@@ -83,8 +83,8 @@ class View:
         return self.turns[-1].index if self.turns else None
 
     def made(self, by: str) -> Sequence[Made]:
-        """List this part's calls by the policy ("assistant"), by the simulated user to its tools ("user"), or "both", in order. A
-        user call belongs to the turn that it answers; one before the first turn belongs to that turn."""
+        """List this part's calls in order: of the policy ("assistant"), of the simulated user ("user"), or of "both". A user call
+        belongs to the turn that it answers; one before the first turn belongs to that turn."""
         if by == "assistant":
             return self.calls
         turns = {turn.index: turn for turn in self.turns}
@@ -180,7 +180,7 @@ def episode_view(trajectory: Trajectory, answers: dict[str, Any] | None = None) 
 
 
 def final_answer(turns: Sequence[Turn]) -> str | None:
-    """Return the last turn's text if it makes no call, which is the answer to the user; else None."""
+    """Return the last turn's text, the answer to the user, if it makes no call; else None."""
     return turns[-1].message.content if turns and not turns[-1].message.tool_calls else None
 
 
@@ -291,7 +291,7 @@ PythonLeaf = Callable[[View, Json], "float | tuple[float | None, Json] | None"]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Resources that a spec may use apart from the trajectory, selected by the run's config, not the spec.
+    """Resources for a spec apart from the trajectory; the run's config selects them, not the spec.
 
     `replay_env` builds a new environment for replays of a task; `python` are the functions that the `python` leaf may call, by
     name; `services` answer leaves, by `Leaf.asks`. `replays` caches the gold replays of about the last 256 tasks, which the
@@ -325,12 +325,12 @@ class Leaf(ABC):
 
     @classmethod
     def spreads(cls, args: Args) -> bool:
-        """Return True if the value with these arguments is a sum of shares per turn, which a node without a scope can emit at the
-        turns."""
+        """Return True if the value is a sum of shares per turn with these arguments. A node without a scope can then emit it at
+        the turns."""
         return False
 
     def blocks(self) -> bool:
-        """Return True if `read` may be slow (a replay, custom code) and so must not run on an event loop."""
+        """Return True if `read` may be slow (a replay, custom code). It then runs in a thread."""
         return False
 
     def longest(self) -> tuple[Hashable, float] | None:
@@ -339,12 +339,12 @@ class Leaf(ABC):
         return None
 
     def lint(self) -> tuple[str, str] | None:
-        """Return code and message of a warning about the arguments, for `agentrl reward lint`, or None."""
+        """Return code and message of a warning about the arguments, or None; for `agentrl reward lint`."""
         return None
 
     def gold_fault(self, args: Args) -> str | None:
-        """Return the reason why no episode of a task can be scored with these resolved arguments, for checks before a run; else
-        None. May block. Raises UnscorableError as `read`."""
+        """Return the reason why no episode of a task can be scored, or None; for checks before a run. `args` have their references
+        resolved. May block. Raises UnscorableError as `read`."""
         return None
 
     @abstractmethod

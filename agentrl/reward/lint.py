@@ -68,12 +68,12 @@ Turns = Sequence[Message | str]
 
 
 def tasks_tried(probes: Probes) -> int:
-    """Count the tasks with an episode of every kind that is possible with or without a gold solution."""
+    """Count the tasks that have an episode of every possible kind (fewer kinds without gold)."""
     return len(probes.get("shuffled" if "gold" in probes else "spam", ()))
 
 
 def bound_text(tasks: int) -> str:
-    """Describe the 95 % bound of the share of tasks with a fault that none of `tasks` shows."""
+    """Describe the 95 % bound on the share of tasks with a fault that `tasks` tasks do not show."""
     return f"what none of them shows, fewer than {1 - 0.05 ** (1 / tasks) if tasks else 1.0:.0%} of all do (95 %)"
 
 
@@ -272,7 +272,9 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None, 
 
 
 def lint_any_verdict(scorer: Scorer, probes: Probes, lint: Callable[[Scorer], list[LintFinding]]) -> list[LintFinding]:
-    """Return the findings of `lint` that hold for any answers of the spec's services, without calling these.
+    """Return the findings of `lint` that hold for any answers of the spec's services.
+
+    No service is called.
 
     Kept are findings in four cases, with best answers for all episodes, none, only gold, and all but gold; a note `not-judged`
     is added per leaf that was not judged. For a spec without services, all findings of `lint`.
@@ -325,8 +327,8 @@ def _lint_success(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[
 
 
 def lint_idle(scorer: Scorer, probes: Probes, idle_share: float = 0.0) -> list[LintFinding]:
-    """Report `idle-paid` if doing nothing or an empty answer earns as much as gold in every task, or succeeds in every task: then
-    there is nothing to learn. No finding if the environment declares an `idle_share`."""
+    """Report `idle-paid` if idling or an empty answer equals gold or succeeds in every task: then there is nothing to learn. No
+    finding if the environment declares an `idle_share`."""
     if idle_share > 0 or scorer.compares:
         return []
     scores = {kind: [scorer.score(trajectory) for trajectory in probes.get(kind, ())] for kind in ("gold", "empty", "silent")}
@@ -344,7 +346,7 @@ def lint_idle(scorer: Scorer, probes: Probes, idle_share: float = 0.0) -> list[L
 
 
 def reads_samples(scorer: Scorer) -> bool:
-    """Return True if the reward depends on sampled tokens, time or cost, which scripted episodes do not have."""
+    """Return True if the reward depends on sampled tokens, time or cost, which scripts lack."""
     return any(isinstance(node, LeafNode) and node.leaf.kind in SAMPLED for node in walk(scorer.root))
 
 
@@ -378,7 +380,7 @@ def _lint_padded(probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Itera
 
 
 def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
-    """Find nodes with the same value in every probe (`never-fires` if it is their lowest), and gates that no probe opens."""
+    """Find gates that no probe opens, and nodes with one value in all probes (`never-fires`: their lowest)."""
     if "gold" not in scores:
         return  # no good episode was probed
     trees = [_values(score.evidence.get("root")) for row in scores.values() for score in row]

@@ -383,7 +383,7 @@ def _multiply(weight: float, value: float) -> float:
 
 
 class GroupNode(Node):
-    """Base class of leaves that compare the value of the node `of` with the group's other members.
+    """Base class of leaves that compare the value of `of` within the group.
 
     Members that could not be scored are left out. Without a group there is no value.
     """
@@ -415,7 +415,7 @@ class GroupNode(Node):
 
     @abstractmethod
     def compare(self, own: float, others: Sequence[float]) -> float:
-        """Return a value in [0, 1] from a member's value and those of the others (at least one)."""
+        """Return a value in [0, 1] from a member's value and those of one or more others."""
 
 
 class GroupRank(GroupNode):

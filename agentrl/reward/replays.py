@@ -177,7 +177,7 @@ class TaskReplays:
 
 
 class Replays:
-    """Replays calls on new environments and caches the gold replays of the last `most` tasks, in about `most_bytes`."""
+    """Player of replays, with a cache of the gold replays of the last `most` tasks, about `most_bytes` in size."""
 
     def __init__(self, most: int = 256, most_bytes: int = 128 << 20) -> None:
         self._most, self._most_bytes = most, most_bytes

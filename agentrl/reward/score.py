@@ -82,7 +82,7 @@ def visible_ids(tops: Sequence[Any]) -> list[str]:
 
 
 def ids_of(tops: Sequence[Any]) -> dict[str, tuple[Spec, bool]]:
-    """Map each id to its node and to True if that is inside a scope narrower than the episode."""
+    """Map each id to its node, and to True if a narrower scope than the episode contains it."""
     found: dict[str, tuple[Spec, bool]] = {}
 
     def look(node: Any, inside: bool) -> None:
@@ -136,7 +136,7 @@ def task_part(item: Spec, node: Node, flipped: bool = False) -> NewNode | None:
 
 
 def _aggregate(item: Spec, node: Node) -> NewNode | None:
-    """Require the best value of all parts, or for a `max`, of any part that can be the highest.
+    """Require the best value of all parts (`max`: of any part that can be the highest).
 
     Parts that can only reduce a sum are required only if no part can increase it.
     """
@@ -155,7 +155,7 @@ def _aggregate(item: Spec, node: Node) -> NewNode | None:
 
 
 def _gate(item: Spec, node: GateNode) -> NewNode | None:
-    """Require the branch that earns most and the test that leads to it, unless that only tests costs."""
+    """Require the branch that earns most and its test, unless that only tests costs."""
     own = {key: item[key] for key in _KEPT_MODS if key in item}
     high, low = node.then.range()[1], node.otherwise.range()[1]
     yes = None if isinstance(node.then, ConstantNode) else task_part(item["then"], node.then)
@@ -406,7 +406,7 @@ class Scorer:
 
 
 def token_rewards(trajectory: Trajectory, score: Score) -> list[npt.NDArray[np.float32]]:
-    """Return a float32 array per ledger, of its length, zero except at emitted rewards (see `reward_spots`)."""
+    """Return a float32 array per ledger, of its length, with the emitted rewards (`reward_spots`), else 0."""
     columns = [np.zeros(len(ledger), dtype=np.float32) for ledger in trajectory.ledgers]
     for ledger, token, amount in reward_spots(trajectory, score.terminal, score.turns):
         columns[ledger][token] = amount

@@ -172,7 +172,7 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Check:
-    """Validator of a spec, node by node, so that an error names its own node, not a parent."""
+    """Validator of a spec, node by node, so that errors name the innermost node."""
 
     def __init__(self, where: str) -> None:
         self.where = where

@@ -132,7 +132,7 @@ def with_nfc_keys(value: Mapping[Any, Json]) -> Mapping[Any, Json]:
 
 
 def equality_key(value: Json, normalize: Normalizer = exact) -> Hashable:
-    """Make a key that is equal for two values exactly if they are the `same` without tolerances."""
+    """Make a key that two values share exactly if they are the `same` without tolerances."""
     if isinstance(value, str):
         return normalize(value)
     if isinstance(value, bool):
@@ -245,7 +245,7 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 class Absent:
-    """The type of `ABSENT`, the result of a pointer that resolves to nothing (None is a JSON value)."""
+    """The type of `ABSENT`, the result of a dangling pointer (None is a JSON value)."""
 
     def __repr__(self) -> str:
         return "ABSENT"
@@ -305,8 +305,8 @@ def references(value: Json, pointer: str = "") -> Iterator[tuple[str, Mapping[st
 
 
 def evidence_nodes(evidence: Json, skipped: bool = True) -> Iterator[Mapping[str, Json]]:
-    """Yield the nodes of an evidence tree, parents first, except the parts of a scoped node, which share its id, and without
-    `skipped` except skipped nodes and all below them."""
+    """Yield the nodes of an evidence tree, parents first. It omits the parts of a scoped node, which share its id, and without
+    `skipped` also skipped nodes and all below them."""
     rest = [evidence]
     while rest:
         node = rest.pop()
@@ -390,8 +390,8 @@ Reader = Callable[[Mapping[str, Json]], "Json | Absent"]
 
 
 def decider(predicate: Mapping[str, Json]) -> Callable[[Reader], bool | None]:
-    """Make a function that decides a predicate `{"$", ...comparisons}`, `{"not"}`, `{"all"}` or `{"any"}`, given a reader of
-    references; None: unknown (three-valued logic)."""
+    """Make a function that decides a predicate, given a reader of references; None: unknown (three-valued logic). Predicates are
+    `{"$", ...comparisons}`, `{"not"}`, `{"all"}` and `{"any"}`."""
     if "not" in predicate:
         inner = decider(predicate["not"])
         return lambda read: None if (value := inner(read)) is None else not value

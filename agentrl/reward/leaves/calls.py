@@ -164,7 +164,7 @@ def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
 
 
 def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], weights: assign.BlockWeights) -> assign.Pairs:
-    """Assign to each expected call in turn the best remaining call with its name, the first on a tie."""
+    """Assign the best remaining call with its name to each expected call in turn (ties: the first)."""
     table, pairs = np.array(assign.all_weights(made, gold, weights), dtype=np.float64), list[tuple[int, int]]()
     for j in range(len(gold) if made else 0):
         row = int(table[:, j].argmax())
@@ -186,7 +186,7 @@ def _weights(rule: EqualityRule, made: Sequence[ToolCall], gold: Sequence[GoldCa
 
 
 def _pair_scores(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> tuple[float, int]:
-    """Return the Jaccard index of the parameter names (1 if neither call has any) and the number of correct values."""
+    """Return the Jaccard index of the parameter names (1 if both have none) and the number of correct values."""
     made, wanted = call.arguments, gold.arguments
     if made is None:
         return 0.0, 0

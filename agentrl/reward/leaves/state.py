@@ -84,8 +84,8 @@ def gold_end(context: Context, view: View, gold: Json) -> RoundEnd:
         texts = _texts(record, view.course)[: len(rounds)] if by_round else [RoundTexts()]
 
         def user_side(repeats: bool) -> tuple[Any, ...]:
-            """List the opening, then for each round the texts inside it and the one at its end, up to the last round's calls; for
-            a user with `repeats` without the policy's words."""
+            """List the opening, then per round the texts inside it and at its end, up to the last round's calls; without the
+            policy's words if the user `repeats`."""
             side: list[Any] = [opening]
             for said in texts:
                 side.append(tuple(text.answer if repeats else text for text in said.inside))
