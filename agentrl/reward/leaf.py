@@ -343,7 +343,7 @@ class Leaf(ABC):
         return None
 
     def gold_fault(self, args: Args) -> str | None:
-        """Return the reason why no episode of a task can be scored, or None; for checks before a run. `args` have their references
+        """Return the reason why no episode of a task can be scored, or None; for checks before a run. `args` have references
         resolved. May block. Raises UnscorableError as `read`."""
         return None
 
