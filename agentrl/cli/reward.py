@@ -216,7 +216,7 @@ def run_score(args: argparse.Namespace) -> int:
 
 def run_diff(args: argparse.Namespace) -> int:
     """Compare two specs on the same episodes."""
-    from agentrl.reward.explain import alone, changed_ranks, changed_values, parse_row, read_lines, show_value
+    from agentrl.reward.explain import changed_ranks, changed_values, count_single, parse_row, read_lines, show_value
 
     a, b = _score_rows(args, args.spec_a, args.spec_b), _score_rows(args, args.spec_b, args.spec_a)
     lines = read_lines(args.trajectories)
@@ -224,7 +224,7 @@ def run_diff(args: argparse.Namespace) -> int:
     changes = changed_ranks(trajectories, [row["value"] for row in a], [row["value"] for row in b])
     values = changed_values(trajectories, [row["value"] for row in a], [row["value"] for row in b])
     verdicts = [row for row, (one, other) in enumerate(zip(a, b, strict=True)) if one["success"] != other["success"]]
-    single, tasks = alone(trajectories)
+    single, tasks = count_single(trajectories)
     if args.json:
         numbered = [{**asdict(change), "row": lines[change.row][0]} for change in changes]
         worth = [{"row": lines[row][0], "value_a": x, "value_b": y} for row, x, y in values]

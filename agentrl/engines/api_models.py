@@ -25,11 +25,11 @@ from agentrl.data.chat_forms import REASONING
 from agentrl.data.trajectory import Json, Message, StopReason, ToolCall
 from agentrl.engines.chat_format import RequestError, number_calls, read_messages, write_message
 from agentrl.env import Observation, ToolEnv
-from agentrl.env.check_tools import lines_of
+from agentrl.env.check_tools import endless_turns
 from agentrl.env.wrappers import GoldUser
 from agentrl.render.base import Renderer
 from agentrl.render.litellm_calls import (
-    ONCE,
+    NO_RETRIES,
     answer_row,
     causes,
     choice_of,
@@ -260,7 +260,7 @@ class LiteLlmEngine(MessageEngine):
         """The keyword arguments of one call of litellm's."""
         own = {
             **self._options,
-            **ONCE,
+            **NO_RETRIES,
             "model": self._model,
             "messages": list(messages),
             "tools": list(tools),
@@ -422,7 +422,7 @@ class _Seated(GoldUser):
     ) -> tuple[Observation, dict[str, Any]]:
         observation, info = await super().areset(seed=seed, options=options)
         script = self._engine.script
-        lines = lines_of(script, self.env, np.random.default_rng(self.env.task.seed))
+        lines = endless_turns(script, self.env, np.random.default_rng(self.env.task.seed))
         try:
             first = await in_thread("load", next, lines)  # a solution may be looked for, or be asked of a server
         except NotImplementedError as problem:

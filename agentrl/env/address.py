@@ -73,7 +73,7 @@ class EnvAddress:
         return cls(config.url.rstrip("/"), config.protocol, config.token_env)
 
     @property
-    def ours(self) -> bool:
+    def is_agentrl(self) -> bool:
         """True for a server of `agentrl env serve`: with wrappers, tool sets, gold answers and reward specs."""
         return self.protocol == AGENTRL
 

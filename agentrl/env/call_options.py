@@ -129,7 +129,7 @@ def call_fault(name: str, arguments: Mapping[str, Json], parameters: Mapping[str
     return None if wrong is None else wrong.message
 
 
-def as_called(function: Callable[..., Any], hidden: Sequence[str], *, method: bool, by_python: bool) -> Check:
+def call_check(function: Callable[..., Any], hidden: Sequence[str], *, method: bool, by_python: bool) -> Check:
     """Make a check that refuses non-objects and `hidden` parameters, which the caller fills in; with `by_python` also arguments
     that `function` does not take, in Python's words. `method`: the caller fills in the first parameter."""
     # The signature of the wrapper, not of the wrapped function: the wrapper is called.

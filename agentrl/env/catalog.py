@@ -188,7 +188,7 @@ class EnvRef:
     def default_reward(self) -> str | None:
         """Return the path of the environment's reward spec; None if it names none or its server has it (`card`)."""
         if self.at is not None:
-            return None if self.at.ours else str(find_reward(str(getattr(self._class, "reward", None))))
+            return None if self.at.is_agentrl else str(find_reward(str(getattr(self._class, "reward", None))))
         if is_given(self.entry.reward):
             return self.entry.reward
         path = self.entry.reward_path()
@@ -197,7 +197,7 @@ class EnvRef:
     def card(self, fresh: bool = False) -> dict[str, Any] | None:
         """Fetch the description from the environment's agentrl server, cached unless `fresh`; None if there is no such server.
         Blocks. Raises ConfigError if the server does not answer, and UserError if it refuses the request."""
-        if self.at is None or not self.at.ours:
+        if self.at is None or not self.at.is_agentrl:
             return None
         try:
             found: dict[str, Any] = PROTOCOLS[self.at.protocol].card(self.at, self._request, fresh)
@@ -230,7 +230,7 @@ class EnvRef:
 
         Raises CatalogError if the class refuses the parameters.
         """
-        if self.at is not None and self.at.ours:
+        if self.at is not None and self.at.is_agentrl:
             remote = PROTOCOLS[self.at.protocol].build(self.at, self._request, extra)
             remote.initial_seed = self.seed
             return remote
@@ -276,7 +276,7 @@ class EnvRef:
 def check_ref(ref: EnvRef) -> None:
     """Raise CatalogError if the environment does not exist or load, ParameterError if it refuses the parameters. Builds nothing,
     and skips environments of agentrl servers."""
-    if ref.at is None or not ref.at.ours:
+    if ref.at is None or not ref.at.is_agentrl:
         _ = ref._class
 
 

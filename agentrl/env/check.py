@@ -314,7 +314,7 @@ def check_gold(subject: Subject) -> str:
                     raise CheckFailed(
                         f"{describe(env.task)}: gold {what} at turn {number + 1} of {len(turns)}{_refused_calls(env)}"
                     )
-            if not subject.won(env):
+            if not subject.is_success(env):
                 raise CheckFailed(
                     f"{describe(env.task)}: gold scored {subject.score(env).value} and is not a success{_refused_calls(env)}"
                 )
@@ -432,7 +432,7 @@ def check_order(subject: Subject) -> str:
             env.reset(seed=seed, options={"split": "train"})
             play(env, turns)
             value = subject.score(env).value
-            if not subject.won(env):
+            if not subject.is_success(env):
                 names = json.dumps([call.name for turn in turns for call in turn.tool_calls])
                 raise CheckFailed(
                     f"{describe(env.task)}: the order {names} scored {value} and is not a success{_refused_calls(env)}"

@@ -95,7 +95,7 @@ class Subject:
             raise Skipped("the environment names no reward spec")
         return run_sync(self.scorer.ascore(env.trajectory))
 
-    def won(self, env: ToolEnv) -> bool:
+    def is_success(self, env: ToolEnv) -> bool:
         """Return True for a success, by the best or the worst verdicts if there are judges."""
         if not isinstance(self.scorer, Scorer) or not self.scorer.asks:
             return self.score(env).success is True
@@ -159,7 +159,7 @@ def spam(env: ToolEnv, rng: Any) -> list[Message]:
 SCRIPTS: dict[str, Script] = {"gold": gold, "idle": idle, "refuse": refuse, "echo": echo, "spam": spam}
 
 
-def lines_of(name: str, env: ToolEnv, rng: Any) -> Iterator[Message]:
+def endless_turns(name: str, env: ToolEnv, rng: Any) -> Iterator[Message]:
     """Yield a script's turns endlessly, since a user may keep asking: after gold silence, else the last turn again."""
     turns = SCRIPTS[name](env, rng)
     yield from turns

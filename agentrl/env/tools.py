@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from agentrl.data.trajectory import Json
-from agentrl.env.call_options import DEFAULT, Options, Problem, as_called, compile_validator, safe_schema
+from agentrl.env.call_options import DEFAULT, Options, Problem, call_check, compile_validator, safe_schema
 from agentrl.utils.child_process import Child, child_for, function_ref
 from agentrl.utils.errors import ToolSchemaError
 from agentrl.utils.parsing import parts_of
@@ -338,7 +338,7 @@ class Tool:
         """The compiled argument check of `Options.check`."""
         if self.options.check == "strict":
             return compile_validator(self.name, self.signature.parameters)
-        return as_called(self.function, self.signature.hidden, method=self.method, by_python=self.options.check == "lenient")
+        return call_check(self.function, self.signature.hidden, method=self.method, by_python=self.options.check == "lenient")
 
     @cached_property
     def is_async(self) -> bool:

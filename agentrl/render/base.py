@@ -213,7 +213,7 @@ class Marks:
         reasoning, _, rest = head.removeprefix(self.open).partition(self.close)
         return reasoning.strip("\n"), rest
 
-    def around(self, reasoning: str) -> str:
+    def wrap(self, reasoning: str) -> str:
         """Put reasoning between the marks, on separate lines."""
         return f"{self.open.rstrip()}\n{reasoning}\n{self.close}{self.gap}"
 

@@ -18,7 +18,7 @@ from agentrl.utils.redaction import basic, learn, resolve_references
 from agentrl.utils.threads import fork_safe
 
 _IMPORTING = fork_safe(threading.Lock())
-ONCE = {"num_retries": 0, "max_retries": 0}
+NO_RETRIES = {"num_retries": 0, "max_retries": 0}
 """Arguments that switch litellm's retries off, since these respect neither a time limit nor a queue."""
 _BUSY = (408, 409, 425, 429)
 _FAILED = {"error", "network_error", "insufficient_system_resource", "insufficient_quota", "abort", "cancelled", "timeout",

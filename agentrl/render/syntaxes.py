@@ -19,14 +19,14 @@ from agentrl.render.tool_calls import (
     broken_end,
     call_from_json,
     closed_blocks,
+    limit_calls,
     malformed_call,
+    overflow_call,
     parse_tool_calls,
     render_tool_calls,
     skip_blanks,
     strict_json,
-    too_many,
     whole_json,
-    within_most,
 )
 from agentrl.utils.parsing import put_once
 
@@ -93,7 +93,7 @@ def parse_dsml(text: str) -> Parsed:
             calls.append(_invoke(invoke, f"call_{first + len(calls)}"))
             position = invoke.end()
         if len(calls) > MOST_CALLS:
-            return [*calls, too_many(raw)]
+            return [*calls, overflow_call(raw)]
         if not calls or body[position:].strip():
             return [malformed_call(call_id, raw, "expected <invoke name=...> and nothing else")]
         return calls
@@ -156,7 +156,7 @@ def harmony_parts(text: str) -> tuple[str | None, str, tuple[ToolCall, ...]]:
         header = _ROLE.sub("", header, count=1)
         channel, to = _CHANNEL.search(header), _RECIPIENT.search(header)
         if to is not None and len(calls) == MOST_CALLS:
-            calls.append(too_many(text[position - len(raw) :]))
+            calls.append(overflow_call(text[position - len(raw) :]))
             break
         if to is not None:
             calls.append(_read_harmony_call(to.group(1), body, raw, f"call_{len(calls)}", bool(mark), end is not None))
@@ -274,7 +274,7 @@ def parse_llama_json(text: str) -> Parsed:
     position = 0
     while position < len(body):
         if len(calls) == MOST_CALLS:
-            calls.append(too_many(body[position:]))
+            calls.append(overflow_call(body[position:]))
             break
         call_id = f"call_{len(calls)}"
         try:
@@ -317,7 +317,7 @@ def parse_mistral(text: str) -> Parsed:
     for number, piece in enumerate(body.split(_MARK, MOST_CALLS)):
         raw = _MARK + piece
         if number == MOST_CALLS or len(calls) >= MOST_CALLS:
-            calls.append(too_many(raw))
+            calls.append(overflow_call(raw))
             break
         # Each mark begins a new call, so a broken call does not affect the others.
         head, args, arguments = piece.partition("[ARGS]")
@@ -339,7 +339,7 @@ def parse_mistral(text: str) -> Parsed:
                 # The sampled id is kept, since the template repeats it with the tool's result.
                 own = item.get("id") if isinstance(item, dict) else None
                 calls.append(call_from_json(item, own if isinstance(own, str) and own else f"call_{len(calls)}", raw))
-    return prose.strip(), within_most(calls)
+    return prose.strip(), limit_calls(calls)
 
 
 MISTRAL = Syntax("mistral", parse_mistral, seen=lambda call: _MARK in call, opens=(_MARK,))

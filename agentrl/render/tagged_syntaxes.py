@@ -24,10 +24,10 @@ from agentrl.render.tool_calls import (
     broken_call,
     check_json,
     closed_blocks,
+    limit_calls,
     malformed_call,
     skip_blanks,
     strict_json,
-    within_most,
 )
 from agentrl.utils.parsing import own_name, put_once
 
@@ -311,7 +311,7 @@ def parse_pythonic(text: str) -> Parsed:
         else:
             calls += _parse_call_list(body, body.strip(), f"call_{len(calls)}")
         said.append(after)
-    return ("".join(said) if calls else text).strip(), within_most(calls)
+    return ("".join(said) if calls else text).strip(), limit_calls(calls)
 
 
 def _parse_call_list(body: str, raw: str, call_id: str) -> list[ToolCall]:

@@ -245,7 +245,7 @@ class TemplateText:
             thoughts: list[Json] = [{"type": "thinking", "thinking": reasoning}]
             row["content"] = [*thoughts, {"type": "text", "text": row["content"]}] if row["content"] else thoughts
         elif reasoning is not None and form.reasoning == "inline":
-            row["content"] = f"{form.frame.around(reasoning)}{row['content']}"
+            row["content"] = f"{form.frame.wrap(reasoning)}{row['content']}"
         elif reasoning is not None and form.reasoning != "none":
             row[form.reasoning] = reasoning
         return row
@@ -462,7 +462,7 @@ class TurnText:
         if self.in_reasoning and frame.close not in body:
             body = f"{self._text.hide(message.reasoning or '')}\n{frame.close}{frame.gap}{body}"
         elif message.reasoning and frame.close not in body:
-            body = frame.around(self._text.hide(message.reasoning)) + body
+            body = frame.wrap(self._text.hide(message.reasoning)) + body
         stop = self.call_stop if any(call.arguments is not None for call in message.tool_calls) else self.stop
         # A template may write the end only before a next turn; a policy always samples it.
         return body.partition(stop)[0] + stop

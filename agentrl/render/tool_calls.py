@@ -96,7 +96,7 @@ def blocks(
     following, stray = begins.search(text), ends.search(text)
     while following or stray:
         if len(calls) >= MOST_CALLS:
-            calls.append(too_many(text[position:]))
+            calls.append(overflow_call(text[position:]))
             position = len(text)
             break
         call_id = f"call_{len(calls)}"
@@ -112,7 +112,7 @@ def blocks(
         if stray and stray.start() < position:
             stray = ends.search(text, position)
     prose.append(text[position:])
-    return "".join(prose).strip(), within_most(calls)
+    return "".join(prose).strip(), limit_calls(calls)
 
 
 def closed_blocks(text: str, opening: str, closing: str, read: Callable[[str, str, str], list[ToolCall]]) -> Parsed:
@@ -175,15 +175,15 @@ def malformed_call(call_id: str, raw: str, error: str, name: str = "") -> ToolCa
     return ToolCall(name=name, arguments=None, id=call_id, raw=raw, error=error)
 
 
-def too_many(raw: str) -> ToolCall:
+def overflow_call(raw: str) -> ToolCall:
     """Make the malformed call with all text after the first `MOST_CALLS` calls."""
     return malformed_call(f"call_{MOST_CALLS}", raw, f"more than {MOST_CALLS} calls in one turn")
 
 
-def within_most(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+def limit_calls(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
     """Replace the calls beyond `MOST_CALLS` by one malformed call, for syntaxes with lists of calls, whose `raw` is the whole
     list."""
-    return tuple(calls) if len(calls) <= MOST_CALLS + 1 else (*calls[:MOST_CALLS], too_many(calls[MOST_CALLS].raw))
+    return tuple(calls) if len(calls) <= MOST_CALLS + 1 else (*calls[:MOST_CALLS], overflow_call(calls[MOST_CALLS].raw))
 
 
 def strict_json(text: str, start: int = 0) -> tuple[Json, int]:

@@ -115,7 +115,7 @@ def changed_values(
     return sorted(rows, key=lambda item: _gap(item[1], item[2]), reverse=True)
 
 
-def alone(trajectories: Sequence[Trajectory]) -> tuple[int, int]:
+def count_single(trajectories: Sequence[Trajectory]) -> tuple[int, int]:
     """Return the number of tasks with only one episode, and the number of tasks."""
     counts = Counter(trajectory.task_key for trajectory in trajectories)
     return sum(count == 1 for count in counts.values()), len(counts)

@@ -198,7 +198,7 @@ class Replays:
         texts and events between rounds that determine the user's actions; its argument is True if the user acts the same
         whatever the policy says. A replay whose user side is a prefix of another's is served by that one.
         """
-        kept = self._of(record.task)
+        kept = self._task_replays(record.task)
         with kept.playing:
             for one in kept.golds:
                 here = user_side(one.played.repeats)
@@ -235,7 +235,7 @@ class Replays:
             found.fault = UnscorableError(f"the replay environment failed: {fault_text(error)}")
         return found
 
-    def _of(self, task: Task) -> TaskReplays:
+    def _task_replays(self, task: Task) -> TaskReplays:
         key = task.id, task.seed, task.split
         with self._lock:
             kept = self._kept.get(key)

@@ -19,7 +19,7 @@ from typing import Any
 from agentrl.config.schema import JudgeConfig
 from agentrl.contrib.judges.leaf import JudgeFault, LastingJudgeFault, Verdict, VerdictRequest, read_verdict
 from agentrl.data.trajectory import Json
-from agentrl.render.litellm_calls import ONCE, error_line, load_litellm, refusal, request_of
+from agentrl.render.litellm_calls import NO_RETRIES, error_line, load_litellm, refusal, request_of
 from agentrl.utils.errors import ConfigError, JudgeBudgetError
 from agentrl.utils.parsing import read_json
 from agentrl.utils.redaction import redact_said
@@ -201,7 +201,7 @@ def judge_call(settings: JudgeConfig, request: VerdictRequest) -> dict[str, Any]
     """The keyword arguments of a judge's call of litellm's: what a model does not take is left out."""
     form = {"name": "verdict", "schema": dict(request.schema), "strict": True}
     own = {
-        **ONCE,
+        **NO_RETRIES,
         "model": request.model,
         "messages": [dict(message) for message in request.messages],
         "timeout": settings.timeout,

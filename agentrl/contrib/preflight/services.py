@@ -21,7 +21,7 @@ from agentrl.engines.makers import POLICY, api_name
 from agentrl.env.catalog import EnvRef
 from agentrl.env.spaces import run_sync
 from agentrl.env.tools import TOOL_SOURCES
-from agentrl.render.litellm_calls import ONCE, causes, error_line, load_litellm, refusal
+from agentrl.render.litellm_calls import NO_RETRIES, causes, error_line, load_litellm, refusal
 from agentrl.rollout.engine import Sampling
 from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.run.services import QUESTION, ApiModel, RunServices
@@ -95,7 +95,7 @@ def api_models(start: RunStart) -> Iterator[ApiModel]:
             continue
         with closing(ref.build()) as built:
             for user in built.user_models():
-                base, asked = user.options.get("api_base"), {**user.request([QUESTION]), **ONCE}
+                base, asked = user.options.get("api_base"), {**user.request([QUESTION]), **NO_RETRIES}
                 key = f"the user of environment {called!r}"
                 yield ApiModel(key, "its api_base", base, asked, "the options of its model", user.options, own)
     run = RunServices(config)
@@ -163,7 +163,7 @@ def _fix(asked: ApiModel, problem: openai.BadRequestError) -> str:
     """The parameter that is refused, if the error names one that was sent, and the keys that change it."""
     import litellm
 
-    said, sent = str(problem), sorted(asked.request.keys() - {"model", "messages", "timeout", *ONCE}, key=len, reverse=True)
+    said, sent = str(problem), sorted(asked.request.keys() - {"model", "messages", "timeout", *NO_RETRIES}, key=len, reverse=True)
     name = next((name for name in sent if re.search(rf"\b{name}\b", said)), None)
     if name is None:
         return ""

@@ -16,7 +16,7 @@ def check_servers(start: RunStart) -> list[str]:
     """
     for env in start.config.envs:
         with start.alone(env) as one:
-            if one.env.at is not None and one.env.at.ours:
+            if one.env.at is not None and one.env.at.is_agentrl:
                 _check_server(one, one.env.at)
             elif one.env.at is not None:
                 PROTOCOLS[one.env.at.protocol].describe(one.env.at)
@@ -57,7 +57,7 @@ def remote_lines(start: RunStart) -> list[str]:
     """Lines about the environments' servers; nothing for environments that are here."""
     lines = []
     for ref in (EnvRef.of(env, start.config.tools) for env in start.config.envs):
-        if ref.at is not None and not ref.at.ours:
+        if ref.at is not None and not ref.at.is_agentrl:
             lines.append(PROTOCOLS[ref.at.protocol].describe(ref.at))
         elif ref.at is not None:
             card = ref.card()
