@@ -241,8 +241,8 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None, 
     Kinds: `gold` (the scripted solution), `empty` (an empty answer), `silent` (no turn), `question` (the question as the
     answer), `spam` (random calls and every number as the answer), `listing` (the gold calls, and all tool results as the
     answer), `mute` (the gold calls and "Done." as the answer), `padded` (every gold call three times), `shuffled` (the gold
-    calls in another order). `order_free` and `idle_share`: as the environment's class declares them; above 0, rewards of idle
-    episodes are not reported.
+    calls in another order). `order_free` and `idle_share`: as the environment's class declares them; with an `idle_share`
+    above 0, rewards of idle episodes are not reported.
     """
     scores = {kind: [scorer.score(trajectory) for trajectory in episodes] for kind, episodes in probes.items()}
     if scorer.compares:
@@ -316,7 +316,7 @@ def _lint_success(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[
         lucky = sum(score.success is True for score in scores.get(kind, ()))
         if lucky:
             message = f"{what} is a success by {scorer.rule} in {lucky} of {len(scores[kind])} tasks"
-            # In one task of twenty the question or a number of it may happen to be the answer.
+            # In up to one task of twenty, the question or a listed number may be the answer by chance.
             by_chance = (kind, what) not in _IDLE and lucky <= 0.05 * len(scores[kind])
             yield LintFinding("note" if by_chance else "error", "cheap-success", "/success", message)
     # A task that the calls alone solve ("mute") says nothing about the listing.
