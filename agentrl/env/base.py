@@ -142,7 +142,7 @@ class ToolEnv(Forkable):
     is_remote: ClassVar[bool] = False
     """True for a client of an environment server, which returns a task's prompt without an episode."""
     replays: bool = False
-    """True in an episode that a reward replays; turn limits do not apply to it, since gold calls are made one per turn."""
+    """True in a replay for a reward: an environment must not apply its turn limit, since gold calls are made one per turn."""
     _built_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
