@@ -255,7 +255,7 @@ class ToolEnv(Forkable):
 
     @property
     def task(self) -> Task:
-        """The episode's copy of the task, gold answers included: for the environment only. The record has its own copy."""
+        """The episode's copy of the task, gold answers included: for the environment only. The record has the original."""
         if self._record is None:
             raise EnvError(f"{self.id}: no episode yet; call reset first")
         return self._task or self._record.task  # an episode on a remote server has only the record

@@ -72,7 +72,7 @@ def estimate_tokens(text: str) -> int:
 
 
 def shape_result(name: str, answer: Any, budget: int, count: CountTokens) -> tuple[Json, str, tuple[Image, ...]]:
-    """Return a result as JSON, as text of `budget` tokens for the model, and its images (as lines in both)."""
+    """Return a result as JSON, as text within `budget` tokens for the model, and its images (as lines in both)."""
     value, images = to_json(name, answer)
     text = fit(to_text(value), budget, count)
     # Image lines that were cut off are appended, so that no image is lost silently.
