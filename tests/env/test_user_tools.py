@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Message, StopReason, ToolCall, Trajectory
-from agentrl.env.users import RecordedUser, SilentUser, heard
+from agentrl.env.users import RecordedUser, SilentUser, user_view
 from agentrl.env.wrappers import SystemPrompt
 from agentrl.reward.values import turn_places
 from agentrl.utils.errors import EnvError, ToolTimeoutError
@@ -62,7 +62,7 @@ def test_calls_are_made_before_the_user_speaks_and_told_to_the_user_alone() -> N
     ]
     assert env.state()["done"] == [["assistant", "line", True], ["user", "press", "a"], ["user", "press", "b"]]
     assert "pressed" not in json.dumps([m.content for m in record.messages]) and "pressed" not in json.dumps(info)
-    roles = [(m.role, len(m.tool_calls)) for m in heard(record)]
+    roles = [(m.role, len(m.tool_calls)) for m in user_view(record)]
     assert roles == [
         ("system", 0), ("assistant", 0), ("user", 0), ("assistant", 1), ("tool", 0), ("assistant", 0),
         ("user", 2), ("tool", 0), ("tool", 0), ("user", 1), ("tool", 0), ("user", 0),
@@ -77,7 +77,7 @@ def test_a_user_who_opens_may_call_before_its_first_words() -> None:
     assert made(env.trajectory) == [(-1, 0, "user_0", "power", "pressed power", None)]
     env.step("Press a.")
     assert [(one.turn, one.step) for one in env.trajectory.user_calls] == [(-1, 0), (0, 0)]
-    assert [m.content or m.tool_calls[0].name for m in heard(env.trajectory)] == [
+    assert [m.content or m.tool_calls[0].name for m in user_view(env.trajectory)] == [
         "Be kind.\n\nYou are the provider.", "Hello, how can I help?", "press", "pressed power", "it stays black",
         "Press a.", "press", "pressed a", "now it works",
     ]  # fmt: skip
@@ -261,9 +261,9 @@ def test_the_order_of_calls_is_the_order_of_the_script_and_a_recorded_user_repea
     assert env.trajectory.state == {"done": done}
     assert [(one.turn, one.step, one.call.arguments["button"]) for one in record.user_calls] == calls  # type: ignore[index]
     assert [m.content for m in record.messages[2:] if m.role == "user"] == said
-    asked = [m for m in heard(record) if m.role == "user" and m.tool_calls]
+    asked = [m for m in user_view(record) if m.role == "user" and m.tool_calls]
     assert [c.arguments["button"] for m in asked for c in m.tool_calls] == [button for _, _, button in calls]  # type: ignore[index]
-    plain = [[m for m in said if not m.tool_calls and m.role != "tool"] for said in (heard(record), record.messages)]
+    plain = [[m for m in said if not m.tool_calls and m.role != "tool"] for said in (user_view(record), record.messages)]
     assert plain[0] == plain[1]
     assert len(turn_places(record)) == len(record.turns)
     twin = Phone(script=["another"], opens=opens, scorer=None)
