@@ -1,4 +1,4 @@
-"""Deadlines of an episode: its clock, and each wait for its environment and its engine."""
+"""Deadlines of an episode: limits on its active time and on each wait for its environment and engine."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from agentrl.rollout.engine import Engine, Finish, Generation
 from agentrl.utils.errors import AgentrlError, EngineError, EnvError
 from agentrl.utils.event_loop import LONGEST, end, in_time, run_contained
 
-# The clock of an episode
+# Waits of all episodes
 
 _NUMBERS = itertools.count()
 
 
 class Watch:
-    """Waits of each episode. `moves` counts everything that comes back: tokens, tool calls, turns, episodes; `heard` signs of
-    life of the engine alone. `cut`: the tokens that were sampled in episodes that were then cancelled, without those of a
-    turn that was not over.
+    """Registry of the episodes' current waits, with progress counters.
 
-    `look`: tokens and tool calls of a wait in progress are found by polling, at least once in that many seconds.
+    `moves` counts every result: tokens, tool calls, turns, episodes; `heard` counts only the engine's signs of life. `cut`:
+    tokens sampled in episodes that were then cancelled, in finished turns only. `look`: interval in seconds at which a wait in
+    progress is polled for new tokens and tool calls.
     """
 
     def __init__(self, look: float = LONGEST) -> None:
         self.moves, self.heard, self.cut, self.look = 0, 0, 0, look
         self.number = next(_NUMBERS)
-        """What other processes know it by."""
+        """Identifies this watch to other processes."""
         self._waits: dict[str, tuple[Callable[[], str], float]] = {}
         self.elsewhere: dict[str, tuple[list[tuple[str, str, float]], int, float]] = {}
-        """By other process: the longest waits of its episodes, as `oldest` has them, and when that was."""
+        """Name of another process -> the result of its `oldest`, and when it was reported (monotonic)."""
 
     def hear(self) -> None:
-        """The engine has sampled, for whichever episode."""
+        """Count a sign of life from the engine, for any episode."""
         self.heard += 1
         self.moves += 1
 
     @contextmanager
     def waits(self, key: str, what: Callable[[], str]) -> Iterator[None]:
-        """Episode `key` waits for something; its arrival (or giving up on it) counts as a move."""
+        """Register a wait of episode `key` for the block's duration; its end, also by an error, counts as a move."""
         self._waits[key] = (what, time.monotonic())
         try:
             yield
@@ -56,13 +56,13 @@ class Watch:
             self.moves += 1
 
     def oldest(self, most: int) -> tuple[list[tuple[str, str, float]], int]:
-        """The `most` longest waits of this process: episode, what it waits for, seconds so far; and how many more there are."""
+        """Return the `most` longest waits of this process (episode, reason, seconds so far) and the number of others."""
         now = time.monotonic()
         found = sorted(self._waits.items(), key=lambda item: item[1][1])
         return [(key, what(), now - since) for key, (what, since) in found[:most]], max(len(found) - most, 0)
 
     def waiting(self, most: int = 3) -> str:
-        """Waits of the episodes with their durations, longest first; "" if none waits. May be called from any thread."""
+        """Describe the `most` longest waits of all processes; "" if there is none. May be called from any thread."""
         now = time.monotonic()
         waits, more = self.oldest(most)
         for process, (there, more_there, when) in list(self.elsewhere.items()):
@@ -76,7 +76,8 @@ class Watch:
 
 @dataclass(slots=True)
 class Quiet:
-    """Seconds in which a count of `watch` stood still although the event loop was free to notice; `limit` of them are allowed."""
+    """Timer of the seconds without a change of a counter of `watch`, of which `limit` are allowed. Time in which the event loop
+    was blocked does not count."""
 
     watch: Watch
     count: Literal["moves", "heard"]
@@ -85,7 +86,7 @@ class Quiet:
     last: int = -1
 
     def remaining(self, passed: float) -> float:
-        """Count `passed` seconds, from 0 again if the count moved during them; returns the seconds left."""
+        """Add `passed` seconds, or restart at 0 if the counter changed meanwhile. Returns the seconds left."""
         before, self.last = self.last, getattr(self.watch, self.count)
         self.seconds = self.seconds + passed if self.last == before else 0.0
         return self.limit - self.seconds
@@ -97,7 +98,7 @@ Answer = TypeVar("Answer")
 
 
 class CutError(AgentrlError):
-    """The time of an episode, or of its engine, is up: for the reason `stop`."""
+    """An episode, or the engine it waits for, exceeded a time limit. `stop`: the episode's stop reason."""
 
     def __init__(self, stop: StopReason, message: str) -> None:
         super().__init__(message)
@@ -106,10 +107,10 @@ class CutError(AgentrlError):
 
 @dataclass(slots=True)
 class Waits:
-    """The waits of one episode. Limits in seconds: `turn` of silence of the engine, `limit` of all other time.
+    """Deadlines on the waits of one episode, in seconds: `turn` limits the engine's silence, `limit` all other time.
 
-    `used`: its seconds by who used them, the policy (tools that run its own code) or the infrastructure (the environment, its
-    other tools, an agent's program); each has `limit` of its own.
+    `used`: active seconds by responsible party: the policy (tools that run its own code) or the infrastructure (the environment,
+    its other tools, an agent program). `limit` applies to each separately.
     """
 
     key: str
@@ -121,14 +122,15 @@ class Waits:
     async def environment(
         self, env: ToolEnv, work: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
     ) -> Answer:
-        """Time limit on the environment's answers. Raises EnvError after `limit`, and CutError if the episode's time is up.
-        Time in which all tool calls in progress are queued, or the environment itself is, does not count; who is responsible
-        for the rest is decided by the running calls (see `running`), or is `blame` without any."""
+        """Await a result of the environment. Raises EnvError after `limit` seconds, CutError if the episode's time is used up.
+
+        Time does not count while the environment, or every tool call in progress, is queued. Other time is charged to the party
+        that `running` derives from the running calls, or to `blame` if none is running."""
         calls, spent = list(env.waiting), 0.0
 
         def spend(passed: float) -> float:
             nonlocal calls, spent
-            # A call that has just ended also counts: the interval that passed was its time.
+            # A call that has just ended still decides: it was running during the interval.
             whose_it_was = running(now := list(env.waiting)) or running(calls) or blame
             if calls != now:
                 calls = now
@@ -155,14 +157,15 @@ class Waits:
             return await self._in_time(run_contained(work, name), name, spend, late)
 
     def over(self, doing: str) -> CutError:
-        """The end of an episode whose time is up: why, and what it was doing last."""
+        """Build the error for an episode whose time is used up; `doing` describes its last activity."""
         stop = StopReason.MAX_EPISODE_TIME if self.used["policy"] >= self.limit else StopReason.EPISODE_TIMEOUT
         return CutError(stop, f"{self.limit:g} s of active time are used up (rollout.episode_timeout), last on {doing}")
 
     async def engine(self, engine: Engine, answer: Awaitable[Generation], key: str, what: str, most: int) -> Generation:
-        """The engine's `answer` to the request `key`, of at most `most` tokens. Raises EngineError if it fails or answers no such
-        thing, and CutError if it falls silent: any token or answer begins the time anew, also another episode's, since an engine
-        that is slow, or has a queue, is at work."""
+        """Await the engine's `answer` to the request `key`, of at most `most` tokens. Raises EngineError if it fails or
+        gives an impossible answer, CutError if the engine is silent.
+
+        A token or answer for any episode restarts the timer, since an engine that is slow or has a queue is still working."""
         silent, waited = Quiet(self.watch, "heard", self.turn), 0.0
         tokens: int | None = None
 
@@ -197,12 +200,12 @@ class Waits:
     async def _in_time(
         self, work: Coroutine[Any, Any, Answer], what: str, spend: Callable[[float], float], late: Callable[[], Exception]
     ) -> Answer:
-        """The result of `work`, a task of its own. Raises `late()` once `spend` leaves no time."""
+        """Run `work` as a task and return its result. Raises `late()` once `spend` leaves no time."""
         task = asyncio.create_task(work)
         try:
             if not await in_time(task, spend, self.watch.look):
-                # In this order: an environment must know why (`cut`) when the cancellation reaches it, and have ended when the
-                # teardown follows.
+                # In this order: `late` gives the environment the stop reason (`cut`) before the cancellation reaches it, and
+                # the task has ended before the teardown begins.
                 fault = late()
                 await end(task, f"episode {self.key}, {what}")
                 raise fault
@@ -213,13 +216,13 @@ class Waits:
 
 
 def running(calls: Sequence[PendingCall]) -> Blame | None:
-    """Party responsible for the time while these calls are in progress: the policy if all running calls are of tools marked
-    `policy_late`, whatever else the turn called; None if none is running."""
+    """Return the party responsible for the time of the running calls: the policy if all their tools are marked `policy_late`,
+    else the infrastructure; None if no call is running."""
     tools = [call.tool for call in calls if call.running]
     return None if not tools else "policy" if all(tool.options.policy_late for tool in tools) else "infrastructure"
 
 
 def whose(env: ToolEnv, message: Message) -> Blame:
-    """Party responsible for a step in which no running call was seen: the policy if all called tools are `policy_late`."""
+    """Return the party responsible for a step without a running call: the policy if all called tools are `policy_late`."""
     tools = [found for call in message.tool_calls if (found := env.toolbox.find(call.name))]
     return "policy" if tools and all(tool.options.policy_late for tool in tools) else "infrastructure"

@@ -1,7 +1,6 @@
-"""One episode: messages to the environment, token ids to the engine, an exact record of both, and its score.
+"""Run one episode: messages to the environment, token ids to the engine, an exact record of both, and a score.
 
-Reading order: scoring of finished episodes, what an episode is (its place, limits and policy, and
-how its end is recorded), and the loop over its turns."""
+In this order: scores of finished episodes; an episode's identity, limits, policy and end; the loop over turns."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ from agentrl.utils.spans import span
 
 
 async def score_episode(trajectory: Trajectory, scorer: Scorer, key: str, watch: Watch) -> None:
-    """Score the finished episode `key` by itself, once."""
+    """Score the finished episode `key` on its own, once."""
     with watch.waits(key, lambda: f"its score by reward spec {scorer.name}"), span("scoring", scorer.name, track=key) as opened:
         try:
             _apply(trajectory, await scorer.ascore(trajectory))
@@ -53,14 +52,14 @@ async def score_episode(trajectory: Trajectory, scorer: Scorer, key: str, watch:
 
 
 def _mark_unscored(trajectory: Trajectory, scorer: Scorer, error: str) -> None:
-    """Mark an episode whose scoring failed: the infrastructure's fault, so it has no reward and is tried again."""
+    """Mark an episode whose scoring failed as an infrastructure fault: without reward, so that it is retried."""
     trajectory.stop, trajectory.error = StopReason.ENV_ERROR, error
     trajectory.cause = {"blame": "infrastructure"}
     _apply(trajectory, Score(None, evidence={"unscored": error}, metrics=dict.fromkeys(scorer.ids)))
 
 
 async def score_group(trajectories: Sequence[Trajectory], scorer: Scorer) -> None:
-    """Score the members of a group again, together, because the group leaves of a spec compare them."""
+    """Score the members of a group again, jointly, because group leaves of the reward spec compare them."""
     try:
         with span("scoring", f"{scorer.name} of a group", track="groups"):
             scores = await scorer.ascore_group(trajectories)
@@ -80,15 +79,15 @@ def _apply(trajectory: Trajectory, score: Score) -> None:
         turn.reward = score.turns.get(turn.index)
 
 
-# Place, limits and policy of an episode
+# Identity, limits and policy of an episode
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
-    """Identity of an episode: its task and its position in the run. `key` routes it to one prefix cache. `given`: this many gold
-    calls are made before the policy begins (`rollout.start`)."""
+    """Identity of an episode: its task and its position in the run. `key`: unique id, which also routes its requests to one
+    prefix cache. `given`: number of gold tool calls made before the policy begins (`rollout.start`)."""
 
     task_seed: int
     split: str
@@ -100,12 +99,12 @@ class EpisodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Budgets of one episode; times in seconds, lengths in tokens.
+    """Limits of one episode; times in seconds, lengths in tokens.
 
-    `context`: the most tokens that the model can take, which bounds each ledger. `max_episode_tokens`: the most
-    that all ledgers of the episode may hold together, which is what training on it computes. `turn_timeout`: without a
-    token of the engine for so long, a request is given up. `episode_timeout` limits the policy's own code and, by itself, the
-    all time but the engine's (see `deadlines.Waits`), `env_timeout` the environment's setup and its teardown.
+    `context`: the model's context length, which bounds each ledger. `max_episode_tokens`: bound on the sum over all ledgers,
+    which is the number of tokens that training on the episode computes. `turn_timeout`: a request is given up after this long
+    without a token from the engine. `episode_timeout`: limits the policy's own code and, separately, the infrastructure; time
+    at the engine counts for neither (see `deadlines.Waits`). `env_timeout`: limits the environment's setup and teardown.
     """
 
     max_turns: int
@@ -118,17 +117,17 @@ class Limits:
 
     @classmethod
     def of(cls, config: RolloutConfig, context: int) -> Limits:
-        """The limits that follow from a rollout section and a model's context length."""
+        """Limits from the [rollout] section and the model's context length."""
         names = (one.name for one in fields(cls) if one.name != "context")
         return cls(context=context, **{name: getattr(config, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The engine, the renderer and how to sample: everything that turns messages into the next message.
+    """Engine, renderer and sampling parameters: everything that turns messages into the next message.
 
-    `context`: what happens to a conversation that outgrows the model's context. `writer`: the policy that writes its
-    summaries; None means this policy itself. `router_replay`: ledgers get the experts that the engine sent their tokens to.
+    `context`: handles a conversation that outgrows the model's context. `writer`: the policy that writes summaries;
+    None means this policy. `router_replay`: record in the ledgers which experts the engine routed each token to.
     """
 
     engine: Engine
@@ -141,17 +140,17 @@ class Policy:
     router_replay: bool = False
 
     def at(self, temperature: float, trained: bool = False) -> Policy:
-        """The same policy at another temperature, whose episodes are not trained on unless `trained`; 0 is greedy."""
+        """Copy of this policy at another temperature (0: greedy); its episodes are not trained on unless `trained`."""
         return replace(self, temperature=temperature, router_replay=self.router_replay and trained)
 
 
 class Course(Protocol):
-    """Course of an episode: here turn by turn; in `harness.episode` by an agent of another program's."""
+    """Driver of an episode: `RunningEpisode` goes turn by turn, `harness.episode` runs an external agent program."""
 
     error: str | None
 
     async def run(self) -> StopReason:
-        """Play to the end. Raises CutError, AgentFaultError, EngineError or EnvError if something cuts the episode short."""
+        """Play to the end. Raises CutError, AgentFaultError, EngineError or EnvError if the episode is cut short."""
         ...
 
     async def end(self, stop: StopReason, error: str | None) -> Trajectory:
@@ -162,7 +161,7 @@ class Course(Protocol):
 async def play_and_score(
     episode: Course, env: ToolEnv, spec: EpisodeSpec, limits: Limits, scorer: Scorer | None, watch: Watch
 ) -> Trajectory:
-    """Play an episode to its end and score it, as `run_episode` says."""
+    """Play an episode to its end and score it; see `run_episode`."""
     started = time.monotonic()
     env.teardown_timeout = env.opening_timeout = limits.env_timeout
     error: str | None = None
@@ -182,10 +181,10 @@ async def play_and_score(
     except BaseException:
         try:
             await env.aclose()
-        except Exception:  # it must not replace the error that ends the episode, which may be its cancellation
+        except Exception:  # must not replace the error that ends the episode, which may be a cancellation
             log.exception("the teardown of environment %s failed", env.id)
         raise
-    # Also after a fault: the environment is torn down and the record completed in any case.
+    # Also after a fault: always tear the environment down and complete the record.
     with watch.waits(spec.key, lambda: f"the end of environment {env.id}"):
         trajectory = await episode.end(stop, error)
     trajectory.timings["episode_s"] = time.monotonic() - started
@@ -211,9 +210,9 @@ def sampling_attributes(generation: Generation, sampling: Sampling, prompt: int)
 async def complete(
     env: ToolEnv, record: Trajectory | None, spec: EpisodeSpec, stop: StopReason, error: str | None, used: Mapping[Blame, float]
 ) -> Trajectory:
-    """Tear the environment down and record how the episode ended; its ledgers and timings are left to the caller. `record`: None
-    if the reset itself failed."""
-    if record is None:  # there is no task to name
+    """Tear the environment down and record how the episode ended; the caller fills in ledgers and timings. `record`: None if
+    the reset failed."""
+    if record is None:  # the task is unknown
         trajectory = Trajectory(env.id, Task("", spec.task_seed, spec.split))
         trajectory.stop, trajectory.error = stop, error
     else:
@@ -248,11 +247,11 @@ async def run_episode(
     watch: Watch | None = None,
     hook: EpisodeHook | None = None,
 ) -> Trajectory:
-    """Run one episode to its end and score it once; without a `scorer`, that is left to `score_episode`.
+    """Run one episode to its end and score it once; without a `scorer` it stays unscored (see `score_episode`).
 
-    A fault of the infrastructure (engine, environment, its timeouts) never raises here and never becomes a
-    reward: it is recorded as a StopReason with `reward` None. If the policy's own code used up its time, the episode is truncated
-    and scored. Cancellation tears the environment down and propagates. `watch` hears each wait and its end.
+    An infrastructure fault (engine, environment, their timeouts) never raises here and never becomes a reward: it is recorded
+    as a StopReason with `reward` None. If the policy's own code uses up its time, the episode is truncated and scored.
+    Cancellation tears the environment down and propagates. `watch` is notified of the start and end of each wait.
     """
     episode = RunningEpisode(env, policy, spec, limits, watch := watch or Watch(), hook)
     try:
@@ -263,21 +262,21 @@ async def run_episode(
 
 
 class EpisodeHook:
-    """A hook begins an episode elsewhere, looks at it before each turn, or changes its record."""
+    """Hook that replaces an episode's beginning, inspects it before each turn, or changes its record."""
 
     async def begin(self, episode: RunningEpisode) -> StopReason | None:
-        """Begin the episode; returns why it has ended already, if it has."""
+        """Begin the episode. Returns the stop reason if it has already ended, else None."""
         return await episode.begin()
 
     async def before(self, turn: int, episode: RunningEpisode) -> None:
-        """Look at the episode before it samples `turn`. Raises EnvError."""
+        """Inspect the episode before it samples `turn`. May raise EnvError."""
 
     def complete(self, trajectory: Trajectory) -> None:
-        """Change the record of the ended episode, before it is scored."""
+        """Change the record of the ended episode before it is scored."""
 
 
 class RunningEpisode:
-    """The state of one episode while it runs."""
+    """State of one episode while it runs."""
 
     def __init__(
         self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, watch: Watch, hook: EpisodeHook | None
@@ -286,10 +285,10 @@ class RunningEpisode:
         self.renderer = policy.renderer
         self.waits = Waits(spec.key, limits.turn_timeout, limits.episode_timeout, watch)
         self.error: str | None = None
-        self.ledgers = [TokenLedger()]  # the last one is the current one: a rewritten history starts another
-        self.shown: list[Message] = []
-        self.begun = 0  # so many of the messages shown began the current ledger
-        # The next prompt, not yet in a ledger: it belongs to the turn that samples after it, if there is one.
+        self.ledgers = [TokenLedger()]  # the last one is current; a rewritten history starts a new one
+        self.shown: list[Message] = []  # the conversation as the model sees it
+        self.begun = 0  # number of messages in `shown` that the current ledger began with
+        # The next prompt, appended to a ledger only when a turn samples after it.
         self.fork, self.suffix = False, list[int]()
         self.rewrites: list[dict[str, Json]] = []
         self.record: Trajectory | None = None
@@ -312,18 +311,18 @@ class RunningEpisode:
         return ended or StopReason.MAX_TURNS
 
     async def begin(self) -> StopReason | None:
-        """Reset the environment, and make the gold calls that the episode is given. Returns why it ends already, if there is no
-        room for them. Raises EnvError if they end it."""
+        """Reset the environment and make the `given` gold calls. Returns a stop reason if they do not fit, else None. Raises
+        EnvError if they end the episode."""
         reset = self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
         observation, _ = await self._env(ToolEnv.areset, reset, "the setup", limit=self.limits.env_timeout)
         self.record = self.env.trajectory
         self.renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
         self.shown, self.begun = list(observation), len(observation)
-        # A prompt that alone exceeds a limit leaves no room for a turn, but its row must still respect the limit.
+        # A prompt longer than a limit leaves no room for a turn, but its training row must still respect the limit.
         most = min(self.limits.max_episode_tokens, self.limits.context)
         prompt = await self.renderer.astart(observation, self.env.toolbox.schemas())
         self.ledgers[-1].append_context(prompt[:most], turn=0)
-        # The turns of the gold calls are context too.
+        # Turns of gold calls are context, not trained on.
         given = prefix_of(self.env.gold_turns(self.env.task), self.spec.given) if self.spec.given else ()
         for said in given:
             for ids in scripted_ids(self.renderer, said):
@@ -343,14 +342,14 @@ class RunningEpisode:
         return None
 
     async def _turn(self, turn: int, room: int, reason: StopReason) -> StopReason | None:
-        """Sample a turn of at most `room` tokens and have it answered. Returns why the episode ends with it: for `reason` if the
-        room was too small; None if it goes on."""
+        """Sample a turn of at most `room` tokens and step the environment. Returns the stop reason (`reason` if the room was too
+        small), or None if the episode continues."""
         assert self.record is not None
         record, prompt_tokens = self.record, len(self.ledgers[-1])
         generation = await self._generate(room, turn)
         message = await self.renderer.aparse(generation.token_ids, generation.finish)
         if generation.finish == "length" and room < self.limits.max_turn_tokens:
-            # The budget of the episode cut this turn short: it is recorded, but the environment must not be given half of it.
+            # The episode's budget cut this turn short: it is recorded, but the environment must not see half a turn.
             if generation.token_ids:
                 record.messages.append(message)
                 record.turns.append(Turn(index=len(record.turns), message=message))
@@ -360,11 +359,11 @@ class RunningEpisode:
             blame, answer = whose(self.env, message), self.env.astep(message)
             observation, _, terminated, truncated, info = await self._env(ToolEnv.astep, answer, f"turn {turn}", blame)
         finally:
-            # Even if the step was cut: the turn is in the record and may be scored, so it needs its tokens.
+            # Even if the step was cut: the turn is in the record and may be scored, so it needs its token positions.
             if len(record.turns) > turn:
                 self._locate(record.turns[turn], generation, prompt_tokens)
         if terminated:
-            # Cut at `max_turn_tokens`: it did not stop by itself.
+            # Cut at `max_turn_tokens`: the model did not stop by itself.
             cut = generation.finish == "length" and not message.tool_calls
             return StopReason.MAX_TOKENS if cut else StopReason.DONE
         if truncated:
@@ -374,10 +373,10 @@ class RunningEpisode:
         return None
 
     async def _next_prompt(self, generation: Generation, message: Message, observation: Sequence[Message]) -> None:
-        """Make the next prompt from the environment's answer; it goes into the ledger when the model sees it.
+        """Prepare the next prompt from the environment's answer; `_extend` appends it to a ledger.
 
-        If the conversation is rewritten (by the context policy, or by a chat template that drops old reasoning), a new
-        ledger starts with it as context. Earlier samples stay in the old one and are trained there.
+        If the conversation is rewritten (by the context policy, or by a chat template that drops old reasoning), the prompt
+        becomes the context of a new ledger. Earlier samples stay in the old ledger and are trained there.
         """
         assert self.record is not None
         limits, turn = self.limits, len(self.record.turns)
@@ -386,7 +385,7 @@ class RunningEpisode:
         tokens = len(ids) if fork else len(self.ledgers[-1]) + len(ids)
         ask = partial(self._ask, generation, message, observation)
         moment = Moment(before, len(observation), tokens, limits.max_turn_tokens, limits.context, ask)
-        # After the last turn no prompt follows, and a summary would be sampled for nothing.
+        # No prompt follows the last turn, so a summary would be sampled for nothing.
         context = self.policy.context
         with user_code(f"rollout.context {type(context).__name__}: rewrite", context.rewrite, context):
             rewritten = await context.rewrite(moment) if turn < limits.max_turns else None
@@ -402,8 +401,10 @@ class RunningEpisode:
     async def _prompt(
         self, generation: Generation, message: Message, earlier: list[Message], fresh: Sequence[Message]
     ) -> tuple[bool, list[int]]:
-        """The ids that the model gets once `fresh` follows the sampled turn, the last of `earlier`: True and the whole prompt if
-        another ledger must begin, else False and the suffix."""
+        """Return True and the whole prompt if a new ledger must begin, else False and the suffix to append.
+
+        `earlier` ends with the sampled turn; `fresh` are the messages after it.
+        """
         fork = not self.renderer.keeps(message, fresh, earlier[:-1], self.begun)
         if fork:
             return True, await self.renderer.astart([*earlier, *fresh], self.env.toolbox.schemas())
@@ -411,7 +412,7 @@ class RunningEpisode:
         return False, await self.renderer.aextend(generation.finish, fresh, generation.token_ids[-1] if stopped else None)
 
     def _extend(self, turn: int) -> None:
-        """Append the next prompt to the ledger, or to a new one."""
+        """Append the next prompt to the current ledger, or to a new one."""
         if self.fork:
             self.ledgers.append(TokenLedger())
             self.begun = len(self.shown)
@@ -421,11 +422,11 @@ class RunningEpisode:
     async def _ask(
         self, generation: Generation, message: Message, observation: Sequence[Message], instruction: Message, tokens: int
     ) -> str | None:
-        """The answer to the conversation followed by `instruction`; see `Moment.ask`. What this policy samples for it goes
-        into the ledger like any turn (with the number of the coming one), but neither into the record nor to the
-        environment. If there is no room for the newest tool output, a marker takes its place."""
+        """Return the model's answer to the conversation followed by `instruction`; see `Moment.ask`. Tokens that this policy
+        samples for it enter the ledger like a turn (numbered as the next one), but neither the record nor the environment sees
+        them. If the newest tool output does not fit, a marker replaces it."""
         assert self.record is not None
-        if (writer := self.policy.writer) is not None:  # another model: none of its tokens are this policy's
+        if (writer := self.policy.writer) is not None:  # another model, so its tokens do not enter the ledger
             ids = await writer.renderer.astart([*self.shown, instruction], self.env.toolbox.schemas())
             answer = await self._sample(writer, ids, tokens, "summary", f"{self.spec.key}.summary")
             return (await writer.renderer.aparse(answer.token_ids, answer.finish)).content
@@ -450,8 +451,8 @@ class RunningEpisode:
         blame: Blame = "infrastructure",
         limit: float = math.inf,
     ) -> Answer:
-        """Await the environment; whatever its author's code raises becomes an EnvError. Raises HookError if a `method` of the
-        author's own answers with something else."""
+        """Await the environment. Raises EnvError for any exception in the author's code, and HookError if an overridden
+        `method` returns a value of the wrong type."""
         began = time.monotonic()
         try:
             with span("environment", what):
@@ -467,8 +468,8 @@ class RunningEpisode:
             self.env_s += time.monotonic() - began
 
     def _room(self, most: int | None = None) -> tuple[int, StopReason]:
-        """The tokens that the next turn may have, by default at most as many as it may sample, and why the episode ends if there
-        are too few left."""
+        """Return the tokens left for the next turn, at most `most` (default: `max_turn_tokens`), and the stop reason if that is
+        too few."""
         episode = self.limits.max_episode_tokens - sum(map(len, self.ledgers)) - len(self.suffix)
         context = self.limits.context - len(self.suffix) - (0 if self.fork else len(self.ledgers[-1]))
         reason = StopReason.MAX_TOKENS if episode <= context else StopReason.CONTEXT_FULL
@@ -482,7 +483,7 @@ class RunningEpisode:
             if generation.experts is not None:
                 self.ledgers[-1].add_experts(self.ledgers[-1].routed_tokens, generation.experts)
         except ValueError as fault:
-            # What a ledger refuses only an engine can have made: the episode is unscored and run again, and the run goes on.
+            # Only an engine can produce values that a ledger rejects: the episode is unscored and retried, the run continues.
             raise EngineError(f"{purpose} {turn}: {fault}") from None
         return generation
 
@@ -495,7 +496,7 @@ class RunningEpisode:
             top_p=policy.top_p,
             top_k=policy.top_k,
             stop_token_ids=policy.renderer.stop_token_ids,
-            # From the turn rather than a counter of calls: a turn's stream is the same with and without summaries.
+            # Derived from the turn, not from a call counter: a turn's random stream is the same with and without summaries.
             seed=derive(self.spec.seed, purpose, turn),
             experts_from=self.ledgers[-1].routed_tokens if own and policy.router_replay else None,
         )

@@ -1,6 +1,6 @@
-"""Players of episodes: the door between a schedule (collector, evaluation) and the loops that run episodes.
+"""Players of episodes: the interface between a schedule (collector, evaluation) and the loops that run episodes.
 
-Single episodes, several that one process plays together, and the held-out evaluation."""
+Single episodes, scripts of several episodes in one process, and the held-out evaluation."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from agentrl.utils.spans import span
 
 
 class Agents(Protocol):
-    """Agents of another program's, which play episodes in place of turn by turn."""
+    """External agent programs that play whole episodes in place of the turn loop."""
 
     async def play(
         self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, scorer: Scorer | None, watch: Watch
     ) -> Trajectory:
-        """As `run_episode`."""
+        """Play one episode; the contract is that of `run_episode`."""
         ...
 
     async def close(self) -> None:
-        """End what serves them; idempotent."""
+        """Shut down the agents' servers and processes; idempotent."""
         ...
 
 
 AGENTS: Registry[Callable[..., Agents]] = Registry("agent", "AGENTS", "agentrl.rollout")
-"""Players made of an `AgentConfig` and the tokenizer's `decode` (None for an API model)."""
+"""Makers of `Agents` from an `AgentConfig` and the tokenizer's `decode` (None for an API model)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnv:
-    """One environment of a run: the reference from which each episode's is built, the policy that plays in it, the scorer
-    and the limits of its episodes. `name` is unique in the run. `agents`: who plays, None if the policy itself does."""
+    """One environment of a run: the reference that builds an instance per episode, the policy, the scorer and the limits of its
+    episodes. `name` is unique in the run. `agents`: the external agents that play, or None for the turn loop."""
 
     name: str
     env: EnvRef
@@ -59,27 +59,27 @@ class RunEnv:
 
 
 class Script(ABC):
-    """A script plays several episodes as one job, in one process; it can be pickled."""
+    """Picklable script that plays several episodes as one job, in one process."""
 
     @abstractmethod
     def specs(self) -> Iterable[EpisodeSpec]:
-        """The episodes in addition to the job's own."""
+        """Specs of the episodes in addition to the job's own."""
 
     @abstractmethod
     async def play(self, job: Job, player: LocalPlayer, watch: Watch) -> list[Trajectory]:
-        """The finished and scored episodes, each played by `LocalPlayer.episode`; the job's own is the first."""
+        """Play each episode with `LocalPlayer.episode`. Returns them finished and scored, the job's own first."""
 
 
 SCRIPTS: Registry[Callable[..., Callable[[EpisodeSpec], Script]]] = Registry("script", "SCRIPTS", "agentrl.rollout")
-"""Makers of an episode's script from a config and a number. They raise ConfigError for a config that cannot be played so."""
+"""Makers of an episode's script from a config and a number. They raise ConfigError for a config that scripts do not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One episode to be played in the environment `env` (the name of a `RunEnv`).
+    """Order to play one episode in the environment `env` (the name of a `RunEnv`).
 
-    `params` replace parameters of the environment, `temperature` the policy's; with a temperature of its own an episode is not
-    trained on, unless it is that of the update for which it is played (`trained`). `script`: plays more episodes with it."""
+    `params` override parameters of the environment, `temperature` that of the policy. An episode with an overridden temperature
+    is not trained on unless `trained`. `script`: plays further episodes with this one."""
 
     env: str
     spec: EpisodeSpec
@@ -89,32 +89,32 @@ class Job:
     script: Script | None = None
 
     def specs(self) -> list[EpisodeSpec]:
-        """All its episodes."""
+        """Specs of all episodes of the job."""
         return [self.spec, *(() if self.script is None else self.script.specs())]
 
 
 class Player(ABC):
-    """Plays episodes and scores each by itself; comparing the members of a group is left to who has them together."""
+    """Plays episodes and scores each on its own; `score_group` later compares the members of a group."""
 
     async def start(self) -> None:
-        """Start the processes that play. Raises a UserError, or the error with which one of them could not be started."""
+        """Start the worker processes. Raises UserError, or the error that kept a process from starting."""
         return None
 
     async def close(self) -> None:
-        """End what `start` started; idempotent. Nobody plays any more."""
+        """End the processes of `start`; idempotent. No episode may be running."""
         return None
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for the metrics row of an update, about the processes that play since the last call."""
+        """Metrics of the worker processes since the last call, for the metrics row of an update."""
         return {}
 
     @abstractmethod
     async def play(self, job: Job, watch: Watch) -> list[Trajectory]:
-        """The finished and scored episodes of a job; `watch` hears each wait and its end.
+        """Play a job. Returns its finished and scored episodes; `watch` is notified of each wait.
 
-        A fault of the infrastructure is recorded in the trajectory (`run_episode`) and never raised. If the process that plays
-        dies, the job is played again in another one, as a whole; raises WorkerDiedError without one left. Cancellation ends the
-        episodes, frees their requests, tears their environments down and propagates.
+        An infrastructure fault is recorded in the trajectory (see `run_episode`) and never raised. If the worker process dies,
+        another one replays the whole job; raises WorkerDiedError if no process is left. Cancellation ends the episodes, frees
+        their requests, tears their environments down and propagates.
         """
 
 
@@ -122,8 +122,8 @@ class LocalPlayer(Player):
     """Plays in the event loop of this process."""
 
     def __init__(self, envs: Iterable[RunEnv], *, asks: bool = True) -> None:
-        """`asks`: judges are asked here; if not, an episode whose spec has judges comes back unscored, and `score_episode`
-        scores it where their budget is counted."""
+        """`asks`: call judges in this process; if False, an episode whose reward spec has judges is returned unscored, and
+        `score_episode` scores it in the process that counts the judges' budget."""
         self._envs = {env.name: env for env in envs}
         self._asks = asks
         self._refs: dict[str, EnvRef] = {}
@@ -134,7 +134,7 @@ class LocalPlayer(Player):
         return [await self.episode(job, watch)]
 
     async def episode(self, job: Job, watch: Watch, hook: EpisodeHook | None = None, env: ToolEnv | None = None) -> Trajectory:
-        """One episode, in a new environment if not in `env`; what it asks, its span and its end are known by its key."""
+        """Play one episode in `env`, or else in a new environment; requests, span and end carry the episode's key."""
         part, spec = self._envs[job.env], job.spec
         policy = part.policy if job.temperature is None else part.policy.at(job.temperature, job.trained)
         scorer = part.scorer if self._asks or not part.scorer.asks else None
@@ -143,7 +143,7 @@ class LocalPlayer(Player):
             with span("episode", f"{part.name} {spec.key}", track=spec.key) as opened:
                 if env is None:
                     ref = part.env
-                    if job.params:  # kept, since a reference looks its environment up on the shelves once
+                    if job.params:  # cached, since each new reference looks its environment up in the catalog
                         key = json.dumps([part.name, dict(job.params)], sort_keys=True)
                         ref = self._refs.setdefault(key, ref.with_params(job.params))
                     env = ref.build()
@@ -173,8 +173,9 @@ class LocalPlayer(Player):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """`success`: the share of successes among the episodes whose success is known (see `success_rate`). `unscored`:
-    the number of episodes whose reward and success are both unknown. `by_env`: of several environments, each one's."""
+    """Result of an evaluation. `success`: share of successes among the episodes with a known success (see `success_rate`).
+    `reward`: mean of the known rewards. `unscored`: number of episodes without reward and success. `stops`: episodes by stop
+    reason. `by_env`: with several environments, the result of each."""
 
     success: float | None
     reward: float | None
@@ -199,12 +200,12 @@ async def run_tasks(
     watch: Watch | None = None,
     script: Callable[[EpisodeSpec], Script] | None = None,
 ) -> list[Trajectory]:
-    """One episode in the run's environment `env` for each (task index, member), at most `max_episodes` at once, in the order
-    of `pairs`; `params` and `temperature` as in `Job`.
+    """Play one episode in environment `env` per (task index, member) of `pairs`, at most `max_episodes` at once. Returns them
+    in the order of `pairs`; `params` and `temperature` as in `Job`.
 
-    Tasks are numbered within a split and are the same in every run; `seed` only affects the sampling.
-    `on_episode` is called when an episode ends; `watch` hears the waits of episodes. `script`: of each episode. Raises the first
-    error that is not an outcome of an episode.
+    Tasks are numbered within a split and are the same in every run; `seed` only affects sampling. `on_episode` is called as
+    each episode ends; `watch` is notified of waits; `script` makes each episode's script. Raises the first error that is not
+    an outcome of an episode.
     """
     slots, watch = asyncio.Semaphore(max_episodes), watch or Watch()
 
@@ -225,9 +226,9 @@ async def run_tasks(
 
 
 def summarize(trajectories: list[Trajectory]) -> Evaluation:
-    """Success and mean reward over the episodes for which they are known; None without any.
+    """Compute success rate and mean reward over the episodes with known values; None if there are none.
 
-    If a spec compares the members of a group, single episodes have no reward, only success.
+    If the reward spec compares the members of a group, single episodes have a success but no reward.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     scored = sum(t.reward is not None or t.success is not None for t in trajectories)
@@ -242,9 +243,9 @@ def summarize(trajectories: list[Trajectory]) -> Evaluation:
 
 
 def together(found: Mapping[str, Evaluation], weights: Mapping[str, float]) -> Evaluation:
-    """Evaluations of several environments as one: success and reward are means over the environments, by weight.
+    """Combine the evaluations of several environments: success and reward are weighted means over them.
 
-    They are None if that of an environment with a weight above 0 is: a mean over the others would be of something else.
+    A mean is None if the value of any environment with a weight above 0 is: the others' mean would measure something else.
     """
 
     def mean(values: Mapping[str, float | None]) -> float | None:
@@ -263,13 +264,13 @@ def together(found: Mapping[str, Evaluation], weights: Mapping[str, float]) -> E
 
 
 def fault_of(trajectory: Trajectory) -> str:
-    """Why an episode is unscored, in a line: its task, how it ended, and its error or what the reward spec could not read."""
-    named = f"{trajectory.task.id}: " if trajectory.task.id else ""  # without an id: not even the task could be set up
+    """Return a line on why an episode is unscored: task, stop reason, and its error or the reward spec's reason."""
+    named = f"{trajectory.task.id}: " if trajectory.task.id else ""  # no id: the task's setup failed
     return f"{named}{end_of(trajectory)}"
 
 
 def end_of(trajectory: Trajectory) -> str:
-    """The same without its task."""
+    """Return the line of `fault_of` without the task."""
     error = trajectory.error
     if error is None:
         why = next(reasons(trajectory.evidence), None) if trajectory.evidence is not None else None
@@ -278,6 +279,6 @@ def end_of(trajectory: Trajectory) -> str:
 
 
 def success_rate(trajectories: Iterable[Trajectory]) -> float | None:
-    """The share of successes among the episodes whose success is known; None without any."""
+    """Return the share of successes among the episodes whose success is known; None if there are none."""
     known = [t.success for t in trajectories if t.success is not None]
     return sum(known) / len(known) if known else None
