@@ -1,6 +1,6 @@
-"""The collector: run groups of episodes under the group ledger and return the groups of each update.
+"""Collector: run groups of episodes under the group ledger and return the groups of each update.
 
-User filters of finished groups (`rollout.accept`), running groups, and the collector."""
+User filters of finished groups (`rollout.accept`), running groups, and the collector itself."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ FILTERS: Registry[Callable[..., bool | Awaitable[bool]]] = Registry(
 
 
 class Acceptance:
-    """The filter of a run. It is asked once about each finished group that could be trained, in the driver; of equal groups it
-    must say the same, since a resumed run plays and asks again."""
+    """User filter of finished groups. The driver calls it once per group that could be trained; it must be deterministic, since
+    a resumed run replays groups and filters them again."""
 
     def __init__(self, choice: Choice) -> None:
         """Raises ConfigError for an unknown name or argument."""
@@ -48,7 +48,7 @@ class Acceptance:
         self._ask = FILTERS.bind(choice.name, choice.args)
 
     async def __call__(self, group: Group) -> bool:
-        """Raises CallbackError if it raises, or returns something else than True or False."""
+        """Raises CallbackError if the filter raises or returns anything but True or False."""
         answer = await call_user_function(f"rollout.accept {self.name!r}", self._ask, group)
         if not isinstance(answer, bool | np.bool_):
             raise CallbackError(f"rollout.accept {self.name!r} returned {answer!r:.80}, expected True or False")
@@ -56,9 +56,9 @@ class Acceptance:
 
 
 async def call_user_function(what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Result of a user's function, awaited if necessary. Raises CallbackError with `what` it is, if it raises.
+    """Call a user's function, await the result if needed, and return it. Raises CallbackError, opened by `what`, if it raises.
 
-    A plain function is called on the event loop: one that takes long holds up episodes (the log names it).
+    A plain function runs on the event loop: a slow one blocks all episodes (the log names it).
     """
     try:
         answer = function(*args)
@@ -70,11 +70,11 @@ async def call_user_function(what: str, function: Callable[..., Any], *args: Any
 # A running group
 
 PlayMembers = Callable[["GroupRun", Sequence[int]], Awaitable[list[Trajectory]]]
-"""Plays the members of a group with these numbers; returns them by number."""
+"""Plays the group members with the given numbers and returns their trajectories in that order."""
 MEMBERS: Registry[Callable[[Any], PlayMembers]] = Registry("rollout", "MEMBERS", "agentrl.rollout.collector")
-"""Makers of other ways to play the members of groups than one by one, from the section of [rollout] with their name."""
+"""Alternatives to playing each member from the start, each built from the section of [rollout] with its name."""
 GREEDY = -1
-"""The member number of a group's greedy episode."""
+"""Member number of a group's greedy episode."""
 
 
 @dataclass(slots=True)
@@ -86,17 +86,17 @@ class GroupRun:
     choice: TaskChoice
 
     async def members(self) -> list[Trajectory]:
-        """The finished members, by number; with oversampling the others are cancelled once there are enough."""
+        """Play the members and return them by number; with oversampling, cancel the rest once enough have finished."""
         numbers, size = self.collector._numbers, self.collector.config.group_size
         if self.collector.play is not None:
             return await self.collector.play(self, numbers)
-        done, sound = dict[int, Trajectory](), 0  # `sound`: those that ended without a fault of the infrastructure
+        done, sound = dict[int, Trajectory](), 0  # `sound`: number of members without an infrastructure fault
         async with asyncio.TaskGroup() as tasks:
             running = {tasks.create_task(self.member(member)): member for member in numbers}
             while running and sound < size:
                 ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                # `ended` is a set: of members that end at the same moment the lower number comes first, and no more are
-                # taken than needed, so that equal runs take equal members.
+                # `ended` is a set: take members that end together in order of their numbers, and only as many as needed,
+                # so that repeated runs select the same members.
                 for task in sorted(ended, key=running.__getitem__):
                     if sound < size:
                         done[running.pop(task)] = ended_one = task.result()
@@ -107,10 +107,10 @@ class GroupRun:
         return [done[member] for member in sorted(done)]
 
     async def member(self, member: int) -> Trajectory:
-        """A member, played from the beginning, and again after a fault of the infrastructure."""
+        """Play a member from the start, and retry it after an infrastructure fault."""
         for attempt in range(self.collector.config.retries + 1):
             job = self.job(member, attempt)
-            # For the life of the environment, not of its requests alone: the limit also bounds its processes and files.
+            # Held for the environment's whole life, not just its requests: the limit also bounds its processes and files.
             async with self.collector.slots:
                 [trajectory] = await self.collector.player.play(job, self.collector.watch)
             if self.count(trajectory, attempt):
@@ -118,13 +118,13 @@ class GroupRun:
         return trajectory
 
     def job(self, member: int, attempt: int) -> Job:
-        """The job of an attempt at a member."""
+        """Build the job for one attempt at a member."""
         collector, choice = self.collector, self.choice
         spec = EpisodeSpec(
             choice.seed,
             "train",
-            # Named, not drawn from a generator: the same whatever starts first, and after a resume. A retry gets another
-            # seed, since the same one might end in the same fault.
+            # Derived from names, not drawn from a generator: independent of the start order and of a resume. A retry gets
+            # another seed, since the same one might end in the same fault.
             derive(collector.seed, "episode", self.index, member, attempt),
             member,
             key=f"g{self.index}.m{member}.a{attempt}",
@@ -134,7 +134,7 @@ class GroupRun:
         return Job(choice.env, spec, choice.params, heat, trained=member != GREEDY)
 
     def count(self, trajectory: Trajectory, attempt: int) -> bool:
-        """Count an attempt at an episode, and with the last one its member. Returns True for the last."""
+        """Count an attempt at a member. Returns True if it is the last attempt."""
         collector, failed, runs = self.collector, trajectory.stop.infrastructure, self.index in self.collector._tasks
         again = failed and attempt < collector.config.retries
         collector.stats.attempt(self.index, trajectory, again, runs)
@@ -146,10 +146,8 @@ class GroupRun:
         return not again
 
 
-# Run groups of episodes under the group ledger and return the groups of each update.
-#
-# One code path for synchronous (`max_staleness = 0`), one-step-off and asynchronous training: above 0, between two `collect`
-# calls, running groups continue and `exchange` starts new ones; with 0 `collect` alone does.
+# The collector has one code path for synchronous (`max_staleness = 0`), one-step-off and asynchronous training: above 0,
+# running groups continue between two `collect` calls and `exchange` starts new ones; with 0, only `collect` starts groups.
 
 
 class Collector:
@@ -168,9 +166,9 @@ class Collector:
         on_group: Callable[[Group], Awaitable[None]] | None = None,
         say: Callable[[str], None] = log.warning,
     ) -> None:
-        """`envs`: those that `tasks` names. `greedy`: in these environments each group also gets a greedy episode of its task,
-        as `Group.baseline`. `on_group` hears of each group with enough scored members, and `accept` asked about those that
-        could be trained; what they raise, `collect` raises. `say`: gets warnings."""
+        """`envs`: every environment that `tasks` names. `greedy`: environments in which each group also gets a greedy episode of
+        its task, as `Group.baseline`. `on_group` is called with each group that has enough scored members, `accept` with each
+        that could be trained; `collect` raises their errors. `say` receives warnings."""
         self.player, self.tasks, self.config = player, tasks, config
         self.envs = {env.name: env for env in envs}
         self.watch = Watch(min(LONGEST, config.stall_timeout / 8))
@@ -186,18 +184,18 @@ class Collector:
         self._ending: set[asyncio.Task[None]] = set()
         self._crashed: list[int] = []
         self._changed = asyncio.Event()
-        self._over: dict[int, int] = {}  # members of running groups that have ended
-        self._names: dict[int, str] = {}  # the environment of each group that is running or complete
+        self._over: dict[int, int] = {}  # running group -> number of its members that have ended
+        self._names: dict[int, str] = {}  # running or complete group -> its environment
         self._update_metrics: dict[str, float] = {}
 
-    # -- the loop's side ---------------------------------------------------------------------------
+    # -- interface of the training loop ------------------------------------------------------------
 
     async def collect(self) -> list[Group]:
-        """The groups of the next update. Raises StalledError, naming the missing episodes."""
+        """Return the groups of the next update. Raises StalledError, which names the missing episodes."""
         while True:
             if self._crashed:
                 self._raise_crashed()
-            # In this order: what is too old frees slots, admission fills them, and the selection sees both.
+            # In this order: dropping stale groups frees slots, admission fills them, and the selection sees both.
             for index in self.ledger.too_old():
                 self._give_up(index, GroupState.STALE, "its tokens are older than max_staleness allows")
             self._admit()
@@ -205,13 +203,13 @@ class Collector:
             if groups is not None:
                 for index in self.ledger.surplus(groups):
                     self._give_up(index, GroupState.CANCELLED)
-                # Groups that are dropped from now on count for the next update.
+                # Groups dropped after this point count towards the next update.
                 self._update_metrics = self.stats.take(groups, self.tasks.several)
                 return groups
             shares = self.tasks.shares() if self.tasks.several else {}
             self.stats.check(self.ledger.version, self._names, self.ledger.waiting_count, shares)
             self._changed.clear()
-            # As long as tokens or tool calls come back it is not a stall, however long the episodes are.
+            # While tokens or tool calls come back it is not a stall, however long the episodes are.
             quiet = Quiet(self.watch, "moves", self.config.stall_timeout)
             changed = asyncio.ensure_future(self._changed.wait())
             try:
@@ -226,22 +224,22 @@ class Collector:
                 changed.cancel()
 
     def trained(self, groups: list[Group]) -> None:
-        """Record an update; the caller publishes the new weights right after."""
+        """Record an update; the caller publishes the new weights right afterwards."""
         self.ledger.train(groups)
         for group in groups:
             self._names.pop(group.index, None)
         self.tasks.update(self.ledger.version)
 
     async def exchange(self, send: Callable[[int], Awaitable[None]]) -> None:
-        """Publish the weights of the ledger's version to the engine with `send(version)`; then admit new groups."""
+        """Publish the current weights to the engine with `send(version)`, then admit new groups."""
         await send(self.ledger.version)
-        # With max_staleness = 0 groups start in `collect`, so that nothing runs beside an evaluation or a checkpoint.
+        # With max_staleness = 0 groups start in `collect`, so that none runs during an evaluation or a checkpoint.
         if self.config.max_staleness > 0:
             self._admit()
 
     async def rest(self) -> None:
-        """Wait until cancelled groups have ended; the engine then has no request of this collector, until it admits more
-        groups. Raises StalledError if they do not end."""
+        """Wait until cancelled groups have ended; the engine then has no request of this collector until it admits new groups.
+        Raises StalledError if they do not end."""
         late = await self._torn_down(self._ending)
         if late:
             raise StalledError(
@@ -250,7 +248,7 @@ class Collector:
             )
 
     async def close(self) -> None:
-        """Cancel what runs and wait until every environment is torn down, for `stall_timeout` at most."""
+        """Cancel all groups and wait until their environments are torn down, for at most `stall_timeout` seconds."""
         for task in self._tasks.values():
             task.cancel()
         late = await self._torn_down([*self._tasks.values(), *self._ending])
@@ -259,23 +257,23 @@ class Collector:
         self._tasks.clear()
 
     async def _torn_down(self, tasks: Collection[asyncio.Task[None]]) -> str:
-        """Wait for cancelled groups; returns the names of those that do not end, or ""."""
+        """Wait for cancelled groups. Returns the names of those that do not end in time, or ""."""
         if not tasks:
             return ""
         _, late = await asyncio.wait(tasks, timeout=self.config.stall_timeout)
         return ", ".join(sorted(task.get_name() for task in late))
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for the metrics row of an update: groups filtered for it, groups in it without variance, the episodes that
-        ended since the last update (`episodes_played`, and `episodes_unscored` of them; also of dropped groups), the tokens that
-        were sampled and thrown away since, those of the task samplers and of the mixture, the members cancelled so far, and
-        `faults/CAUSE`: attempts at an episode since the last update that came to no score, also of members that were tried again
-        and of groups that were dropped. Of several environments also how many groups of each were dropped for it
-        (`env/NAME/groups_failed` and so on)."""
+        """Metrics of an update, counted since the previous one unless stated otherwise.
+
+        Filtered groups; groups of this update without variance; ended episodes, dropped groups included (`episodes_played`,
+        `episodes_unscored`); sampled tokens that were discarded; metrics of the task samplers and of the mixture;
+        `members_cancelled` (since the start); `faults/CAUSE`: attempts without a score, retried members and dropped groups
+        included. With several environments also dropped groups by environment (`env/NAME/groups_failed` and so on)."""
         return {"members_cancelled": float(self.stats.cancelled), **self._update_metrics, **self.tasks.metrics()}
 
     def ahead(self) -> str:
-        """Progress of the next update's episodes, in words. May be called from any thread."""
+        """Progress of the next update as text, such as `12/64 episodes`. May be called from any thread."""
         size = self.config.group_size
         wanted = self.config.groups * size
         ended = self.ledger.waiting_count * size + sum(min(count, size) for count in list(self._over.values()))
@@ -283,20 +281,20 @@ class Collector:
 
     @property
     def version(self) -> int:
-        """The number of updates done, which is the version of the weights."""
+        """Number of finished updates, which is the version of the weights."""
         return self.ledger.version
 
     def to_json(self) -> dict[str, Any]:
-        """The rollouts' part of a checkpoint: the group ledger and the state of the task sampler."""
+        """State for a checkpoint: group ledger, task samplers and counters."""
         return {**self.ledger.to_json(), "sampler": self.tasks.to_json(), **self.stats.to_json()}
 
     def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
-        """Inverse of `to_json`; `groups` as in `GroupLedger.load_json`.
+        """Restore the state of `to_json`; `groups` as in `GroupLedger.load_json`.
 
         Raises ConfigError if the checkpoint was written with another sampler.
         """
         self.ledger.load_json(state, groups)
-        if "sampler" in state:  # missing in older checkpoints, from when the only sampler had no state
+        if "sampler" in state:  # absent in checkpoints written before samplers had a state
             self.tasks.load_json(state["sampler"])
         complete = self.ledger.complete_groups()
         self._names = {group.index: group.env for group in complete}
@@ -318,27 +316,27 @@ class Collector:
             self._ending.discard(task)
             if not task.cancelled() and task.exception() is not None:
                 log.error("%s failed while it was being cancelled", task.get_name(), exc_info=task.exception())
-        elif self._tasks.get(index) is task:  # one that ends well has taken itself out
+        elif self._tasks.get(index) is task:  # a group that succeeds has removed itself from `_tasks`
             self._crashed.append(index)
         self._changed.set()
 
     def _give_up(self, index: int, state: GroupState, reason: str = "") -> None:
-        """Drop a group, running or complete; a running one is cancelled, which frees its requests at the engine."""
+        """Drop a running or complete group; a running one is cancelled, which frees its requests at the engine."""
         task = self._tasks.pop(index, None)
         self._over.pop(index, None)
         if task is not None:
             task.cancel()
-            # Not awaited here, since a slow teardown would hold up the others; `rest` and `close` wait for it.
+            # Not awaited here, since a slow teardown would block the other groups; `rest` and `close` wait for it.
             self._ending.add(task)
         self.tasks.forget(index)
         self._drop(index, state, reason)
 
     async def _run_group(self, index: int, choice: TaskChoice) -> None:
-        """Play a group; with too few scored members it is dropped, else shown, and filtered, refused, or complete."""
+        """Play a group, then fail it for too few scored members, filter it, refuse it, or complete it."""
         group = await self._group(index, choice)
         self._over.pop(index, None)
         survivors, greedy = group.scored(), group.baseline
-        # Without the greedy episode's reward there is no baseline, so the whole group is lost.
+        # A group whose greedy episode has no reward lacks its baseline and is lost.
         lost = greedy is not None and greedy.reward is None
         lost = lost or len(survivors) < min(self.config.min_survivors, self.config.group_size)
         self.stats.count_group(group, lost)
@@ -351,10 +349,10 @@ class Collector:
         if self._on_group is not None:
             await self._on_group(group)
         filtered = self.stats.filters(group)
-        # Asked before the group leaves the running ones, so that `collect` raises what the filter raises.
+        # Called while the group still counts as running, so that `collect` raises the filter's error.
         refused = not filtered and self._accept is not None and not await self._accept(group)
         self._tasks.pop(index, None)
-        # Without branches, which depend on their episode: draws of the policy that do not depend on each other.
+        # Without branches: they depend on their parent episode, and the success rate needs independent samples.
         roots = [member for member in survivors if member.parent is None]
         self.tasks.finish(index, success_rate(roots), sum(t.sampled_tokens for t in group.trajectories))
         if filtered:

@@ -1,4 +1,4 @@
-"""The group ledger: the state machine of a run's groups (staleness, replacement, resume)."""
+"""Group ledger: state machine of a run's groups (staleness, replacement, resume)."""
 
 from __future__ import annotations
 
@@ -18,41 +18,42 @@ from agentrl.data.trajectory import Group, Trajectory
 
 
 def alike(group: Group) -> bool:
-    """Return True if all scored members, and the greedy episode if there is one, have the same reward (zero variance),
-    as the trainer's float32 have it: a sum of terms that is off by a rounding error teaches nothing."""
+    """Return True if all scored members, and the greedy baseline if any, have the same reward (zero variance).
+
+    Compared as float32, the trainer's type: rewards that differ only by a rounding error give no learning signal."""
     with np.errstate(over="ignore"):
         rewards = [np.float32(t.reward) for t in [*group.scored(), *([group.baseline] if group.baseline else [])]]
     return len(set(rewards)) == 1
 
 
 def unscored_cause(trajectory: Trajectory) -> str:
-    """Why an episode has no score: the fault that ended it, or `reward_spec`, whose root was null."""
+    """Return the cause of a missing score: the infrastructure's stop reason, or `reward_spec` if its root was null."""
     return trajectory.stop.value if trajectory.stop.infrastructure else "reward_spec"
 
 
 def more(count: int, factor: float) -> int:
-    """Number of groups beyond `count` that an oversampling factor starts (rounded up; 1e-9 absorbs 1.1 x 10 = 11.000..01)."""
+    """Return the extra number that an oversampling factor adds to `count`, rounded up (1e-9 absorbs 1.1 x 10 = 11.000..01)."""
     return math.ceil(count * (factor - 1.0) - 1e-9)
 
 
-# The group ledger: the one state machine of a run (staleness, replacement, resume).
+# Group ledger
 #
 # PENDING -> RUNNING -> COMPLETE -> { TRAINED | FILTERED | REFUSED | STALE | FAILED | CANCELLED }
 #
-# Every group that is not FILTERED, REFUSED, STALE, FAILED or CANCELLED holds a slot; slot s is meant for update s // B
-# (B groups per update). A group is admitted as long as the update of the next free slot is <= version + eta
-# (eta = `max_staleness`). A dropped group frees its slot for another one, so the schedule is the same whatever
-# happens to single groups.
+# Every group that is not FILTERED, REFUSED, STALE, FAILED or CANCELLED holds a slot; slot s belongs to update s // B
+# (B groups per update). A group is admitted while the update of the next free slot is <= version + eta
+# (eta = `max_staleness`). A dropped group frees its slot for another one, so the schedule does not depend on the
+# fate of single groups.
 #
-# With `spare` slots (oversampling), that many more groups are admitted, and an update need not wait for the last
-# ones: those that it would push over the bound, up to `spare` running groups, are CANCELLED instead.
+# With `spare` slots (oversampling), that many more groups are admitted, and an update need not wait for the slowest:
+# up to `spare` running groups that it would push over the staleness bound are CANCELLED instead.
 #
 # The bound is enforced when groups are consumed: for every trained token, version_at_update - token_version <= eta.
 
 
 class GroupState(StrEnum):
-    """The state of a group. The last six are final. REFUSED: by the run's own filter (`rollout.accept`).
-    CANCELLED is nobody's fault: there were enough others."""
+    """State of a group; the last six are final. FILTERED: all members have the same reward. REFUSED: by the user's filter
+    (`rollout.accept`). FAILED: too few scored members. CANCELLED: not needed, since enough other groups were complete."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -70,9 +71,9 @@ _DROPPED = (GroupState.FILTERED, GroupState.REFUSED, GroupState.STALE, GroupStat
 
 @dataclass(slots=True)
 class GroupEntry:
-    """One dispatched group. `born`: the version of the weights when it was admitted, a lower bound on
-    the version of each of its tokens. `oldest`: the oldest weights that sampled one of its tokens, set once when
-    the group completes (`born` while it is running), so that selecting groups never reads a token."""
+    """One dispatched group. `born`: weight version at admission, a lower bound on the version of each of its tokens. `oldest`:
+    lowest version that sampled one of its tokens, set when the group completes (until then `born`), so that selection
+    reads no tokens."""
 
     index: int
     born: int
@@ -84,8 +85,8 @@ class GroupEntry:
 class GroupLedger:
     """Admission, selection and accounting of groups. Pure bookkeeping: it neither starts nor awaits anything.
 
-    Selection looks at each group in the ledger once and at none of its tokens (O(n) for n groups; `ready` O(n log n)); while too
-    few are complete, and none can be too old, it looks at none.
+    Selection visits each group once and none of its tokens (O(n) for n groups; `ready` O(n log n)). While too few groups are
+    complete and none can be too old, it visits none.
     """
 
     def __init__(self, groups_per_update: int, max_staleness: int, spare: int = 0) -> None:
@@ -96,35 +97,34 @@ class GroupLedger:
         self._entries: dict[int, GroupEntry] = {}
         self._again: list[int] = []
         self.total = 0
-        """Groups that were ever given an index (those run again after a resume count once)."""
+        """Number of indices ever assigned (a group that is rerun after a resume counts once)."""
         self._past: Counter[GroupState] = Counter()  # groups that have left the ledger, by their final state
-        # What most looks at the ledger need, so that they need no look at each group: thousands of groups end one by one.
+        # Kept up to date so that most queries need not visit every group: thousands of groups end one by one.
         self.waiting_count = 0
-        """Groups that wait for an update."""
-        self._lowest = 0  # no group has tokens of older weights
+        """Number of complete groups that wait for an update."""
+        self._lowest = 0  # lower bound on the `oldest` of all groups
 
     # -- admission ---------------------------------------------------------------------------------
 
     def admit(self) -> int | None:
-        """The index of a group to start now, or None while the staleness bound does not allow another one."""
+        """Admit a group and return its index, or None while the staleness bound does not allow another one."""
         # Running, complete and trained groups hold slots: after v updates v * B are trained, so at most (eta + 1) * B groups
         # (plus the spare ones) are ahead of the trainer.
         slots_taken = self._past[GroupState.TRAINED] + len(self._entries)
         if slots_taken >= (self.version + self.max_staleness + 1) * self.groups_per_update + self.spare:
             return None
         if self._again:
-            # Before new indices: a group that ran when the checkpoint was written has its task and seeds from its index, so
-            # none is skipped.
+            # Before new indices: tasks and seeds follow from the index, so groups interrupted by a checkpoint are not skipped.
             index = self._again.pop(0)
         else:
             index, self.total = self.total, self.total + 1
         self._entries[index] = GroupEntry(index, self.version, self.version)
         return index
 
-    # -- what happens to a group -------------------------------------------------------------------
+    # -- transitions of a group --------------------------------------------------------------------
 
     def complete(self, group: Group) -> None:
-        """RUNNING -> COMPLETE: all members have finished and enough of them survived; their tokens no longer change."""
+        """RUNNING -> COMPLETE: all members have ended and enough are scored; their tokens no longer change."""
         entry = self._entries.get(group.index)
         if entry is None or entry.state is not GroupState.RUNNING:
             raise ValueError(f"group {group.index} is not running")
@@ -133,7 +133,7 @@ class GroupLedger:
         self.waiting_count += 1
 
     def drop(self, index: int, state: GroupState) -> None:
-        """To FILTERED, REFUSED, STALE, FAILED or CANCELLED: the group leaves the ledger and frees its slot."""
+        """Remove a group as FILTERED, REFUSED, STALE, FAILED or CANCELLED, which frees its slot."""
         if state not in _DROPPED:
             raise ValueError(f"a group cannot be dropped as {state}")
         if index not in self._entries:
@@ -144,15 +144,15 @@ class GroupLedger:
     # -- selection ---------------------------------------------------------------------------------
 
     def too_old(self) -> list[int]:
-        """Groups, running or complete, that can no longer be trained within the bound."""
+        """Indices of running or complete groups that can no longer be trained within the staleness bound."""
         if self.version - self._lowest <= self.max_staleness:
             return []
         self._lowest = min((e.oldest for e in self._entries.values()), default=self.version)
         return [e.index for e in self._entries.values() if self.version - e.oldest > self.max_staleness]
 
     def surplus(self, chosen: Iterable[Group]) -> list[int]:
-        """With spare slots: groups, running or complete, that are not chosen for the next update and that it
-        pushes over the bound. Without spare slots, no group is given up before it is too old."""
+        """Indices of running or complete groups, not chosen for the next update, that it pushes over the bound. Without spare
+        slots there are none: no group is dropped before it is too old."""
         if not self.spare:
             return []
         kept = {group.index for group in chosen}
@@ -161,27 +161,27 @@ class GroupLedger:
         ]
 
     def ready(self) -> list[Group] | None:
-        """The B groups of the next update, chosen by oldest weights, then lowest index; None if there are too few,
-        or if more running groups must be part of this update than there are spare slots."""
+        """Choose the B groups of the next update by oldest weights, then lowest index. Returns None if there are too few, or if
+        more running groups than spare slots must still join this update."""
         if self.waiting_count < self.groups_per_update:
             return None
         urgent, usable = 0, list[tuple[int, int, Group]]()
         for entry in self._entries.values():
             if entry.group is None:
-                # Those that the next update would push over the bound must be part of this one. Their age is counted from their
-                # admission: their tokens may turn out newer, but by then the update would be past.
+                # Groups that the next update would push over the bound must join this one. Their age counts from admission:
+                # their tokens may turn out newer, but that is known too late for this update.
                 urgent += self.version + 1 - entry.oldest > self.max_staleness
             elif self.version - entry.oldest <= self.max_staleness:
                 usable.append((entry.oldest, entry.index, entry.group))
         if urgent > self.spare or len(usable) < self.groups_per_update:
             return None
-        usable.sort()  # oldest first (no two have one index): what is left over is what can wait longest
-        # In the order of their indices, so that a batch does not depend on which group finished first.
+        usable.sort()  # oldest first (indices are unique), so that the groups left over are those that can wait longest
+        # In index order, so that a batch does not depend on which group finished first.
         chosen = sorted(usable[: self.groups_per_update], key=itemgetter(1))
         return [group for _, _, group in chosen]
 
     def train(self, groups: Iterable[Group]) -> None:
-        """COMPLETE -> TRAINED for the groups of one update, and the version goes up by one."""
+        """COMPLETE -> TRAINED for the groups of one update; increments the version."""
         for group in groups:
             entry = self._entries.pop(group.index)
             if entry.state is not GroupState.COMPLETE:
@@ -193,7 +193,7 @@ class GroupLedger:
     # -- accounting --------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """Groups by state; the values sum to `total`."""
+        """Number of groups by state; the values sum to `total`."""
         now = Counter(entry.state for entry in self._entries.values())
         now[GroupState.PENDING] = len(self._again)
         return {state.value: now[state] + self._past[state] for state in GroupState}
@@ -201,8 +201,8 @@ class GroupLedger:
     # -- checkpoint --------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Everything except the progress of running groups, which are pending again after a resume, and the complete groups:
-        `complete_groups` returns them, to be written one at a time.
+        """State for a checkpoint. Running groups become pending again; complete groups are written separately, one at a time
+        (see `complete_groups`).
         """
         running = [e.index for e in self._entries.values() if e.state is GroupState.RUNNING]
         return {
@@ -214,11 +214,11 @@ class GroupLedger:
         }
 
     def complete_groups(self) -> list[Group]:
-        """The complete groups, in the same order as in `to_json`; they no longer change."""
+        """Return the complete groups in the order of `to_json`; they no longer change."""
         return [e.group for e in self._entries.values() if e.group is not None]
 
     def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
-        """Inverse of `to_json`; `groups` are the result of `complete_groups`, which the state of an older checkpoint contains.
+        """Restore the state of `to_json`. `groups`: result of `complete_groups`, unless an older checkpoint's state contains it.
 
         Raises ValueError if `groups` are not those of `state`.
         """

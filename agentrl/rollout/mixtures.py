@@ -1,7 +1,7 @@
-"""Mixtures: in which shares the groups of a run are divided among its environments; and the source of tasks.
+"""Mixtures: divide the groups of a run among its environments; and draw the groups' tasks.
 
-The contract and its registry, then `fixed`, `by_tokens` and `by_success`; the task source asks one
-sampler for each environment and one mixture over all, and keeps both in the checkpoint."""
+Interface and registry, then `fixed`, `by_tokens` and `by_success`; the task sources: one sampler per environment and one
+mixture over all, both saved in the checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agentrl.rollout.starts import GoldStart, StartOutcome
 from agentrl.utils.errors import ConfigError, call_method, user_code
 from agentrl.utils.registry import Registry
 
-# The contract
+# Interface
 
 MIXTURES: Registry[Callable[..., Mixture]] = Registry("rollout.mixture", "MIXTURES", "agentrl.rollout.mixtures")
 
@@ -34,8 +34,8 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class EnvOutcome:
-    """Outcome of one group of an environment: the share (0..1) of successes among its members, None if the success of no member
-    is known, and the tokens that all its members sampled."""
+    """Outcome of one group. `success`: share (0..1) of successes among its members, None if no member's success is known.
+    `tokens`: number of tokens that its members sampled."""
 
     index: int
     env: str
@@ -46,32 +46,32 @@ class EnvOutcome:
 class Mixture(Stateful, ABC):
     """Turns the weights of the environments into their shares of the groups.
 
-    Shares depend on the weights and on observations so far. `observe` is called only at updates, with the outcomes in the
-    order of the groups' indices; so with `max_staleness` 0 shares do not depend on which group finished first.
+    Shares depend on the weights and on the observations so far. `observe` is called only at updates, with outcomes in index
+    order, so that with `max_staleness` 0 shares do not depend on which group finished first.
     """
 
     @abstractmethod
     def shares(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """The shares of the groups, up to a common factor. `weights` are those of the present step, each >= 0 and not all 0; an
-        environment of weight 0 must have share 0."""
+        """Return each environment's share of the groups, up to a common factor. `weights`: of the current step, each >= 0 and
+        not all 0; an environment of weight 0 must get share 0."""
 
     def observe(self, outcomes: Sequence[EnvOutcome]) -> None:
-        """Learn from the groups that finished since the last update (including filtered ones), by ascending index."""
+        """Learn from the groups, filtered ones included, that finished since the last update, in index order."""
 
 
 def make_mixture(choice: Choice) -> Mixture:
-    """A new mixture. Raises ConfigError for an unknown name or argument, naming the nearest."""
+    """Build a mixture. Raises ConfigError for an unknown name or argument and suggests the nearest one."""
     mixture: Mixture = MIXTURES.build(choice.name, choice.args, kind=Mixture)
     return mixture
 
 
 def pick(shares: Mapping[str, float], run_seed: int, index: int) -> str:
-    """The environment of group `index`: a point of [0, 1) that depends only on the run's seed and the index falls into one of
-    the shares, laid end to end by name.
+    """Return the environment of group `index`, by a low-discrepancy sequence over the shares.
 
-    Points of consecutive groups are a golden section apart (the additive recurrence of Weyl, whose discrepancy is O(log n / n)):
-    among any n consecutive groups of equal shares each environment has its share of them, to within a few, where independent
-    draws would be off by the order of sqrt(n).
+    The point of [0, 1) depends only on the run's seed and the index, and selects from the shares laid end to end by name.
+    Points of consecutive groups are a golden section apart (the additive recurrence of Weyl, with discrepancy O(log n / n)):
+    among any n consecutive groups at constant shares, each environment gets its share to within a few groups; independent
+    draws would deviate by the order of sqrt(n).
     """
     names = sorted(name for name, share in shares.items() if share > 0)
     point = (uniform(run_seed, 0, "env") + index * GOLDEN) % 1.0
@@ -84,7 +84,7 @@ def pick(shares: Mapping[str, float], run_seed: int, index: int) -> str:
 @MIXTURES.register("fixed")
 @dataclass(kw_only=True)
 class FixedMixture(Mixture):
-    """Shares are the weights, and what happens to groups changes none."""
+    """Shares equal to the weights, whatever the outcomes."""
 
     def shares(self, weights: Mapping[str, float]) -> dict[str, float]:
         return dict(weights)
@@ -92,7 +92,7 @@ class FixedMixture(Mixture):
 
 @dataclass(kw_only=True)
 class DiscountedMixture(Mixture):
-    """Means over the groups of each environment, in which older ones are discounted by `decay` per group."""
+    """Base of mixtures that keep a running mean per environment; older groups are discounted by `decay` per group."""
 
     decay: Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -100,7 +100,7 @@ class DiscountedMixture(Mixture):
         self._sums: dict[str, tuple[float, float]] = {}
 
     def _add(self, env: str, value: float, first: float) -> None:
-        """Count one more group; `first`: what stands for the groups before the first one, and how many of them."""
+        """Add a group's value to the mean; the prior is `first` groups of value 1."""
         total, count = self._sums.get(env, (first, first))
         self._sums[env] = (self.decay * total + value, self.decay * count + 1.0)
 
@@ -117,11 +117,11 @@ class DiscountedMixture(Mixture):
 @MIXTURES.register("by_tokens")
 @dataclass(kw_only=True)
 class ByTokensMixture(DiscountedMixture):
-    """share of the groups = weight / the mean number of tokens that a group of the environment samples.
+    """Share of the groups = weight / mean number of sampled tokens per group of the environment.
 
-    So an environment of long episodes takes no more of the sampling, and of a loss that is a mean over tokens, than its weight.
-    Older groups are discounted by `decay` per group of the same environment. One without a finished group counts as the mean of
-    the others, and before any has finished all count alike. Tokens of filtered groups count, and those of failed groups do not.
+    So long episodes give an environment no more of the sampling, or of a token-mean loss, than its weight. Older groups are
+    discounted by `decay` per group of the same environment. An environment without a finished group counts as the mean of the
+    others; before any has finished, all count equally. Tokens of filtered groups count, those of failed groups do not.
     """
 
     decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.98
@@ -132,7 +132,7 @@ class ByTokensMixture(DiscountedMixture):
         return {name: weight / known.get(name, typical) for name, weight in weights.items()}
 
     def tokens(self) -> dict[str, float]:
-        """The running mean of a group's tokens, of the environments that have finished one."""
+        """Return the running mean of tokens per group for each environment that has finished a group."""
         return {name: max(total / count, 1.0) for name, (total, count) in self._sums.items()}
 
     def observe(self, outcomes: Sequence[EnvOutcome]) -> None:
@@ -149,12 +149,12 @@ class ByTokensMixture(DiscountedMixture):
 @MIXTURES.register("by_success")
 @dataclass(kw_only=True)
 class BySuccessMixture(DiscountedMixture):
-    """share = weight x max(`floor`, the mean of 4 s (1 - s) over the environment's groups), where s is a group's success.
+    """Share = weight x max(`floor`, mean of 4 s (1 - s) over the environment's groups), where s is a group's success rate.
 
-    s (1 - s) is the variance of a 0/1 reward within a group: how much the group can teach (learnability in Rutherford et al.
-    2024, arXiv 2408.15099); it is taken group by group, since an environment whose tasks are half solved always and half never
-    teaches nothing. The factor 4 makes it 1 at s = 0.5. The mean begins at 1, as in one group, and older groups are discounted
-    by `decay` per group of the same environment. `floor` keeps sampling all, so that forgetting is noticed.
+    s (1 - s) is the variance of a 0/1 reward within a group, its expected learning signal (learnability in Rutherford et al.
+    2024, arXiv 2408.15099). It is computed per group, since an environment with half of its tasks always solved and half never
+    gives no signal. The factor 4 makes it 1 at s = 0.5. The prior is one group of value 1; older groups are discounted by
+    `decay` per group of the same environment. `floor` keeps sampling every environment, so that forgetting is noticed.
     """
 
     floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
@@ -164,7 +164,7 @@ class BySuccessMixture(DiscountedMixture):
         return {name: weight * max(self.floor, self.learnable(name)) for name, weight in weights.items()}
 
     def learnable(self, name: str) -> float:
-        """The running mean of 4 s (1 - s)."""
+        """Return the running mean of 4 s (1 - s) of an environment."""
         total, count = self._sums.get(name, (1.0, 1.0))
         return total / count
 
@@ -183,7 +183,7 @@ log = logging.getLogger(__name__)
 
 
 class TaskSource:
-    """Draws tasks for groups and passes their outcomes to the sampler, at updates and in order."""
+    """Draws an environment's tasks for groups and passes their outcomes to the sampler, at updates and in index order."""
 
     def __init__(self, env: EnvRef, sampler: TaskSampler, name: str, run_seed: int, start: StartConfig | None = None) -> None:
         self.env, self.sampler, self.name, self.run_seed = env, sampler, name, run_seed
@@ -191,17 +191,16 @@ class TaskSource:
         self.start = None if start is None else GoldStart(start, env)
         self._starts: list[StartOutcome] = []
         self.drawn: dict[int, TaskChoice] = {}
-        """Tasks of groups that have neither finished nor been forgotten, by index."""
+        """Group index -> task of each group that has neither finished nor been dropped."""
         self._outcomes: list[GroupOutcome] = []
 
     @cached_property
     def pool(self) -> Sequence[int]:
-        """Seeds of the tasks that the sampler chooses from; none if it makes new ones. Determined, and given to it, when first
-        asked for."""
+        """Task seeds that the sampler chooses from; empty without a pool. Computed, and passed to the sampler, on first use."""
         return self.fill()
 
     def fill(self, say: Callable[[str], None] = log.warning) -> Sequence[int]:
-        """Make the pool; `say` as `pool_seeds`."""
+        """Compute the pool and pass it to the sampler; `say`: as for `pool_seeds`."""
         wanted = call_method(self._label, TaskSampler.wants, self.sampler)
         if wanted is None:
             return ()
@@ -212,21 +211,21 @@ class TaskSource:
         return seeds
 
     def variants(self) -> Sequence[Mapping[str, Any]]:
-        """Environment parameters of the sampler, as `TaskSampler.variants`."""
+        """Return the sampler's `TaskSampler.variants`."""
         return call_method(self._label, TaskSampler.variants, self.sampler)
 
     def draw(self, index: int) -> TaskChoice:
-        """The task of a group; the same again if it was drawn before (a group that is run again)."""
+        """Return the task of a group: a new one, or the earlier one if the group is rerun."""
         if index not in self.drawn:
-            _ = self.pool  # which the sampler has from then on
+            _ = self.pool  # passes the pool to the sampler
             choice = call_method(self._label, TaskSampler.choose, self.sampler, self.run_seed, index)
             self.drawn[index] = choice if self.start is None else self.start.begin(self.run_seed, index, choice)
         return self.drawn[index]
 
     def finish(self, index: int, success: float | None) -> float | None:
-        """A group finished with this share of successes; None, which says nothing about its task, if the success of no
-        member is known. The sampler does not hear of one that was given a part of the solution. Returns the success
-        of a whole task, which mixtures may learn from."""
+        """Record a finished group's success rate (None: unknown, so the sampler learns nothing). Returns it for the mixture.
+
+        A group that began inside of the gold solution is kept from the sampler and the mixture (None is returned)."""
         choice = self.drawn.pop(index)
         if success is not None and choice.horizon is not None and choice.given:
             self._starts.append(StartOutcome(index, choice.horizon, choice.given, success))
@@ -236,7 +235,7 @@ class TaskSource:
         return success
 
     def update(self) -> None:
-        """At an update: the sampler learns from what finished since the last one."""
+        """Pass the outcomes since the last update to the sampler."""
         # Sorted, because the order in which groups finish differs from run to run.
         outcomes, self._outcomes = sorted(self._outcomes, key=attrgetter("index")), []
         call_method(self._label, TaskSampler.observe, self.sampler, outcomes)
@@ -245,14 +244,14 @@ class TaskSource:
             self.start.observe(starts)
 
     def metrics(self) -> dict[str, float]:
-        """The sampler's metrics, under `sampler/`; none before it has the pool that it wants."""
+        """Return the sampler's metrics, under `sampler/`; none while a pool that it needs is missing."""
         waits = "pool" not in vars(self) and call_method(self._label, TaskSampler.wants, self.sampler) is not None
         known = {} if waits else call_method(self._label, TaskSampler.metrics, self.sampler)
         found = {f"sampler/{name}": value for name, value in known.items()}
         return found if self.start is None else found | {f"sampler/{k}": v for k, v in self.start.metrics().items()}
 
     def to_json(self) -> dict[str, Any]:
-        """The sampler's state, the choices of running groups, and the outcomes that it has not seen yet."""
+        """Return the sampler's state, the tasks of running groups, and the outcomes not yet observed."""
         return {
             "name": self.name,
             "state": call_method(self._label, TaskSampler.state, self.sampler),
@@ -262,7 +261,7 @@ class TaskSource:
         }
 
     def load_json(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `to_json`. Raises ConfigError if another sampler wrote it."""
+        """Restore the state of `to_json`. Raises ConfigError if another sampler wrote it."""
         if state["name"] != self.name:
             raise ConfigError(
                 f"rollout.sampler: the checkpoint was written with {state['name']!r}, but the config names {self.name!r}"
@@ -283,7 +282,7 @@ class TaskSource:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An environment of a mixture: the sampler of its tasks, its weight, and where its episodes begin."""
+    """An environment of a mixture: its task sampler, its weight, and where its episodes begin."""
 
     name: str
     env: EnvRef
@@ -293,7 +292,7 @@ class Part:
 
 
 def parts_of(config: TrainConfig) -> list[Part]:
-    """The environments of a run as parts of its mixture."""
+    """Return the environments of a run as parts of its mixture."""
     return [
         Part(env.called, EnvRef.of(env, config.tools), own.sampler, 1.0 if env.weight is None else env.weight, own.start)
         for env, own in ((env, config.alone(env).rollout) for env in config.envs)
@@ -301,10 +300,10 @@ def parts_of(config: TrainConfig) -> list[Part]:
 
 
 class MixedTasks:
-    """Draws an environment and a task for each group, and passes outcomes to mixture and samplers, at updates and in order.
+    """Draws an environment and a task for each group, and passes outcomes to mixture and samplers at updates, in index order.
 
-    The groups of an environment are numbered by themselves for its sampler, so that a pool of tasks is gone through as if they
-    were alone. With a single environment these numbers are the groups' own.
+    For its sampler, an environment's groups are numbered separately, so that a task pool is drawn as if there were no other
+    environment. With a single environment these numbers equal the group indices.
     """
 
     def __init__(self, parts: Sequence[Part], mixture: Choice, run_seed: int) -> None:
@@ -322,12 +321,12 @@ class MixedTasks:
         self._outcomes: list[EnvOutcome] = []
 
     def fill_pools(self, say: Callable[[str], None]) -> None:
-        """Make the pool of each sampler, which takes long for a large one; `say`: gets a line if it has too few tasks."""
+        """Fill each sampler's pool, which is slow for a large one; `say`: receives a line if tasks are missing."""
         for source in self.sources.values():
             source.fill(say)
 
     def draw(self, index: int) -> TaskChoice:
-        """The environment and the task of a group; the same again if it was drawn before (a group that is run again)."""
+        """Return the environment and task of a group: new ones, or the earlier ones if the group is rerun."""
         if index not in self._places:
             (name,) = self.sources if not self.several else (pick(self._shares(), self.run_seed, index),)
             self._places[index] = name, self._begun[name] if self.several else index
@@ -336,18 +335,18 @@ class MixedTasks:
         return replace(self.sources[name].draw(place), env=name)
 
     def finish(self, index: int, success: float | None, tokens: int) -> None:
-        """A group finished with this share of successes (None: unknown) and this many sampled tokens."""
+        """Record a finished group's success rate (None: unknown) and number of sampled tokens."""
         name, place = self._places.pop(index)
         self._outcomes.append(EnvOutcome(index, name, self.sources[name].finish(place, success), tokens))
 
     def forget(self, index: int) -> None:
-        """A group that failed, went stale or was cancelled says nothing about its task, nor about its environment."""
+        """Forget a group that failed, went stale or was cancelled; neither sampler nor mixture learns from it."""
         if index in self._places:
             name, place = self._places.pop(index)
             self.sources[name].drawn.pop(place, None)
 
     def update(self, step: int) -> None:
-        """After update `step`: samplers and mixture learn from what finished since the last one."""
+        """Pass the outcomes since the last update to samplers and mixture, after update `step`."""
         for source in self.sources.values():
             source.update()
         # Sorted, because the order in which groups finish differs from run to run.
@@ -356,7 +355,7 @@ class MixedTasks:
         self._step = step
 
     def shares(self) -> dict[str, float]:
-        """The present shares of the groups, which add up to 1."""
+        """Return the current shares of the groups, which sum to 1."""
         shares = self._shares()
         return {name: share / sum(shares.values()) for name, share in shares.items()}
 
@@ -369,8 +368,8 @@ class MixedTasks:
         return shares
 
     def metrics(self) -> dict[str, float]:
-        """The samplers' metrics under `sampler/`, and, of several environments, `sampler/NAME/`; and those of the mixture under
-        `mixture/NAME/`: `share`, and what it learned."""
+        """Return the sampler's metrics under `sampler/`. With several environments they are under `sampler/NAME/`, with the
+        mixture's under `mixture/NAME/`: `share` and the mixture's own."""
         if not self.several:
             (source,) = self.sources.values()
             return source.metrics()
@@ -381,8 +380,8 @@ class MixedTasks:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The state of mixture and samplers, the choices of running groups, and the outcomes not yet observed; with a single
-        environment, that of its sampler."""
+        """Return the state of mixture and samplers, the tasks of running groups, and the outcomes not yet observed. With a
+        single environment, only the state of its task source."""
         if not self.several:
             (source,) = self.sources.values()
             return source.to_json()
@@ -397,7 +396,7 @@ class MixedTasks:
         }
 
     def load_json(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `to_json`. Raises ConfigError if other samplers, another mixture or other environments wrote it."""
+        """Restore the state of `to_json`. Raises ConfigError if samplers, mixture or environments differ."""
         if not self.several:
             (source,) = self.sources.values()
             source.load_json(state)

@@ -1,6 +1,6 @@
-"""Task samplers: which task a group gets, and what a sampler learns from its outcome.
+"""Task samplers: choose the task of each group and learn from group outcomes.
 
-The contract and its registry, a finite pool of tasks, then `uniform`, `success_weighted` and `staged`."""
+Interface and registry, finite task pools, then `uniform`, `success_weighted` and `staged`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ SAMPLERS: Registry[Callable[..., TaskSampler]] = Registry("rollout.sampler", "SA
 
 @dataclass(frozen=True, slots=True)
 class TaskChoice:
-    """The task of one group: its seed, environment parameters that override `env.params`, and the
-    bucket in which its outcome is counted. `env`: the name of the environment, which no sampler sets (see `rollout/mixture`);
-    nor does one set `horizon` and `given`: the calls of the task's gold solution, and how many of them the group is given
-    (see `rollout/start`)."""
+    """Task of one group: its seed, `params` that override `env.params`, and the `bucket` that counts its outcome.
+
+    Samplers leave the other fields alone. `env`: name of the environment (see `rollout.mixture`). `horizon`: number of tool
+    calls in the task's gold solution; `given`: how many of them are made before the policy begins (see `rollout.start`)."""
 
     seed: int
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class TaskChoice:
     given: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seed", operator.index(self.seed))  # Gymnasium takes no number of numpy
+        object.__setattr__(self, "seed", operator.index(self.seed))  # Gymnasium rejects NumPy integers
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOutcome:
-    """Outcome of one group: the share (0..1) of successes among its members."""
+    """Outcome of one group. `success`: share (0..1) of successes among its members."""
 
     index: int
     bucket: str
@@ -60,65 +60,65 @@ class GroupOutcome:
 
 
 class Stateful:
-    """Base of what learns from groups: its state in a checkpoint, and its numbers."""
+    """Base class of components that learn from groups: checkpoint state and metrics."""
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON; `load` is the inverse. Nothing by default."""
+        """Return the JSON state for a checkpoint; empty by default."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state`."""
+        """Restore the result of `state`."""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for the metrics row of an update; those of a mixture as NAME/key. None by default."""
+        """Return metrics of an update (a mixture's are named NAME/key); none by default."""
         return {}
 
 
 class TaskSampler(Stateful, ABC):
     """Chooses the task of each group.
 
-    A choice depends on the run's seed, the group's index and the observations so far, never on a random state that advances:
-    a group that runs again after a resume gets the same task. `observe` is called only at updates, with the outcomes in the
-    order of the groups' indices; with `max_staleness` 0 choices do not depend on which group finished first.
+    A choice depends only on the run's seed, the group's index and the observations so far, never on an advancing random state,
+    so that a group rerun after a resume gets the same task. `observe` is called only at updates, with outcomes in index order,
+    so that with `max_staleness` 0 choices do not depend on which group finished first.
     """
 
     def wants(self) -> int | None:
-        """The size of the pool of tasks that it chooses from: 0 means all tasks of the environment (no pool if they are
-        endless), None (the default) no pool at all. The pool is given to `use` before anything is chosen or loaded."""
+        """Return the size of the task pool to choose from: 0 for all tasks of the environment (no pool if they are endless),
+        None (the default) for no pool. `use` receives the pool before the first `choose` or `load`."""
         return None
 
     _seeds: Sequence[int] = ()
 
     def use(self, seeds: Sequence[int]) -> None:
-        """Receive the pool that `wants` asked for: seeds of different tasks of the training split."""
+        """Receive the pool requested by `wants`: seeds of distinct tasks of the training split."""
         self._seeds = seeds
 
     @abstractmethod
     def choose(self, run_seed: int, index: int) -> TaskChoice:
-        """The task of group `index`."""
+        """Choose the task of group `index`."""
 
     def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
-        """Learn from the groups that finished since the last update (including filtered ones, which are an
-        outcome too), by ascending index. Nothing by default."""
+        """Learn from the groups, filtered ones included, that finished since the last update, in index order. Does nothing by
+        default."""
 
     def variants(self) -> Sequence[Mapping[str, Any]]:
-        """Every `params` that it may ever choose, or, of more than can be tried, some with all extremes among them; each is
-        checked once before a run starts."""
+        """Return all `params` that may be chosen, or, if they are too many to try, a selection that includes all extremes. Each
+        is checked once before a run starts."""
         return [{}]
 
 
 def fresh_seed(run_seed: int, index: int) -> int:
-    """The seed of a task that no other group of the run gets."""
+    """Return a task seed that no other group of the run gets."""
     return derive(run_seed, "task", index)
 
 
 def uniform(run_seed: int, index: int, purpose: str) -> float:
-    """A number in [0, 1) that depends only on its arguments."""
+    """Return a pseudo-random number in [0, 1) that depends only on the arguments."""
     return derive(run_seed, purpose, index) / 2**63
 
 
 def make_sampler(choice: Choice) -> TaskSampler:
-    """A new sampler. Raises ConfigError for an unknown name or argument, naming the nearest."""
+    """Build a sampler. Raises ConfigError for an unknown name or argument and suggests the nearest one."""
     sampler: TaskSampler = SAMPLERS.build(choice.name, choice.args, kind=TaskSampler)
     return sampler
 
@@ -126,16 +126,16 @@ def make_sampler(choice: Choice) -> TaskSampler:
 # Arms
 
 SHOWN = 16
-"""With more arms than this, the metrics report aggregates instead of each arm."""
+"""Largest number of arms that the metrics report one by one; with more, only aggregates."""
 
 
 def arm_name(params: Mapping[str, Any]) -> str:
-    """Environment parameters in words, such as `calls=[2, 4],keys=9`: equal for equal ones."""
+    """Format environment parameters as a canonical name, such as `calls=[2, 4],keys=9`."""
     return ",".join(f"{key}={json.dumps(value)}" for key, value in sorted(params.items()))
 
 
 def pick_arm(weights: Sequence[float], point: float) -> int:
-    """The arm in whose share, laid end to end, a point of [0, 1) falls."""
+    """Return the arm at `point` of [0, 1) when the weights' shares are laid end to end."""
     ends = list(itertools.accumulate(weights))
     return min(bisect_right(ends, point * ends[-1]), len(ends) - 1)
 
@@ -145,15 +145,15 @@ def pick_arm(weights: Sequence[float], point: float) -> int:
 log = logging.getLogger(__name__)
 
 MAX_REPEATS = 1000
-"""The search for different tasks ends after this many seeds in a row without a new one."""
+"""The search for distinct tasks ends after this many consecutive seeds without a new one."""
 
 
 def pool_seeds(env: ToolEnv, size: int, say: Callable[[str], None] = log.warning) -> Sequence[int]:
-    """Seeds of the pool's tasks, none if tasks are endless.
+    """Return the seeds of a pool of training tasks.
 
-    With `size`: of the first `size` different tasks of the training split (compared by `Task.data`), or of
-    as many as there are, which is said. Without: of all tasks of an environment that has a finite number.
-    Raises EnvError if the environment's number of tasks is not valid.
+    With `size`: the first `size` distinct tasks (compared by `Task.data`); if there are fewer, all of them, with a line to `say`.
+    With 0: all tasks of the environment, or none if they are endless. Raises EnvError if the environment's number of tasks is
+    invalid.
     """
     count = env.task_count("train")
     if count is not None and (not isinstance(count, int) or count < 1):
@@ -174,7 +174,7 @@ def pool_seeds(env: ToolEnv, size: int, say: Callable[[str], None] = log.warning
 
 @lru_cache(maxsize=4)
 def epoch_order(run_seed: int, epoch: int, size: int) -> np.ndarray:
-    """The indices 0..size-1 of a pool in the order of an epoch: another permutation for each run seed and epoch."""
+    """Return the pool indices 0..size-1 in the order of an epoch: one permutation per run seed and epoch."""
     return np.random.default_rng(derive(run_seed, "epoch", epoch)).permutation(size)
 
 
@@ -184,11 +184,11 @@ def epoch_order(run_seed: int, epoch: int, size: int) -> np.ndarray:
 @SAMPLERS.register("uniform")
 @dataclass(kw_only=True)
 class UniformSampler(TaskSampler):
-    """Goes through a finite pool without replacement, in a new order each epoch: the environment's tasks if it
-    has a finite number, or its first `pool` different ones. Without a pool, a new task for every group.
+    """Draws from a finite pool without replacement, in a new order each epoch; without a pool, a new task per group.
 
-    Group i has position i modulo the pool's size in epoch i // size. So the replacement of a group takes the next task,
-    and the task of a group that failed, went stale, or was filtered or cancelled comes up again in the next epoch.
+    The pool: the first `pool` distinct tasks, or with 0 all tasks of an environment that has a finite number. Group i has
+    position i % size in epoch i // size. So a replacement group takes the next task, and the task of a group that failed, went
+    stale, or was filtered or cancelled comes up again in the next epoch.
     """
 
     pool: Annotated[int, Field(ge=0)] = 0
@@ -230,15 +230,14 @@ class UniformSampler(TaskSampler):
 @SAMPLERS.register("success_weighted")
 @dataclass(kw_only=True)
 class SuccessWeightedSampler(TaskSampler):
-    """Draws an arm with weight max(`floor`, 4 p (1 - p)), where p is its running success.
+    """Draws an arm with weight max(`floor`, 4 p (1 - p)), where p is its running success rate.
 
-    p (1 - p) is the variance of a 0/1 reward: how much a group of an arm can teach on average (called
-    learnability in Rutherford et al. 2024, arXiv 2408.15099); the factor 4 makes it 1 at p = 0.5. p is the mean of a
-    Beta(1, 1) prior and the outcomes; older ones are discounted by `decay` per group of the same arm.
+    p (1 - p) is the variance of a 0/1 reward, the expected learning signal of a group (called learnability in
+    Rutherford et al. 2024, arXiv 2408.15099); the factor 4 makes it 1 at p = 0.5. p is the posterior mean under a
+    Beta(1, 1) prior; older outcomes are discounted by `decay` per group of the same arm.
 
-    The arms are either `buckets` (environment parameters, each with ever new tasks) or the first `pool` different
-    tasks of the training split (or as many as there are). `floor` keeps drawing every arm, so that forgetting is
-    noticed.
+    Arms are either `buckets` (environment parameters, with a new task per group) or the first `pool` distinct tasks of the
+    training split (all, if there are fewer). `floor` keeps every arm in use, so that forgetting is noticed.
     """
 
     buckets: list[dict[str, Any]] = field(default_factory=list)
@@ -276,17 +275,17 @@ class SuccessWeightedSampler(TaskSampler):
 
     def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
         for outcome in outcomes:
-            if (arm := outcome.bucket) not in self._sums:  # gone from the data since the group began
+            if (arm := outcome.bucket) not in self._sums:  # the task was removed from the data after the group began
                 continue
             self._sums[arm] = self.decay * self._sums[arm] + outcome.success
             self._counts[arm] = self.decay * self._counts[arm] + 1.0
 
     def success(self, arm: str) -> float:
-        """Running success, 0.5 before anything is known."""
+        """Return the running success rate of an arm, 0.5 before any outcome."""
         return (1.0 + self._sums[arm]) / (2.0 + self._counts[arm])
 
     def weight(self, arm: str) -> float:
-        """The arm's weight before normalization, in [floor, 1]."""
+        """Return the arm's weight before normalization, in [floor, 1]."""
         p = self.success(arm)
         return max(self.floor, 4.0 * p * (1.0 - p))
 
@@ -319,10 +318,10 @@ class SuccessWeightedSampler(TaskSampler):
 @SAMPLERS.register("staged")
 @dataclass(kw_only=True)
 class StagedSampler(TaskSampler):
-    """Goes through `stages` (environment parameters, easiest first) one by one.
+    """Curriculum over `stages` (environment parameters, easiest first).
 
-    The next stage begins once the mean success of the last `window` groups of the current one is at least `threshold`. A fraction
-    `review` of the groups gets a task of an earlier stage, so that it is not forgotten; these do not move the stage.
+    The next stage begins once the mean success of the last `window` groups of the current stage is at least `threshold`. A
+    fraction `review` of the groups gets a task of a random earlier stage against forgetting; these do not advance the stage.
     """
 
     stages: list[dict[str, Any]]
