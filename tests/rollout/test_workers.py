@@ -318,7 +318,7 @@ async def test_a_slow_worker_is_named_once(renderer: Renderer) -> None:
         for worker, turn in zip(pool.workers, (0.010, 0.040, 0.011), strict=True):
             worker.turn_s.extend([turn] * 12)
         assert pool.metrics()["rollout/worker_1/turn_ms"] == pytest.approx(40.0)
-        assert len(said) == 1 and "worker 1" in said[0] and "40 ms a turn, others 10" in said[0]
+        assert len(said) == 1 and "worker 1" in said[0] and "40 ms per turn, others 10" in said[0]
         pool.metrics()
         assert len(said) == 1
 

@@ -1,1 +1,1 @@
-"""Episodes in processes next to the driver's: what a worker is, how it talks to the driver, and the pool that gives it jobs."""
+"""Rollout workers: episodes in separate processes, their channel to the driver, and the pool that assigns jobs."""

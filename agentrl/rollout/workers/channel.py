@@ -1,4 +1,4 @@
-"""The channel between the driver and a rollout worker: frames, calls, the handshake, and faults as text."""
+"""Channel between the driver and a rollout worker: frames, remote calls, authentication, and serialized faults."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Handler = Callable[[Fields], None]
 
 _HEAD = struct.Struct("<I")
 STRANGER_BYTES = 4096
-"""The longest frame from a process that has not proven that it knows the secret."""
+"""Longest frame accepted before authentication, in bytes."""
 GREETING_S = 20.0
-"""Seconds in which one who connects must have proven it."""
+"""Seconds for a new connection to authenticate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Address to which workers connect, and the secret with which both sides prove who they are."""
+    """Address to which workers connect, and the shared secret with which both sides authenticate."""
 
     host: str
     port: int
@@ -44,14 +44,14 @@ class Door:
 
 
 class GoneError(Exception):
-    """The other side is gone, and what it had of a call."""
+    """The peer ended or closed the connection during a call."""
 
 
 class Channel(asyncio.Protocol):
-    """One end of a connection. `on[kind]` is called with the fields of each frame of that kind; `on_lost` once, when it is over.
-    `serves[kind]` answers the other side's calls, in `serving` tasks; `peer`: where faults of its answers happened.
+    """One end of a connection. `on[kind]` handles the fields of each frame of that kind; `on_lost` is called once, at the end.
+    `serves[kind]` answers the peer's calls, in the tasks of `serving`; `peer`: name of the peer in its errors.
 
-    Fields are JSON until the other side has proven who it is, and pickled from then on: nothing of a stranger's is unpickled.
+    Fields are JSON until the peer has authenticated and pickled afterwards: no unauthenticated bytes are unpickled.
     """
 
     def __init__(self) -> None:
@@ -64,13 +64,13 @@ class Channel(asyncio.Protocol):
         self.on_lost: Callable[[], None] = lambda: None
         self.lost = asyncio.Event()
         self.trusted = False
-        """The other side has proven who it is: frames may be of any length and hold any values, and ask for work."""
+        """Whether the peer has authenticated: frames may then have any length, hold any values, and call functions."""
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._unsent: list[bytes] = []
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a frame; one to a lost connection goes nowhere, since `on_lost` has been called."""
+        """Send a frame; does nothing on a lost connection, which `on_lost` has reported."""
         if self.lost.is_set():
             return
         body = pickle.dumps((kind, fields)) if self.trusted else json.dumps([kind, fields]).encode()
@@ -79,8 +79,9 @@ class Channel(asyncio.Protocol):
         self._unsent += (_HEAD.pack(len(body)), body)
 
     async def call(self, kind: str, *, waits: bool = False, **fields: Any) -> Any:
-        """The other side's answer to a call. Raises its fault (`fault_of`), GoneError if it ended the call, and what `fail` says.
-        Cancellation ends the call there; with `waits` it propagates once that is done."""
+        """Call a function of the peer and return its answer. Raises the peer's fault (`fault_of`), GoneError if the peer ended
+        during the call, or the error of `fail`. Cancellation also cancels the peer's task; with `waits` it propagates only
+        after that task has ended."""
         number, sent = next(self._numbers), pickle.dumps(fields)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         self.send("call", id=number, what=kind, fields=sent)
@@ -95,25 +96,25 @@ class Channel(asyncio.Protocol):
         finally:
             del self._answers[number]
             if answer.done():
-                answer.exception()  # it has been seen, also by who was cancelled
+                answer.exception()  # mark it as retrieved, also if the caller was cancelled
 
     def fail(self, error: Exception) -> None:
-        """End the calls that wait for an answer with this error."""
+        """Fail all pending calls with this error."""
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(error)
 
     def _receive(self, kind: str, fields: Fields) -> None:
-        """A frame of the other side."""
+        """Handle a frame of the peer."""
         if not self.trusted or kind not in ("call", "cancel", "answer"):
             return self.on[kind](fields)
         number = fields["id"]
         if kind == "call":
             self.serving[number] = task = asyncio.create_task(self._serve(**fields), name=f"call of {fields['what']}")
-            # Not at the end of the work, which never begins if it is cancelled in the moment in which it is asked for.
+            # As a callback, not at the end of `_serve`, which never runs if it is cancelled before its first step.
             return task.add_done_callback(partial(self._answer, number))
         if kind == "cancel":
-            if number in self.serving:  # else it has just ended, and the answer is under way
+            if number in self.serving:  # otherwise it has just ended, and its answer was sent
                 self.serving[number].cancel()
             return
         answer = self._answers.get(number)
@@ -122,7 +123,7 @@ class Channel(asyncio.Protocol):
         try:
             if "fault" in fields:
                 raise fault_of(fields["fault"], self.peer)
-            if "result" not in fields:  # it was not asked to be cancelled: the other side ends
+            if "result" not in fields:  # cancelled without a request from here: the peer is shutting down
                 raise GoneError("the worker ended")
             answer.set_result(pickle.loads(fields["result"]))
         except Exception as problem:
@@ -130,26 +131,26 @@ class Channel(asyncio.Protocol):
 
     async def _serve(self, id: int, what: str, fields: bytes) -> Fields:
         try:
-            # Pickled by themselves: what cannot be (un)pickled is a fault of the call.
+            # Pickled separately from the frame, so that an error of (un)pickling is a fault of this call.
             return {"result": pickle.dumps(await self.serves[what](**pickle.loads(fields)))}
         except asyncio.CancelledError:
             raise
-        except BaseException as problem:  # of any kind: a side that is not told waits forever
+        except BaseException as problem:  # of any kind: without an answer the peer waits forever
             return {"fault": fault_fields(problem)}
 
     def _answer(self, number: int, task: asyncio.Task[Fields]) -> None:
-        """A call has ended: with its result, by a fault, or cancelled, which is answered by neither."""
+        """Answer a call that has ended with its result or fault; with neither if it was cancelled."""
         del self.serving[number]
         self.send("answer", id=number, **({} if task.cancelled() else task.result()))
 
     def close(self) -> None:
-        """Send all waiting messages, and end the connection."""
+        """Send all queued frames and close the connection."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """End the connection at once."""
+        """Close the connection at once, without sending queued frames."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -159,12 +160,12 @@ class Channel(asyncio.Protocol):
             self._transport.write(b"".join(parts))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not asserted: the loop of a Ray actor is uvloop's, whose transports are of no class of asyncio's.
+        # Not asserted: a Ray actor runs uvloop, whose transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, problem: Exception | None) -> None:
         self.lost.set()
-        for task in list(self.serving.values()):  # which frees what they hold at an engine
+        for task in list(self.serving.values()):  # frees their requests at an engine
             task.cancel()
         self.on_lost()
 
@@ -183,14 +184,14 @@ class Channel(asyncio.Protocol):
             body, start = bytes(self._received[begin:stop]), stop
             try:
                 self._receive(*(pickle if self.trusted else json).loads(body))
-            except Exception:  # one bad frame must not end the connection of all other episodes
-                log.exception("a frame of a rollout worker's channel")
+            except Exception:  # one bad frame must not end the connection for all other episodes
+                log.exception("a frame on a rollout worker's channel could not be handled")
         del self._received[:start]
 
 
 class Hub:
-    """The driver's side of the door: `expected[name]` is called with the channel of the first process that connects under this
-    name and knows the secret."""
+    """Driver's listening socket for workers: `expected[name]` is called with the channel of the first process that connects
+    under this name and knows the secret."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
@@ -199,14 +200,14 @@ class Hub:
         self.door: Door | None = None
 
     async def open(self, host: str) -> Door:
-        """Listen at a free port. `host`: this process's address as the workers' processes reach it."""
-        # On that address alone: no other network of this machine need reach it.
+        """Listen on a free port. `host`: the driver's address as seen by the worker processes."""
+        # Bound to that address only, so that other networks of this machine cannot reach it.
         self._server = await asyncio.get_running_loop().create_server(self._visitor, host, 0)
         self.door = Door(host, self._server.sockets[0].getsockname()[1], self._secret)
         return self.door
 
     def close(self) -> None:
-        """Stop listening; channels go on."""
+        """Stop listening; open channels stay connected."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -235,13 +236,13 @@ class Hub:
 
 
 def proof(secret: bytes, nonce: str, name: str) -> str:
-    """Proof that `name` knows the secret, without revealing it."""
+    """Compute the HMAC that proves that `name` knows the secret."""
     return hmac.new(secret, f"{nonce}/{name}".encode(), hashlib.sha256).hexdigest()
 
 
 async def dial(door: Door, name: str, on: dict[str, Handler]) -> Channel:
-    """The worker's end of a new connection, whose frames are given to `on`. Raises WorkerDiedError if nobody listens, or the
-    driver does not let this process in."""
+    """Connect to the driver and return the worker's end of the channel, with the handlers `on`. Raises WorkerDiedError if
+    nothing listens at the address, or the driver rejects this process."""
     channel, let_in, nonce = Channel(), asyncio.Event(), secrets.token_hex(16)
     channel.on = on
 
@@ -275,7 +276,7 @@ async def dial(door: Door, name: str, on: dict[str, Handler]) -> Channel:
 
 
 def fault_fields(error: BaseException) -> Fields:
-    """An exception as text: its class may not exist on the other side, and a traceback cannot be sent."""
+    """Serialize an exception as text: its class may not exist in the peer, and a traceback cannot be pickled."""
     return {
         "error": type(error).__name__,
         "message": str(error),
@@ -285,11 +286,11 @@ def fault_fields(error: BaseException) -> Fields:
 
 
 def fault_of(fields: Mapping[str, Any], who: str) -> AgentrlError | OSError:
-    """The error of agentrl's own class; an OSError if a disk is full; of any other, a WorkerError with the remote traceback.
-    `who`: where it happened."""
+    """Rebuild an exception from `fault_fields`: an agentrl error in its class, a full disk as OSError, any other as WorkerError
+    with the remote traceback. `who`: the process in which it was raised."""
     kind = getattr(errors, fields["error"], None)
     if isinstance(kind, type) and issubclass(kind, AgentrlError):
-        # As it was: what is recorded of an episode must not depend on where it was played.
+        # Message unchanged: the record of an episode must not depend on the process that played it.
         return kind(fields["message"])
     if fields["errno"] in errors.FULL:
         return OSError(fields["errno"], f"{who}: {fields['message']}")

@@ -1,6 +1,6 @@
-"""A rollout worker: plays the driver's jobs in the event loop of its process.
+"""Rollout worker: plays the driver's jobs in the event loop of its process.
 
-Its spans, the worker itself, and the engine in the driver that it uses."""
+Transfer of its spans, the worker itself, and its access to the driver's engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SpanFields = dict[str, Any]
 
 
 def span_fields() -> SpanFields | None:
-    """For a job: where in a trace its episode lies; None if nobody listens."""
+    """Return the trace context to send with a job; None if no listener records spans."""
     place = here()
     if place is None or not (place.sampled or listens_to_all()):
         return None
@@ -38,7 +38,7 @@ def span_fields() -> SpanFields | None:
 
 
 class Outbox:
-    """The worker's side."""
+    """Collects a worker's spans to be sent to the driver."""
 
     def __init__(self) -> None:
         self._found: list[TraceSpan] = []
@@ -47,7 +47,7 @@ class Outbox:
         self._least: int | None = None
 
     def place(self, fields: SpanFields | None) -> TracePlace | None:
-        """Store the result of `span_fields`; from now on spans are kept for the driver."""
+        """Return the trace position of a job's `span_fields`, and start to collect spans for the driver."""
         if fields is None:
             return None
         late = now() - fields["sent"]
@@ -60,7 +60,7 @@ class Outbox:
         return place
 
     def frame(self) -> SpanFields | None:
-        """The spans that have ended since the last call; None without any."""
+        """Return a frame of the spans that ended since the last call; None without any."""
         if not self._found:
             return None
         found = list(self._found)
@@ -69,14 +69,14 @@ class Outbox:
 
 
 class Inbox:
-    """The driver's side, one for each worker."""
+    """Receives the spans of one worker in the driver."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._least: int | None = None
 
     def notify(self, fields: SpanFields) -> None:
-        """Tell the listeners, in this process's time."""
+        """Pass the spans to this process's listeners, converted to its clock."""
         late = now() - fields["sent"]
         self._least = late if self._least is None else min(late, self._least)
         ahead = 0 if fields["machine"] == machine() else (self._least - fields["least"]) // 2
@@ -91,24 +91,24 @@ log = logging.getLogger(__name__)
 BEAT_S = 0.5
 """Seconds between two reports of a worker."""
 MOST_WAITS = 8
-"""The waits that a report names, the longest: as many as a message of the driver's shows."""
+"""Number of the longest waits in a report: as many as a message of the driver shows."""
 CLOSE_S = 30.0
-"""Seconds that cancelled episodes have for their teardown when a worker ends."""
+"""Seconds for the teardown of cancelled episodes when a worker ends."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A watch of the driver's here, and the jobs that are played for it."""
+    """Local counterpart of one of the driver's watches, and the number of jobs played for it."""
 
     watch: Watch
     playing: int = 0
 
 
 class WorkerCore:
-    """Made in the process that hosts it; `run` is all that it is asked.
+    """Main object of a worker process; its host only calls `run`.
 
-    `build(channel)` makes the parts in this process, in a thread: a player with all that it needs to be started and closed
-    (`run.assembly.Assembly`). `slow_loop`: as in the rollout section; the driver gets the finds of a watchdog.
+    `build(channel)` makes the worker's parts in this process, in a thread: a player with everything to start and close
+    (`run.assembly.Assembly`). `slow_loop`: limit of the `LoopWatchdog`, in seconds; its warnings go to the driver.
     """
 
     def __init__(self, name: str, build: Callable[[Channel], Awaitable[Any]], slow_loop: float = 0.0) -> None:
@@ -120,15 +120,15 @@ class WorkerCore:
         )
         self._over = asyncio.Event()
         self.dismissed = False
-        """Whether the driver said that it is enough."""
+        """Whether the driver asked this worker to end."""
         self._watched: dict[int, _Watched] = {}
 
     async def run(self, door: Door) -> None:
-        """Connect, play requested episodes, and return once the driver says so or is gone. An error of construction goes to the
-        driver, which raises it."""
+        """Connect, play the requested episodes, and return once the driver asks for it or disconnects. An error of `build` is
+        sent to the driver, which raises it."""
         self._channel = channel = await dial(door, self.name, {"end": self._end})
         channel.serves["play"] = self._play
-        # The driver's death must not leave a process behind that plays for nobody.
+        # If the driver dies, this process must end too.
         channel.on_lost = self._over.set
         if channel.lost.is_set():
             return
@@ -145,7 +145,7 @@ class WorkerCore:
                 beats = asyncio.create_task(self._beats(), name="beats")
                 await over
             beats.cancel()
-        building.cancel()  # a started part may wait for an answer of the driver, which is gone
+        building.cancel()  # a part may wait for an answer of a driver that is gone
         over.cancel()
         playing = list(channel.serving.values())
         for task in playing:
@@ -162,7 +162,7 @@ class WorkerCore:
         await self._parts.start()
 
     def abandon(self) -> None:
-        """Nothing that plays here can go on: the driver sees the end of the connection, and plays all of it elsewhere."""
+        """Disconnect because no episode can continue here; the driver then replays them on other workers."""
         self._channel.abort()
 
     def _end(self, fields: Fields) -> None:
@@ -198,7 +198,7 @@ class WorkerCore:
                 waits, more = watch.oldest(MOST_WAITS)
                 found.append({"watch": number, "moves": watch.moves, "waits": waits, "more": more, "cut": watch.cut})
                 watch.moves = watch.cut = 0
-                if not watched.playing:  # evaluations have a watch of their own each
+                if not watched.playing:  # each evaluation has its own watch, which is now finished
                     del self._watched[number]
             self._channel.send("beat", lag=lag, blocked=blocked, watches=found)
             due = time.monotonic() + BEAT_S
@@ -208,17 +208,17 @@ class WorkerCore:
 # The driver's engine
 
 LOOK_S = 0.5
-"""How old the progress of a request that a worker knows may be."""
+"""Seconds between two updates of the request progress that a worker knows."""
 
 
 ASKED: dict[str, dict[str, Any]] = {"stop": {"stop": ("a",)}, "grammar": {"grammar": 'start: "a"'}}
-"""What an engine may refuse, and a sampling that asks for it."""
+"""Optional features of an engine -> sampling parameters that request the feature."""
 
 
 def serve_engine(channel: Channel, engine: Engine, owner: str) -> None:
     """Serve the driver's engine to one worker. Requests end with the channel.
 
-    `owner` is added to request keys: an episode that is played again, after its worker died, is another one to the engine.
+    `owner` is appended to request keys, so that the engine distinguishes an episode from its replay after a worker's death.
     """
 
     async def ask(key: str, token_ids: Sequence[int], sampling: Sampling, stream: int | None) -> Generation:
@@ -234,7 +234,7 @@ def serve_engine(channel: Channel, engine: Engine, owner: str) -> None:
         await engine.abort(f"{key}@{owner}")
 
     async def refusals() -> dict[str, str]:
-        # In a thread: an engine that knows the text of its tokens reads a tokenizer at the first question.
+        # In a thread: an engine that knows the text of its tokens loads a tokenizer on the first check.
         asked = {name: Sampling(1, **more) for name, more in ASKED.items()}
         return {name: await in_thread("load", engine.refusal, one) for name, one in asked.items()}
 
@@ -251,7 +251,7 @@ def serve_engine(channel: Channel, engine: Engine, owner: str) -> None:
 
 
 class DriverEngine(StreamingEngine):
-    """The worker's side: the driver's engine, with requests of this worker alone."""
+    """Proxy in a worker for the driver's engine; it only sees this worker's requests."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -265,7 +265,7 @@ class DriverEngine(StreamingEngine):
         channel.on["engine.part"] = self._part
 
     async def start(self) -> None:
-        """The driver has started it; here it is asked what it cannot do."""
+        """Ask the driver's engine, which is already started, which features it lacks."""
         self._refused = await self._channel.call("engine.refusals")
 
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
@@ -283,11 +283,11 @@ class DriverEngine(StreamingEngine):
                 self._known.pop(request_key, None)
 
     def refusal(self, sampling: Sampling) -> str:
-        """Reason why a sampling is impossible on the driver's engine; a grammar that is wrong shows when it is sampled with."""
+        """Return why the driver's engine lacks a requested feature, or "". An invalid grammar fails only when sampling starts."""
         return next((self._refused[name] for name in ASKED if getattr(sampling, name)), "")
 
     def progress(self, request_key: str) -> int | None:
-        """As old as LOOK_S. None until the driver has sent it, and always if its engine never reports it."""
+        """Return the progress of a request, at most about LOOK_S old; None before the first report or if the engine has none."""
         if request_key not in self._under_way:
             return None
         if self._looking is None or self._looking.done():
@@ -298,12 +298,12 @@ class DriverEngine(StreamingEngine):
         await self._channel.call("engine.abort", key=request_key)
 
     async def stats(self) -> EngineStats:
-        """Of the whole engine, not of this worker's requests."""
+        """Return the statistics of the whole engine, not of this worker's requests."""
         found: EngineStats = await self._channel.call("engine.stats")
         return found
 
     async def close(self) -> None:
-        """The driver's engine goes on."""
+        """Fail this worker's requests; the driver's engine keeps running."""
         if self._looking is not None:
             self._looking.cancel()
         self._channel.fail(EngineError("the engine was closed"))
@@ -313,7 +313,7 @@ class DriverEngine(StreamingEngine):
             told(fields["ids"], fields["logprobs"])
 
     async def _look(self) -> None:
-        # Ends with the last request, so that an idle engine is not asked; `progress` begins again.
+        # Ends with the last request, so that an idle engine is not polled; `progress` starts it again.
         while self._under_way:
             known = await self._channel.call("engine.progress", keys=list(self._under_way))
             self._known = {key: tokens for key, tokens in known.items() if key in self._under_way}

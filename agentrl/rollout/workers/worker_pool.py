@@ -1,4 +1,4 @@
-"""The pool of rollout workers in the driver: jobs, and workers that die, hang, are slow, come or go."""
+"""Pool of rollout workers in the driver: assigns jobs, and handles dead, hung, slow, new and lost workers."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from agentrl.utils.event_loop import OwnedTasks
 
 
 class WorkerRecipe(Protocol):
-    """Recipe for a worker's parts, wherever it runs; it can be pickled. `build` is that of `WorkerCore`."""
+    """Picklable recipe that builds a worker's parts in any process; `build` as in `WorkerCore`."""
 
     def build(self, channel: Channel) -> Awaitable[Any]: ...
 
 
 class Seat(ABC):
-    """One process, from its start on. It connects to the door by itself; its end shows there."""
+    """Handle of one worker process. The process itself connects to the driver's address."""
 
     @abstractmethod
     async def over(self) -> str:
-        """Why the process ended, once it has."""
+        """Wait until the process has ended. Returns why it ended."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End the process at once, if it still runs; idempotent."""
+        """Kill the process if it still runs; idempotent."""
 
 
 class Seats(ABC):
-    """Starts processes for workers.
+    """Source of worker processes.
 
-    `renews`: it starts others in the place of processes that died by itself, and tells by `on_news` how many are there that no
-    worker was begun for; then the pool starts none. `caches`: what the episodes of one worker sample is cached apart from that
-    of the others, so that it matters which worker plays the next one.
+    `renews`: the source replaces dead processes itself and calls `on_news` with the number of processes without a worker; the
+    pool then replaces none. `caches`: each worker has its own prefix cache, so that the choice of the worker for an episode
+    matters.
     """
 
     renews = False
@@ -57,29 +57,29 @@ class Seats(ABC):
     on_news: Callable[[int], None] = staticmethod(lambda free: None)
 
     def hopeful(self) -> bool:
-        """Return True if a process may come for which no worker was begun yet."""
+        """Return True if a process without a worker may still appear."""
         return False
 
     @abstractmethod
     def host(self) -> str:
-        """This process's address, as the processes of workers reach it."""
+        """Return the driver's address as seen by the worker processes."""
 
     @abstractmethod
     def begin(self, name: str, door: Door) -> Seat:
-        """Start a process that runs `WorkerCore.run(door)` under that name; does not wait for it."""
+        """Start a process that runs `WorkerCore.run(door)` under this name, without waiting for it."""
 
 
-# A worker as the driver sees it
+# The driver's view of a worker
 
 RECENT = 64
-"""A worker's speed is the median over this many episodes."""
+"""Number of episodes over which a worker's median speed is computed."""
 
 
 class RemoteWorker:
-    """`ready` is set once it plays; `gone` says why it does no longer."""
+    """Driver's view of one worker. `settled` is done once the worker is ready or has ended; `gone`: why it ended, else None."""
 
     def __init__(self, name: str, number: int, seat: Seat, watches: MutableMapping[int, Watch]) -> None:
-        """`watches`: those of the driver's players by number, as workers know them, as long as they are used."""
+        """`watches`: number -> watch of the driver's players, as referred to by workers, while in use."""
         self.name, self.number, self.seat = name, number, seat
         self.pid = 0
         self.gone: str | None = None
@@ -95,7 +95,7 @@ class RemoteWorker:
         self._channel: Channel | None = None
 
     def attach(self, channel: Channel, engine: Engine) -> None:
-        """Its process has come; it may use the driver's engine."""
+        """Take over the connection of the worker's process and serve the driver's engine to it."""
         serve_engine(channel, engine, self.name)
         self._channel, channel.peer = channel, f"rollout {self.name}"
         channel.on |= {"ready": self._ready, "unfit": self._unfit, "beat": self._beat}
@@ -103,7 +103,7 @@ class RemoteWorker:
         channel.on_lost = lambda: self.end("its process ended")
 
     def end(self, cause: str) -> None:
-        """It plays no more, for that reason; idempotent. Its episodes hear of it."""
+        """Kill the worker for the reason `cause` and fail its jobs with GoneError; idempotent."""
         if self.gone is not None:
             return
         self.gone = cause
@@ -118,7 +118,7 @@ class RemoteWorker:
         self.on_gone(self)
 
     async def leave(self) -> None:
-        """Ask it to end, and wait until its connection is over."""
+        """Ask the worker to end, and wait until it has disconnected."""
         if self._channel is not None:
             self._channel.send("end")
             await self._channel.lost.wait()
@@ -126,12 +126,12 @@ class RemoteWorker:
     # -- jobs --------------------------------------------------------------------------------------
 
     async def play(self, job: Job, watch: Watch) -> list[Trajectory]:
-        """The episodes of a job, played there. Raises GoneError if the worker is gone, and what playing raised there."""
+        """Play a job on the worker and return its episodes. Raises GoneError if the worker is gone, or the worker's own error."""
         assert self._channel is not None
         self._watches[watch.number] = watch
         self.running += 1
         try:
-            # If cancelled, until it is torn down there, as an episode in this process is before its cancellation propagates.
+            # With `waits`: a cancellation propagates after the teardown on the worker, as for an episode in this process.
             found: list[Trajectory] = await self._channel.call(
                 "play", waits=True, job=job, watch=watch.number, look=watch.look, trace=span_fields()
             )
@@ -141,7 +141,7 @@ class RemoteWorker:
             turns = len(trajectory.turns) - trajectory.branch_turn
             self.episodes += 1
             self.turns += turns
-            # Less the engine's time, which other workers' requests take too: what is left is what this process does.
+            # Without the engine's time, which depends on all workers' requests: the rest is this worker's own speed.
             own = trajectory.timings.get("episode_s", 0.0) - trajectory.timings.get("engine_s", 0.0)
             self.turn_s.append(own / max(turns, 1))
         return found
@@ -172,23 +172,23 @@ class RemoteWorker:
 log = logging.getLogger(__name__)
 
 SLOW = 3.0
-"""A worker whose turns take this many times the median of the workers is named."""
+"""A worker is reported as slow if its turns take this many times the median of the other workers."""
 SLOW_S = 0.005
-"""Turns that take less than this are never called slow."""
+"""Turns shorter than this many seconds are never reported as slow."""
 LEAVE_S = 10.0
-"""Seconds that a worker has to end by itself."""
+"""Seconds for a worker to end by itself."""
 OPENING, GROUPS = 512, 256
-"""Tokens of a task's prompt before one is known, and the tasks whose prompts are cached in a known place."""
+"""Assumed prompt length of a task in tokens before any is known; number of tasks whose cache location is remembered."""
 
 
 class WorkerPool(Player):
-    """Plays each job on the worker with the fewest running ones, or, if workers have caches of their own, where the prompt of its
-    task is cached, as far as their loads allow (`RequestRouter`).
+    """Plays each job on the least loaded worker, or, if workers have their own caches, on one that has the task's prompt cached
+    as far as loads allow (`RequestRouter`).
 
-    `count`: workers at the start. `timeout`: seconds without a report after which one counts as dead; `startup_timeout`: seconds
-    for its start. `respawns`: how many dead ones are replaced, in total (seats that renew processes decide that themselves); then
-    the run goes on with fewer, and with none left `play` raises WorkerDiedError. `engine`: the driver's engine, for workers that
-    reach it through their channels. `say`: shows a message to the user.
+    `count`: number of workers at the start. `timeout`: seconds without a report after which a worker counts as dead;
+    `startup_timeout`: seconds for its start. `respawns`: total number of dead workers to replace (ignored by sources that renew
+    processes); after that the run continues with fewer, and with none left `play` raises WorkerDiedError. `engine`: the driver's
+    engine, for workers that reach it through their channels. `say`: shows a message to the user.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class WorkerPool(Player):
     # -- workers -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Raises the error with which a worker could not be built, or WorkerDiedError if one does not start."""
+        """Start the workers. Raises the error of a worker that could not be built, or WorkerDiedError if one does not start."""
         await self._hub.open(self._seats.host())
         self._seats.on_news = self._places
         self._tasks.start(self._watch_silence(), "rollout workers' reports")
@@ -242,7 +242,7 @@ class WorkerPool(Player):
                 await asyncio.wait(leaving, timeout=LEAVE_S)
         for worker in workers:
             worker.end("it was dismissed")
-        # Their ends are awaited calls of Ray's actors, of which none may be left once Ray is stopped.
+        # Waiting for an end is a pending call to a Ray actor, and none may be pending when Ray is stopped.
         overs = [self._tasks.start(worker.seat.over(), f"end of rollout {worker.name}") for worker in workers]
         if overs:
             await asyncio.wait(overs, timeout=LEAVE_S)
@@ -251,11 +251,11 @@ class WorkerPool(Player):
 
     @property
     def workers(self) -> list[RemoteWorker]:
-        """Those that play, or are about to, for users and tests."""
+        """Workers that are running or starting."""
         return [worker for worker in self._workers if worker.gone is None]
 
     def _begin(self, number: int) -> RemoteWorker:
-        # A name for each process, not for each place: what a dead one still sends must not count for its successor.
+        # One name per process, not per worker number: late frames of a dead process must not count for its successor.
         name = f"worker {number}" if all(one.number != number for one in self._workers) else f"worker {number}+{self.respawned}"
         assert self._hub.door is not None
         self._hub.expected[name] = lambda channel: worker.attach(channel, self._engine)
@@ -266,7 +266,7 @@ class WorkerPool(Player):
         return worker
 
     async def _wait_until_ready(self, worker: RemoteWorker) -> None:
-        """Wait until it plays. Raises what kept it from that."""
+        """Wait until a worker is ready. Raises the error that prevented it."""
         try:
             async with OwnedTasks() as tasks:
                 over = tasks.start(worker.seat.over(), f"process of rollout {worker.name}")
@@ -285,21 +285,21 @@ class WorkerPool(Player):
     def _gone(self, worker: RemoteWorker) -> None:
         self._router.leave(worker)
         self._tell()
-        if self._closing:  # its end is no death
+        if self._closing:  # a regular end
             return
         line = f"rollout {worker.name} (pid {worker.pid or 'unknown'}) is gone: {worker.gone}"
         self._deaths.append(line)
-        if not worker.pid:  # it never played: who started it is told
+        if not worker.pid:  # it was never ready: `_wait_until_ready` raises the error
             return
         line += f"; its {worker.running} episodes are played again elsewhere"
         if self._seats.renews:
-            line += "; what it lived in is started again where that may be"
+            line += "; its replica is restarted if possible"
         elif self.respawned < self._respawns:
             self.respawned += 1
             line += f", and it is started again ({self.respawned} of {self._respawns})"
             self._follow(self._begin(worker.number))
         else:
-            line += f"; {len(self.workers)} of {self._count} workers go on, and no more are started (after {self._respawns})"
+            line += f"; {len(self.workers)} of {self._count} workers are left, and no more are started (after {self._respawns})"
         self._warn(line)
 
     def _warn(self, line: str) -> None:
@@ -307,7 +307,7 @@ class WorkerPool(Player):
         self._say(f"warning: {line}")
 
     def _places(self, free: int) -> None:
-        """This many processes came for which no worker was begun; the awaited ones may have changed too."""
+        """Start workers on `free` new processes, in place of dead workers first. Also wakes jobs that wait for a worker."""
         for _ in range(0 if self._closing else free):
             dead = next((worker.number for worker in self._workers if worker.gone is not None), None)
             self.respawned += dead is not None
@@ -315,7 +315,7 @@ class WorkerPool(Player):
         self._tell()
 
     def _follow(self, fresh: RemoteWorker) -> None:
-        """See to it that one plays that nobody waits for."""
+        """Wait in the background until a new worker is ready."""
         self._coming.start(self._came_up(fresh), f"start rollout {fresh.name}").add_done_callback(lambda _: self._tell())
 
     async def _came_up(self, fresh: RemoteWorker) -> None:
@@ -324,22 +324,22 @@ class WorkerPool(Player):
         except asyncio.CancelledError:
             fresh.end("the pool was closed")
             raise
-        except Exception as problem:  # of any kind: the run goes on with the others
+        except Exception as problem:  # of any kind: the run continues with the other workers
             log.error("rollout %s could not be started: %s", fresh.name, problem)
 
     def _tell(self) -> None:
-        """Wake what waits for a worker to look again."""
+        """Wake the jobs that wait for a worker."""
         self._news.set()
         self._news.clear()
 
     async def _watch_silence(self) -> None:
-        """End a worker that was silent for `timeout` seconds in which this process listened."""
+        """End each worker that sent nothing for `timeout` seconds, not counting time in which this event loop was blocked."""
         every = min(self._timeout / 8, 1.0)
         last = time.monotonic()
         while True:
             await asyncio.sleep(every)
             now = time.monotonic()
-            # Capped: while this loop is blocked, reports lie unread, and their workers are not silent.
+            # Capped: while this loop is blocked, reports are unread, and their workers are not silent.
             passed, last = min(now - last, 2 * every), now
             for worker in self.workers:
                 if not worker.pid:
@@ -355,8 +355,8 @@ class WorkerPool(Player):
         most = self._envs[job.env].limits.max_episode_tokens
         while True:
             able = await self._able(key, watch)
-            need = Need(key, 0, 1.0, lambda: ())  # to workers that share their caches every episode is one request
-            if self._seats.caches:  # by earlier episodes: the prompt of its task, and the tokens that come after it
+            need = Need(key, 0, 1.0, lambda: ())  # workers with a shared cache: each episode is a load of one
+            if self._seats.caches:  # estimated from earlier episodes: prompt length, and tokens sampled after it
                 need = Need(key, self._opening, self._router.forecast(most), lambda: [task], self._opening)
             placed = self._router.begin(need, able)
             worker, found = placed.host, list[Trajectory]()
@@ -378,7 +378,7 @@ class WorkerPool(Player):
         return found
 
     def _count_computed(self, trajectory: Trajectory) -> int:
-        """The tokens of an episode after its first prompt, which notes how long such prompts are."""
+        """Count an episode's tokens after its first prompt, and update the running mean of prompt lengths."""
         if trajectory.parent is not None:
             return sum(int((ledger.turns >= trajectory.branch_turn).sum()) for ledger in trajectory.ledgers)
         if not trajectory.turns:
@@ -388,7 +388,7 @@ class WorkerPool(Player):
         return max(sum(len(ledger) for ledger in trajectory.ledgers) - first, 0)
 
     async def _able(self, key: str, watch: Watch) -> list[RemoteWorker]:
-        """The workers that take jobs. Raises WorkerDiedError without one, and will be none."""
+        """Wait for workers that take jobs and return them. Raises WorkerDiedError once none can come."""
         while not (able := [worker for worker in self.workers if worker.settled.done()]):
             starting = any(not worker.settled.done() for worker in self.workers)
             if self._closing or not (self._coming or starting or self._seats.hopeful()):
@@ -400,10 +400,11 @@ class WorkerPool(Player):
     # -- numbers -----------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/workers`, `rollout/respawns`, `rollout/returned`: workers that play, dead ones replaced and episodes played
-        again so far. Of each worker i since the last call: `rollout/worker_i/episodes` and `turns`; `turn_ms`: median time of
-        a turn next to the engine's, `lag_ms`: the longest that its event loop did not listen, `blocked_s`: how long it stood
-        still in calls that took longer than `SLOW_LOOP`."""
+        """Return metrics of the workers, since the last call unless stated otherwise.
+
+        `rollout/workers`: running now; `rollout/respawns` and `rollout/returned`: workers replaced and jobs replayed since the
+        start. Of each worker i: `rollout/worker_i/episodes` and `turns`; `turn_ms`: median time per turn outside of the engine;
+        `lag_ms`: longest delay of its event loop; `blocked_s`: seconds that its event loop was blocked by slow calls."""
         found = {
             "rollout/workers": float(len(self.workers)),
             "rollout/respawns": float(self.respawned),
@@ -421,7 +422,7 @@ class WorkerPool(Player):
             worker.lag_s = worker.blocked_s = 0.0
         if len(times) < 2:
             return found
-        # A line for each worker that has become slow.
+        # Warn once about each worker that has become slow.
         slow = set()
         for worker, turn in times.items():
             usual = statistics.median(other for one, other in times.items() if one is not worker)
@@ -429,7 +430,7 @@ class WorkerPool(Player):
                 continue
             slow.add(worker.name)
             if worker.name not in self._named:
-                line = f"rollout {worker.name} (pid {worker.pid}) is slow: {1000 * turn:.0f} ms a turn, others {1000 * usual:.0f}"
-                self._warn(line)
+                speed = f"{1000 * turn:.0f} ms per turn, others {1000 * usual:.0f}"
+                self._warn(f"rollout {worker.name} (pid {worker.pid}) is slow: {speed}")
         self._named = slow
         return found
