@@ -1,4 +1,4 @@
-"""Episodes: the engine protocol, the episode loop, groups, and the group ledger (staleness)."""
+"""Rollouts: engine interface, episode loop, groups, and the group ledger (staleness)."""
 
 import sys
 

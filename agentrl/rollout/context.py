@@ -1,6 +1,6 @@
-"""Context policies: rewrite a conversation that outgrows its context before the next turn.
+"""Context policies: rewrite a conversation that outgrows the model's context before the next turn.
 
-The contract and its registry, then `keep_recent`, `truncate` and `compact`."""
+Interface and registry, then `compact`, `keep_recent` and `truncate`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Ask = Callable[[Message, int], Awaitable[str | None]]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An episode before its next turn.
+    """State of an episode before its next turn.
 
-    `messages`: the conversation as the model would see it, including the environment's newest answer (the last `fresh`
-    messages). `tokens`: the length of that prompt. `turn_tokens`: the most that the next turn may
-    sample. `context`: the most that prompt and turn may take together. `ask(instruction, tokens)` returns the model's
-    answer, of at most `tokens` tokens, to the conversation followed by the instruction (see `Compact`); None if the
-    context or the episode's budget has no room for it. A policy that gets an answer must rewrite.
+    `messages`: the conversation as the model would see it, with the environment's newest answer as the last `fresh` messages.
+    `tokens`: length of that prompt. `turn_tokens`: maximum number of tokens of the next turn. `context`: maximum length of prompt
+    and turn together. `ask(instruction, tokens)` returns the model's answer, of at most `tokens` tokens, to the conversation
+    followed by the instruction (see `Compact`), or None if it does not fit in the context or the episode's budget. A policy
+    that got an answer must rewrite.
     """
 
     messages: Sequence[Message]
@@ -47,34 +47,34 @@ class Moment:
 
     def over(self, tokens: int | None, reserve: int = 0) -> bool:
         """Return True if a full next turn plus `reserve` tokens would exceed `tokens` (by default the context)."""
-        # Asked for a full turn ahead: once the context is full, it is too late, and the turn is cut short.
+        # Checked a full turn ahead: once the context is full it is too late, and the turn is cut short.
         limit = self.context if tokens is None else min(tokens, self.context)
         return self.tokens + self.turn_tokens + reserve > limit
 
 
 class ContextPolicy(ABC):
-    """Stateless and shared by all episodes: everything it needs to know is in the conversation."""
+    """Rewrites conversations; stateless and shared by all episodes, so that it depends on the conversation only."""
 
     @abstractmethod
     async def rewrite(self, moment: Moment) -> list[Message] | None:
-        """The conversation to continue with, or None to leave it unchanged."""
+        """Return the conversation to continue with, or None to leave it unchanged."""
 
 
 @CONTEXTS.register("stop")
 class Stop(ContextPolicy):
-    """`stop`: never rewrite. If the context is full, the episode ends, truncated (`context_full`)."""
+    """Never rewrite: once the context is full, the episode ends as truncated (`context_full`)."""
 
     async def rewrite(self, moment: Moment) -> list[Message] | None:
         return None
 
 
 def assistant_turns(messages: Sequence[Message]) -> list[int]:
-    """The indices of the assistant's turns in a conversation."""
+    """Return the indices of the assistant's messages in a conversation."""
     return [index for index, message in enumerate(messages) if message.role == "assistant"]
 
 
 def make_context_policy(choice: Choice) -> ContextPolicy:
-    """A context policy. Raises ConfigError for an unknown name or argument, naming the nearest."""
+    """Build a context policy. Raises ConfigError for an unknown name or argument and suggests the nearest one."""
     context: ContextPolicy = CONTEXTS.build(choice.name, choice.args, kind=ContextPolicy)
     return context
 
@@ -92,12 +92,12 @@ ASK = (
 @CONTEXTS.register("compact", traits={"summarizes"})
 @dataclass(frozen=True, kw_only=True)
 class Compact(ContextPolicy):
-    """Compact the conversation: if a full next turn and a summary would no longer fit in `tokens` (by default the context), a
-    summary of at most `summary_tokens` is requested with the instruction `prompt`. The episode continues with its opening
-    messages, the summary, and the last `keep` turns with their answers.
+    """Replace old turns by a summary of at most `summary_tokens`, requested with the instruction `prompt`.
 
-    By default the policy itself writes the summary: its tokens are sampled like any others, are at the end of the
-    old ledger, and are trained there. With `rollout.summary_model` an API model writes it, and none of it is trained.
+    Applies if a full next turn and a summary would not fit in `tokens` (by default the context). The episode continues with its
+    opening messages, the summary, and the last `keep` turns with their answers. By default the policy writes the summary: its
+    tokens are sampled like any others, end the old ledger, and are trained there. With `rollout.summary_model` an API model
+    writes it, and it is not trained.
     """
 
     tokens: Annotated[int, Field(ge=1)] | None = None
@@ -107,7 +107,7 @@ class Compact(ContextPolicy):
 
     async def rewrite(self, moment: Moment) -> list[Message] | None:
         messages, starts = list(moment.messages), assistant_turns(moment.messages)
-        # The reserve is the summary and the request for it, counted in characters, which overestimates its tokens.
+        # The reserve is the summary plus its instruction, counted in characters, which overestimates the tokens.
         if not moment.over(self.tokens, self.summary_tokens + len(self.prompt)) or len(starts) <= self.keep:
             return None
         summary = await moment.ask(Message("user", self.prompt), self.summary_tokens)
@@ -127,9 +127,10 @@ _NOTE = re.compile(r"\[(\d+) earlier turns were left out\]")
 @CONTEXTS.register("keep_recent")
 @dataclass(frozen=True, kw_only=True)
 class KeepRecent(ContextPolicy):
-    """Keep recent turns: if a full next turn would no longer fit in `tokens` (by default the context), the episode continues
-    with its opening messages, a note that says how many turns were left out, and the last `turns` turns with their answers.
-    If the user has said nothing since, what the user said last before them stays too: it is the request that they work on.
+    """Keep the last `turns` turns with their answers if a full next turn would not fit in `tokens` (default: the context).
+
+    The episode continues with its opening messages, a note with the number of dropped turns, and these turns. If they contain
+    no user message, the last user message before them stays too, since it is the request that they work on.
     """
 
     turns: Annotated[int, Field(ge=1)]
@@ -142,11 +143,11 @@ class KeepRecent(ContextPolicy):
 
 
 def recent(messages: Sequence[Message], turns: int) -> list[Message]:
-    """The opening, the note, the request that is worked on if the cut would take it, and the last `turns` turns of a conversation
-    that has more than that."""
+    """Return the opening, the note, the current request if it would be dropped, and the last `turns` turns of a conversation
+    with more turns than that."""
     starts = assistant_turns(messages)
     kept = messages[starts[-turns] :]
-    # A conversation that was cut before already has a note: its count is added to the new one, and the opening ends with it.
+    # A conversation that was cut before already has a note: the new note includes its count, and the opening ends before it.
     notes = [(place, found) for place, m in enumerate(messages[: starts[0]]) if (found := _NOTE.fullmatch(m.content))]
     opening = notes[0][0] if notes else starts[0]
     before = sum(int(found[1]) for _, found in notes)
@@ -159,19 +160,18 @@ def recent(messages: Sequence[Message], turns: int) -> list[Message]:
 # truncate
 
 WORTH = 0.25
-"""The least share of the conversation that replacing old output must free; a smaller one would start a ledger, whose whole
-prompt is computed again, every few turns, and in the end free nothing."""
+"""Minimum share of the conversation that markers must free. Less would start a new ledger, whose whole prompt is recomputed,
+every few turns, and finally free nothing."""
 
 
 @CONTEXTS.register("truncate")
 @dataclass(frozen=True, kw_only=True)
 class Truncate(ContextPolicy):
-    """Truncate tool output: if a full next turn would no longer fit in `tokens` (by default the context), the tool output
-    before the last `keep` turns is replaced by a marker, all of it at once, so that it does not happen every turn.
+    """Replace tool output before the last `keep` turns by markers if a full next turn would not fit in `tokens`.
 
-    Calls and the policy's own text stay, until they are what fills the context: if the markers free less than a quarter of what
-    follows the opening messages (in characters), the older half of the turns go too, as under `keep_recent`, but never the last
-    `keep`.
+    `tokens` defaults to the context. All of that output is replaced at once, so that it does not happen every turn. Calls and
+    the policy's text stay unless they fill the context: if the markers free less than a quarter of the characters after the
+    opening messages, the older half of the turns is dropped too, as by `keep_recent`, but never the last `keep`.
     """
 
     tokens: Annotated[int, Field(ge=1)] | None = None
@@ -187,18 +187,18 @@ class Truncate(ContextPolicy):
         turns = max(self.keep, len(starts) // 2, 1)
         if before - after < WORTH * before and turns < len(starts):
             messages = recent(messages, turns)
-        # An unchanged conversation must not start a ledger: the whole prompt would be computed, and kept, a second time.
+        # An unchanged conversation must not start a ledger: its whole prompt would be computed and stored a second time.
         return None if messages == list(moment.messages) else messages
 
 
 def elide_outputs(messages: Sequence[Message]) -> list[Message]:
-    """The same messages with tool output replaced if the marker is shorter."""
+    """Return the messages with each tool output replaced by a marker, if that is shorter."""
     marked = ((message, f"[{len(message.content)} characters left out]") for message in messages)
     return [replace(m, content=mark) if m.role == "tool" and len(mark) < len(m.content) else m for m, mark in marked]
 
 
 def _length(messages: Sequence[Message]) -> int:
-    """Characters of texts, thoughts and calls."""
+    """Count the characters of texts, reasoning and calls."""
     calls = [call for message in messages for call in message.tool_calls]
     texts = sum(len(message.content) + len(message.reasoning or "") for message in messages)
     return texts + sum(len(call.name) + len(call.raw or json.dumps(call.arguments)) for call in calls)

@@ -56,13 +56,13 @@ class Watch:
             self.moves += 1
 
     def oldest(self, most: int) -> tuple[list[tuple[str, str, float]], int]:
-        """Return the `most` longest waits of this process (episode, reason, seconds so far) and the number of others."""
+        """Return the `most` longest waits of this process (episode, reason, seconds so far) and the number left out."""
         now = time.monotonic()
         found = sorted(self._waits.items(), key=lambda item: item[1][1])
         return [(key, what(), now - since) for key, (what, since) in found[:most]], max(len(found) - most, 0)
 
     def waiting(self, most: int = 3) -> str:
-        """Describe the `most` longest waits of all processes; "" if there is none. May be called from any thread."""
+        """Describe the `most` longest waits of all processes; "" without any. May be called from any thread."""
         now = time.monotonic()
         waits, more = self.oldest(most)
         for process, (there, more_there, when) in list(self.elsewhere.items()):
@@ -76,8 +76,8 @@ class Watch:
 
 @dataclass(slots=True)
 class Quiet:
-    """Timer of the seconds without a change of a counter of `watch`, of which `limit` are allowed. Time in which the event loop
-    was blocked does not count."""
+    """Timer of the seconds since a counter of `watch` last changed, with a `limit`. Time in which the event loop was blocked
+    does not count."""
 
     watch: Watch
     count: Literal["moves", "heard"]

@@ -1,7 +1,7 @@
-"""The engine protocol: token ids in; token ids, log probabilities and weight versions out.
+"""Engine interface: token ids in; token ids, log probabilities and weight versions out.
 
-The random streams of requests, the protocol, the registry of engines with what a run must know of
-one before it exists, and the choice of a replica for a request."""
+The interface, the registry of engine makers (facts about an engine before it exists), the random streams of requests, and the
+router that chooses a replica for a request."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from agentrl.utils.registry import Registry
 if TYPE_CHECKING:
     from agentrl.env import ToolEnv
 
-# The protocol
+# Interface
 
 Finish = Literal["stop", "length", "abort", "stop_string"]
-"""Why a turn ended: its last id is a stop token; its tokens were used up; `abort`; its text holds a stop string."""
+"""Why a turn ended: at a stop token, its last id; at `max_tokens`; by `abort`; at a stop string in its text."""
 
 Told = Callable[[Sequence[int], Sequence[float]], None]
-"""Gets the ids and logprobs of tokens of a turn as they are sampled; see `Engine.stream`."""
+"""Callback that receives the ids and logprobs of a turn's tokens as they are sampled; see `Engine.stream`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters for sampling one turn. With a `seed`, a request's random stream does not depend on what else is running.
+    """Sampling parameters of one turn. With a `seed`, a request's random stream does not depend on concurrent requests.
 
-    `experts_from`: tell which experts each token from this position on went to; only engines with the trait "experts" can.
-    `stop`: texts that end the turn with the token that completes one of them, which is its last id. `grammar`: tokens are drawn
-    only where the turn's text still fits it (a grammar of llguidance), and stop tokens only where it may end. Both need an
-    engine that knows the text of its tokens (`Engine.refusal`)."""
+    `experts_from`: return the experts that computed each token from this position on (engines with the trait "experts" only).
+    `stop`: stop strings; the token that completes one is the turn's last id. `grammar`: llguidance grammar that constrains the
+    turn's text; stop tokens are allowed only where it may end. Both need an engine that knows the text of its tokens
+    (see `Engine.refusal`)."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -51,7 +51,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """A provider's counts for one call: its own tokens, and US dollars (None if unknown)."""
+    """Usage that a provider reports for one call, in its own tokens and in US dollars (None if unknown)."""
 
     prompt_tokens: int
     sampled_tokens: int
@@ -60,14 +60,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Sampled turn: columns of equal length. `logprobs` are log softmax(z / T) of the sampled tokens over the whole vocabulary:
-    the policy at the request's temperature (at T = 0, log softmax(z)), which a trainer can compute too. `top_p`, `top_k` and
-    a grammar only restrict which tokens may be drawn. `versions`: the weights that sampled each token. If a stop token ended
-    the turn, it is the last id.
+    """Sampled turn: columns of equal length. `logprobs`: log softmax(z / T) of the sampled tokens over the whole vocabulary, the
+    policy at the request's temperature (log softmax(z) at T = 0), which a trainer can recompute. `top_p`, `top_k` and a grammar
+    only restrict which tokens may be drawn. `versions`: weight version that sampled each token. A stop token that ended the turn
+    is the last id.
 
-    `usage`: only from engines whose ids are not tokens (API models). `experts`: if the sampling asks for them, [tokens,
-    routers, k] uint8 or int16 for the tokens of prompt and answer from `experts_from` on: those that the engine computed, as
-    it computed them first, so all but the last one, or fewer if the request was cut short."""
+    `usage`: only from engines whose ids are not tokens (API models). `experts`: if requested, [tokens, routers, k] uint8 or
+    int16 for the tokens of prompt and answer from `experts_from` on, as first computed. The last token is never computed, so
+    it is missing; more are if the request was cut short."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -79,8 +79,8 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since start, for metrics and benchmarks; `running`, `waiting` and `kv_used` are of this moment. `kv_used`: share
-    of the room for keys and values that is taken, None if the engine does not know."""
+    """Counters since the start; `running`, `waiting` and `kv_used` are current values. `kv_used`: share (0..1) of the KV cache in
+    use, None if unknown. `extra`: further metrics of the engine."""
 
     running: int = 0
     waiting: int = 0
@@ -93,77 +93,75 @@ class EngineStats:
 
 
 class EngineConnection(ABC):
-    """Connection by which another process samples from a started engine; it can be pickled."""
+    """Picklable connection with which another process samples from a started engine."""
 
     @abstractmethod
     def connect(self) -> Engine:
-        """An engine of that process, not started: it generates, aborts, reports progress and counts its own requests. Weights are
-        brought to the one that it is connected to, and closing it closes no more than the connection."""
+        """Return an engine for this process, not started: it generates, aborts, reports progress and counts its own requests.
+        It receives no weights (the connected engine does), and closing it only closes the connection."""
 
 
 class Engine(ABC):
-    """An inference engine that serves one policy. One that can be trained is a `WeightTarget` too.
+    """Inference engine that serves one policy. A trainable one is also a `WeightTarget`.
 
-    `untrainable`: for any other, why it cannot be trained, for example "an API model takes no weights"; shown to users.
+    `untrainable`: reason shown to users why another one cannot be trained, for example "an API model takes no weights".
     """
 
     untrainable: ClassVar[str] = "this engine takes no weights"
 
     @abstractmethod
     async def start(self) -> None:
-        """Load the model and get ready. Raises EngineError or a UserError with the cause."""
+        """Load the model. Raises EngineError or a UserError with the cause."""
 
     def starting(self) -> str:
-        """Stage of `start`, in a few words for the display; "" if it does not say. May be called from any thread."""
+        """Return the current stage of `start` for the display, or "". May be called from any thread."""
         return ""
 
     @abstractmethod
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         """Sample one continuation of `token_ids`.
 
-        `request_key` names the episode: it routes the turns of one episode to one prefix cache and
-        addresses `abort`. Raises EngineError if the engine failed; cancelling the awaiting task
-        frees the request's resources.
+        `request_key` identifies the episode: it routes the episode's turns to one prefix cache and addresses `abort`.
+        Raises EngineError if the engine failed; cancelling the awaiting task frees the request's resources.
         """
 
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told) -> Generation:
-        """As `generate`; `told` is called with the turn's tokens as they are sampled, in order, each once, before the
-        return. An engine that does not override this tells them all at the end."""
+        """Sample like `generate`, and stream the tokens to the callback as they are sampled: in order, each once, before the return.
+        By default all tokens are passed at the end."""
         generation = await self.generate(token_ids, sampling, request_key)
         told(generation.token_ids, generation.logprobs)
         return generation
 
     def refusal(self, sampling: Sampling) -> str:
-        """Why this engine cannot sample with a `stop` or a `grammar`, beginning with the field's name; "" if it can. A caller
-        that sets one of them asks here first."""
+        """Return why this engine cannot sample with the given `stop` or `grammar`, opened by the field's name, or "". Callers
+        that set one of them must check first."""
         for name in ("stop", "grammar"):
             if getattr(sampling, name):
                 return f"{name}: {type(self).__name__} does not know the text of its tokens"
         return ""
 
     def meet(self, env: ToolEnv, request_key: str) -> ToolEnv:
-        """The environment of an episode that is about to be played with this engine, or one around it: for an engine that answers
-        by what it knows of the episode (a script)."""
+        """Return the environment for an episode about to be played: `env` or a wrapper of it, for an engine that must know the
+        episode (a scripted one)."""
         return env
 
     def progress(self, request_key: str) -> int | None:
-        """The tokens that the episode's running request has sampled so far; None if none is running, and from an engine that does
-        not know."""
+        """Return the number of tokens sampled so far by the episode's running request; None without one, or if unknown."""
         return None
 
     def connection(self) -> EngineConnection | None:
-        """Connection of another process to this engine, without the one that has it; None: only through that one."""
+        """Return a direct connection for other processes, or None if requests must go through the driver."""
         return None
 
     def seats(self, workers: int, recipe: Callable[[EngineConnection | None], Any], host: Callable[[], str]) -> Any:
-        """Places for `workers` rollout workers (`workers.worker_pool.Seats`) in this engine's processes; None: they get processes
-        of their own. `recipe`: what workers are made from, by the connection to the engine that they have there;
-        `host`: this process's address as other processes of the run reach it."""
+        """Return the source of processes (`workers.worker_pool.Seats`) for `workers` rollout workers inside of this engine's
+        processes, or None if they get separate ones. `recipe` makes the workers' recipe from their connection to the engine;
+        `host` returns the driver's address as seen by other processes of the run."""
         return None
 
     async def forget(self) -> None:
-        """Drop all caches, if the way in which a token was computed affects the last digits of later ones. An engine whose
-        scheduling changes those digits anyway need not do anything."""
+        """Drop all caches, if cached values change the last digits of later tokens. An engine whose scheduling changes those
+        digits anyway need not do anything."""
         return None
 
     @abstractmethod
@@ -172,15 +170,15 @@ class Engine(ABC):
 
     @abstractmethod
     async def stats(self) -> EngineStats:
-        """Counters of this engine."""
+        """Return the counters of this engine."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Free everything; idempotent."""
+        """Free all resources; idempotent."""
 
 
 class StreamingEngine(Engine):
-    """Base of engines that report tokens to a listener as they are sampled."""
+    """Base class of engines that pass tokens to a callback as they are sampled."""
 
     @abstractmethod
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation: ...
@@ -192,15 +190,15 @@ class StreamingEngine(Engine):
 # Makers of engines, by name
 
 PROCESS_MIB = 700
-"""Memory of a process that has imported torch and Ray."""
+"""Host memory of a process that has imported torch and Ray, in MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes of an engine outside the driver: how many, and what each needs.
+    """Processes of an engine outside of the driver, and the resources that each needs.
 
-    `gpus`, `mib`: GPUs and host memory of each. `count_key`, `gpus_key`: the config keys that set them; `lower`: keys
-    (with their values if that helps) to lower if memory is short. `what`: one of the processes, in words.
+    `gpus`, `mib`: GPUs and MiB of host memory per process. `count_key`, `gpus_key`: config keys that set `count` and `gpus`;
+    `lower`: keys (perhaps with values) to lower if memory is short. `what`: name of such a process, for messages.
     """
 
     count: int
@@ -214,7 +212,7 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes that an engine takes on each of its devices; `lower`: the config key that makes the cache smaller, with its value."""
+    """Bytes that an engine takes on each device. `lower`: config key, with a value, that makes the cache smaller."""
 
     weights: int
     cache: int
@@ -222,75 +220,75 @@ class EngineMemory:
 
 
 class EngineMaker(ABC):
-    """Made for one config. A subclass's keyword arguments are the config's `engine_args`; nothing heavy is loaded here."""
+    """Factory of an engine for one config. A subclass's keyword arguments are the config's `engine_args`; imports stay light."""
 
     cuda: Callable[[], bool] = staticmethod(lambda: False)
-    """Asks the nodes that run its processes if they run on GPUs; given by who makes it for a run (run/engines)."""
+    """Returns True if the nodes of its processes have GPUs; set by `run/engines`."""
     unused: Sequence[int] = ()
-    """Ids of the model's vocabulary that its tokenizer has no token for, which must never be drawn; given likewise."""
+    """Ids of the model's vocabulary without a token in the tokenizer, which must never be drawn; set by `run/engines`."""
     room: int | None = None
-    """With the trait "fills": bytes of its GPU that the run's other roles leave to its weights and cache; given likewise. None:
-    of host memory, or not counted."""
+    """With the trait "fills": bytes of its GPU that the run's other roles leave for weights and cache; set by `run/engines`.
+    None: in host memory, or unknown."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
 
     def threads(self) -> int | None:
-        """That compute in each of its processes on a CPU; None: as many as the model's size is worth."""
+        """Return the compute threads per process on a CPU; None: chosen by the model's size."""
         asked = self.config.model.threads
         return None if asked == "auto" else asked
 
     @classmethod
     @abstractmethod
     def engine(cls) -> type[Engine]:
-        """The class that `make` returns, which says whether it can be trained. Its module is imported only here."""
+        """Return the class of `make`'s engine, which shows whether it is trainable. Imports its module only here."""
 
     @classmethod
     def claims(cls, model: str | None) -> bool:
-        """Return True if a model of this name is always run by this engine, whatever the config's `engine` says."""
+        """Return True if this engine always serves models of this name, regardless of the config's `engine`."""
         return False
 
     @classmethod
     def suits(cls, gpus: float) -> int:
-        """Suitability for a run that has that many GPUs for it; `engine = "auto"` picks the engine with the highest. 0: only if
-        it is named."""
+        """Return the suitability for a run with this many GPUs for the engine; `engine = "auto"` picks the highest. 0: only when
+        named."""
         return 0
 
     @classmethod
     def check_installed(cls) -> None:
-        """Raises DependencyError if a package is missing."""
+        """Check the engine's packages. Raises DependencyError if one is missing."""
         return None
 
     def check(self) -> None:  # noqa: B027 - most engines can do all that a config may ask
-        """Raises a UserError for what the engine cannot do, before anything is started."""
+        """Check the config before anything is started. Raises a UserError for an unsupported setting."""
 
     def processes(self) -> Processes | None:
-        """The processes that `cluster.roles.rollout` places; None for an engine in the driver."""
+        """Return the processes that `cluster.roles.rollout` places; None for an engine in the driver."""
         return None
 
     def seats(self) -> int:
-        """Number of the run's rollout workers that live in its processes: all of them, or none."""
+        """Return how many of the run's rollout workers live in the engine's processes: all of them, or 0."""
         return 0
 
     def memory(self, weights: int, token: int, device: int | None) -> EngineMemory | None:
-        """Memory that it takes of each device, of `device` bytes (None: host memory): for a model whose weights take `weights`
-        bytes in the type of the computation, and a token in the cache `token`. None for an engine that does not say."""
+        """Return the memory taken on each device of `device` bytes (None: host memory), or None if unknown. `weights`: bytes of
+        the model's weights in the compute type; `token`: bytes per cached token."""
         return None
 
     def context(self, positions: int) -> int:
-        """Tokens that one prompt and its turn may take together, with a model of that many positions."""
+        """Return the maximum length of a prompt and its turn together, for a model with this many positions."""
         return positions
 
     def heads(self) -> tuple[int, ...] | None:
-        """Attention head sizes that it can compute on the nodes that run it; None means all."""
+        """Return the attention head sizes supported on the engine's nodes; None means all."""
         return None
 
     @abstractmethod
     def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
-        """The engine, not started, for a folder or hub name. `ray_options`: of each of its processes, if a pool places them."""
+        """Make the engine, not started, for a model folder or hub name. `ray_options`: per process, if a pool places them."""
 
     def make_with(self, transcript: Any) -> Engine:
-        """With the trait "messages": the engine over a Transcript, which its renderer reads too."""
+        """Make the engine over a Transcript that its renderer shares (trait "messages")."""
         raise NotImplementedError(f"{type(self).__name__} does not make an engine whose ids are messages")
 
 
@@ -313,43 +311,41 @@ ENGINES: Registry[type[EngineMaker]] = Registry(
 )
 
 
-# Random streams by name: a stream depends only on its purpose, never on what else is running.
+# Random streams by name: a stream depends only on its path, never on what else is running.
 
 
 def derive(*parts: int | str) -> int:
-    """A 63-bit seed from a path such as (run_seed, "train", group, member, turn).
+    """Derive a 63-bit seed from a path such as (run_seed, "train", group, member, turn).
 
-    Unlike `hash()` it is the same in every process, and unlike a sum of the parts it does not give neighboring streams
-    the same seed.
+    Unlike `hash()` it is equal in every process; unlike a sum of the parts it gives neighboring streams different seeds.
     """
     return int.from_bytes(blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big") >> 1
 
 
-# Which of an engine's replicas a request goes to: there where its prompt is cached, as long as the load allows.
+# Router: a request goes to the replica that has its prompt cached, as far as the load allows.
 #
-# Load is counted in tokens that are still to be computed: those of prompts that no cache has, and those that are expected to be
-# sampled. A replica that has n tokens of a request's prompt cached, and d tokens more to compute than the least loaded one, is
-# chosen for
+# Load is the number of tokens still to compute: uncached prompt tokens, and the expected number of sampled tokens. A replica that
+# has n tokens of the request's prompt cached, and d more tokens to compute than the least loaded replica, is chosen
 #
-# a session under way, on its home     while  d <= MOVE n + the request's own tokens
-# a new one, as a group's next member  while  d <= SHED n + SLACK (n / prompt) (tokens of the least loaded)
+# for a running session, if it is the session's home      while  d <= MOVE n + the request's tokens
+# for a new session (such as a group's next member)       while  d <= SHED n + SLACK (n / prompt) (load of the least loaded)
 #
-# and else the least loaded one. So a busy replica sheds new groups first, and its sessions only if waiting for it would take far
-# longer than to compute their prefix again. Requests have seeds of their own: no choice here changes what is sampled.
+# and otherwise the least loaded replica. So a busy replica sheds new groups first, and running sessions only if waiting would
+# take far longer than recomputing their prefix. Requests have their own seeds: routing never changes what is sampled.
 
 BLOCK = 64
-"""Tokens of a prompt that get one name; the rest of a prompt is not looked for in caches."""
+"""Prompt tokens per named block; an incomplete last block is ignored."""
 MOVE, SHED, SLACK = 4.0, 2.0, 0.25
 _KEYS_REMEMBERED = 65536
 _BLOCKS_REMEMBERED = 65536
 _EACH = 0.05
-"""Weight of one more request in the mean number of sampled tokens."""
+"""Weight of a new request in the running mean of sampled tokens."""
 
 Host = TypeVar("Host", bound=Hashable)
 
 
 def block_names(token_ids: Sequence[int]) -> list[Hashable]:
-    """A name for each whole block of BLOCK tokens; equal names: equal tokens up to the block's end."""
+    """Return a name per whole block of BLOCK tokens; equal names mean equal tokens up to the block's end."""
     names: list[Hashable] = []
     for end in range(BLOCK, len(token_ids) + 1, BLOCK):
         names.append(hash((names[-1] if names else None, *token_ids[end - BLOCK : end])))
@@ -358,8 +354,8 @@ def block_names(token_ids: Sequence[int]) -> list[Hashable]:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Demands of a request. `key`: its session. `prompt`: tokens; `expected`: tokens that it will probably sample. `names`:
-    what its prompt begins with, each of `run` tokens, asked for a new session only."""
+    """Demand of a request. `key`: its session. `prompt`: prompt length in tokens; `expected`: expected number of sampled tokens.
+    `names`: returns the names of its prompt's blocks of `run` tokens; called for new sessions only."""
 
     key: str
     prompt: int
@@ -370,7 +366,7 @@ class Need:
 
 @dataclass(eq=False, slots=True)
 class Placed(Generic[Host]):
-    """A request on its way: the host that it was given to, and what it still takes of it, in tokens."""
+    """A running request: its host, and the load in tokens that it still puts on it."""
 
     host: Host
     need: Need
@@ -387,38 +383,38 @@ class _Load:
 class _Home(Generic[Host]):
     host: Host
     tokens: int
-    """Of the session that are cached there."""
+    """Number of the session's tokens cached on `host`."""
 
 
 class RequestRouter(Generic[Host]):
-    """The loads of hosts, the caches that they probably have, and the sessions that each has."""
+    """Chooses hosts for requests by their loads, their presumed cache contents, and the homes of sessions."""
 
     def __init__(self, remembered: int = _BLOCKS_REMEMBERED) -> None:
-        """`remembered`: names that a host's cache is thought to have at most."""
+        """`remembered`: largest number of block names presumed cached per host."""
         self._remembered = remembered
         self._loads: dict[Host, _Load] = {}
         self._homes: OrderedDict[str, _Home[Host]] = OrderedDict()
         self._mean: float | None = None
 
     def leave(self, host: Host) -> None:
-        """It is gone, with its caches; its sessions get another one with their next request."""
+        """Remove a host and its caches; its sessions move with their next request."""
         self._loads.pop(host, None)
         for key in [key for key, home in self._homes.items() if home.host == host]:
             del self._homes[key]
 
     def forget(self) -> None:
-        """All caches were dropped, as they are when weights change."""
+        """Assume empty caches on all hosts, as after a change of weights."""
         for load in self._loads.values():
             load.cached.clear()
         for home in self._homes.values():
             home.tokens = 0
 
     def forecast(self, most: int) -> float:
-        """Tokens that a request of at most `most` will probably sample: what requests did of late."""
+        """Predict the number of sampled tokens of a request, at most `most`: the running mean, or `most` without one."""
         return float(most) if self._mean is None else min(self._mean, float(most))
 
     def begin(self, need: Need, able: Collection[Host]) -> Placed[Host]:
-        """Choose one of the hosts that can take the request, at least one, and count it as its load until `end`."""
+        """Choose one of the hosts `able` (not empty) for a request, and add the request to its load until `end`."""
         for host in able:
             self._loads.setdefault(host, _Load())
         home = self._homes.pop(need.key, None)
@@ -433,21 +429,22 @@ class RequestRouter(Generic[Host]):
             home = self._new(need, others or list(able))
         placed = Placed(home.host, need, need.prompt - home.tokens + need.expected)
         self._loads[home.host].queued += placed.left
-        # Sessions never sign off; as an LRU map (popped above, re-added here) it forgets the ones that ended long ago.
+        # An LRU map (popped above, re-added here) drops sessions that ended without `over`.
         self._homes[need.key] = home
         if len(self._homes) > _KEYS_REMEMBERED:
             self._homes.popitem(last=False)
         return placed
 
     def note_sampled(self, placed: Placed[Host], sampled: int) -> None:
-        """The request has sampled this many tokens, so its prompt is computed."""
+        """Record the number of tokens sampled so far; above 0, the prompt no longer counts as load."""
         if sampled and placed.host in self._loads:
             left = max(placed.need.expected - sampled, 0.0)
             self._loads[placed.host].queued -= placed.left - left
             placed.left = left
 
     def end(self, placed: Placed[Host], sampled: int | None) -> None:
-        """The request is over, having sampled this many tokens; None if it failed. Its prompt and they are cached."""
+        """Remove an ended request from its host's load. `sampled`: number of its tokens, now cached with the prompt, or None if
+        it failed."""
         load = self._loads.get(placed.host)
         if load is None:
             return
@@ -461,11 +458,11 @@ class RequestRouter(Generic[Host]):
             home.tokens = placed.need.prompt + sampled
 
     def over(self, key: str) -> None:
-        """The session will have no more requests."""
+        """Forget a session that will send no more requests."""
         self._homes.pop(key, None)
 
     def _new(self, need: Need, able: Sequence[Host]) -> _Home[Host]:
-        """A home for a session that has none."""
+        """Choose a home for a new session, or for one that leaves its home."""
         names = need.names()
         cached = {
             host: need.run * next((at for at, name in enumerate(names) if name not in self._loads[host].cached), len(names))
@@ -477,7 +474,7 @@ class RequestRouter(Generic[Host]):
         saved = cached[longest] - cached[least]
         spare = SHED * saved + SLACK * saved / max(need.prompt, 1) * queued[least]
         host = longest if queued[longest] - queued[least] <= spare else least
-        # Noted before they are cached: the other members of a group arrive at the same moment.
+        # Recorded before they are cached, since the other members of a group arrive at the same time.
         cache = self._loads[host].cached
         for name in names:
             cache[name] = None

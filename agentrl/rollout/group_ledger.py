@@ -151,8 +151,8 @@ class GroupLedger:
         return [e.index for e in self._entries.values() if self.version - e.oldest > self.max_staleness]
 
     def surplus(self, chosen: Iterable[Group]) -> list[int]:
-        """Indices of running or complete groups, not chosen for the next update, that it pushes over the bound. Without spare
-        slots there are none: no group is dropped before it is too old."""
+        """Indices of running or complete groups, not chosen for the next update, that it pushes over the bound. Empty without
+        spare slots: no group is dropped before it is too old."""
         if not self.spare:
             return []
         kept = {group.index for group in chosen}

@@ -226,7 +226,7 @@ async def run_tasks(
 
 
 def summarize(trajectories: list[Trajectory]) -> Evaluation:
-    """Compute success rate and mean reward over the episodes with known values; None if there are none.
+    """Compute success rate and mean reward over the episodes with known values; None without any.
 
     If the reward spec compares the members of a group, single episodes have a success but no reward.
     """
@@ -245,7 +245,7 @@ def summarize(trajectories: list[Trajectory]) -> Evaluation:
 def together(found: Mapping[str, Evaluation], weights: Mapping[str, float]) -> Evaluation:
     """Combine the evaluations of several environments: success and reward are weighted means over them.
 
-    A mean is None if the value of any environment with a weight above 0 is: the others' mean would measure something else.
+    A mean is None if any environment with a weight above 0 lacks the value: the others' mean would measure something else.
     """
 
     def mean(values: Mapping[str, float | None]) -> float | None:
@@ -279,6 +279,6 @@ def end_of(trajectory: Trajectory) -> str:
 
 
 def success_rate(trajectories: Iterable[Trajectory]) -> float | None:
-    """Return the share of successes among the episodes whose success is known; None if there are none."""
+    """Return the share of successes among the episodes whose success is known; None without any."""
     known = [t.success for t in trajectories if t.success is not None]
     return sum(known) / len(known) if known else None

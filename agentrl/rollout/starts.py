@@ -1,4 +1,4 @@
-"""Starts of episodes after gold calls, fewer as the policy succeeds (`rollout.start`)."""
+"""Reverse curriculum: start episodes after gold calls, fewer as the policy succeeds (`rollout.start`)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_BUILT = 64
-"""This many environments, one for each set of parameters, are kept to look up horizons."""
+"""Number of environments, one per set of parameters, cached to look up horizons."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartOutcome:
-    """Outcome of a group that began after `given` gold calls of a task with `horizon` of them: the share of successes."""
+    """Outcome of a group that began after `given` of its task's `horizon` gold calls. `success`: share of successes (0..1)."""
 
     index: int
     horizon: int
@@ -36,12 +36,12 @@ class StartOutcome:
 
 
 class GoldStart:
-    """Number of gold calls for each group, by the horizon of its task: all but `left`, which grows by `step` once the mean
-    success of the last `window` groups of this horizon, begun at this very place, is at least `threshold`. It never goes
-    back. A share `whole` of the groups is given nothing.
+    """Chooses the number of gold calls given to each group, by the horizon of its task.
 
-    As with samplers, a choice depends on the run's seed, the group's index and the observations so far, and `observe` is called
-    at updates alone, in the order of the groups.
+    All calls but `left` are given. `left` grows by `step` once the mean success of the last `window` groups of this horizon with
+    the current number is at least `threshold`; it never shrinks. A share `whole` of the groups is given none. As with samplers,
+    a choice depends only on the run's seed, the group's index and the observations so far, and `observe` is called only at
+    updates, in index order.
     """
 
     def __init__(self, config: StartConfig, env: EnvRef) -> None:
@@ -51,10 +51,10 @@ class GoldStart:
         self._built: dict[str, ToolEnv] = {}
 
     def begin(self, run_seed: int, index: int, choice: TaskChoice) -> TaskChoice:
-        """The choice, with its task's horizon and the gold calls that its group is given: none if the horizon is unknown."""
+        """Return `choice` with `horizon` and `given` filled in; unchanged if the task's horizon is unknown."""
         key = json.dumps(dict(choice.params), sort_keys=True, default=repr)
         if key not in self._built:
-            if len(self._built) == MOST_BUILT:  # a sampler may choose from thousands of sets of parameters
+            if len(self._built) == MOST_BUILT:  # a sampler may use thousands of sets of parameters
                 self._built.pop(next(iter(self._built))).close()
             self._built[key] = self.env.with_params(choice.params).build()
         env = self._built[key]
@@ -65,31 +65,31 @@ class GoldStart:
         return replace(choice, horizon=horizon, given=0 if whole else self._given_turns(horizon))
 
     def observe(self, outcomes: Sequence[StartOutcome]) -> None:
-        """Learn from the groups that finished since the last update, by ascending index."""
+        """Learn from the groups that finished since the last update, in index order."""
         for outcome in outcomes:
             horizon = outcome.horizon
-            if not outcome.given or outcome.given != self._given_turns(horizon):  # begun before the place was another one
+            if not outcome.given or outcome.given != self._given_turns(horizon):  # begun with an earlier `left`
                 continue
             recent = self._recent.setdefault(horizon, deque(maxlen=self.config.window))
             recent.append(outcome.success)
             if len(recent) == self.config.window and fmean(recent) > self.config.threshold - 1e-9:
                 self._left[horizon] = self._left.get(horizon, self.config.left) + self.config.step
                 recent.clear()
-                log.info("rollout.start: tasks of %d calls are begun after %d of them", horizon, self._given_turns(horizon))
+                log.info("rollout.start: tasks of %d calls now start after %d of them", horizon, self._given_turns(horizon))
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON; `load` is the inverse."""
+        """Return the JSON state for a checkpoint."""
         recent = {str(horizon): list(values) for horizon, values in self._recent.items()}
         return {"left": {str(horizon): left for horizon, left in self._left.items()}, "recent": recent}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
+        """Restore the result of `state`."""
         self._left = {int(horizon): left for horizon, left in state["left"].items()}
         window = self.config.window
         self._recent = {int(horizon): deque(values, maxlen=window) for horizon, values in state["recent"].items()}
 
     def metrics(self) -> dict[str, float]:
-        """For each horizon that moved, the calls that are left to the policy."""
+        """Return the number of calls left to the policy, for each horizon that has advanced."""
         return {f"left/{horizon}": float(min(left, horizon)) for horizon, left in sorted(self._left.items())}
 
     def _given_turns(self, horizon: int) -> int:
@@ -97,8 +97,7 @@ class GoldStart:
 
 
 def prefix_of(gold: Sequence[Message], calls: int) -> Iterator[Message]:
-    """The first turns of a gold solution, up to the turn that makes call number `calls`; a turn that makes more calls than are
-    left of these is left to the policy."""
+    """Yield the first turns of a gold solution that make at most `calls` calls in total; never a part of a turn."""
     made = 0
     for turn in gold:
         made += len(turn.tool_calls)
@@ -110,8 +109,7 @@ def prefix_of(gold: Sequence[Message], calls: int) -> Iterator[Message]:
 
 
 def scripted_ids(renderer: Renderer, message: Message) -> list[list[int]]:
-    """The ids of a scripted turn; of each of its calls in a turn of its own, if the template does not write them all (gpt-oss'
-    drops all but the first)."""
+    """Return the ids of a scripted turn; one turn per call if the chat template drops calls (gpt-oss keeps only the first)."""
     ids = renderer.assistant(message)
     if len(message.tool_calls) < 2 or len(renderer.parse(ids, "stop").tool_calls) == len(message.tool_calls):
         return [ids]

@@ -1,4 +1,4 @@
-"""Counters of rollouts between updates: the engine's, and those of episodes, groups and sampled tokens."""
+"""Counters of rollouts between updates: engine, episodes, groups and sampled tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineMeter:
-    """Differences between two readings of an engine's counters."""
+    """Meter of an engine: metrics from the differences between two readings of its counters."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -31,10 +31,11 @@ class EngineMeter:
         self._when: float | None = None
 
     async def read(self) -> dict[str, float | None]:
-        """`throughput/sampled_tokens_per_s`: sampled tokens per second of wall time since the last reading (None at the first).
-        `engine/cache_hit`: share of the prompt tokens since then that came from a prefix cache (None if there were no prompts).
-        `engine/running`, `engine/waiting`: requests at this moment; `engine/kv_used` as in `EngineStats`, if it is known. The
-        engine's own numbers (`EngineStats.extra`) under their names."""
+        """Return the engine's metrics since the last reading.
+
+        `throughput/sampled_tokens_per_s`: sampled tokens per second of wall time (None at the first reading). `engine/cache_hit`:
+        share of prompt tokens served from a prefix cache (None without prompts). `engine/running`, `engine/waiting`: current
+        requests. `engine/kv_used` as in `EngineStats`, if known. `EngineStats.extra` as `engine/NAME`."""
         now, stats = time.monotonic(), await self._engine.stats()
         last, self._last = self._last, stats
         seconds = 0.0 if self._when is None else now - self._when
@@ -53,34 +54,32 @@ class EngineMeter:
 # Outcomes of episodes and groups
 
 MAX_REPLACEMENTS_PER_GROUP = 8
-"""If more than this many times an update's groups failed or went stale, the run stops with an error that says why."""
+"""The run stops with an error if more than this many times the groups of an update failed or went stale."""
 
 MIN_DEAD_GROUPS = 4
-"""This many groups, and as many as an update has, without a single scored episode end a run that has scored none before."""
+"""The run stops if its first groups, at least this many and at least an update's worth, have no scored episode."""
 
 MOST_REFUSED = 32
-"""If `rollout.accept` refused more than this many times an update's groups and accepted none, the run stops and says so."""
+"""The run stops with an error if `rollout.accept` refused more than this many times an update's groups and accepted none."""
 
 RETRIED = "retried"
 _FASTER = "Raise rollout.turn_timeout, or give the engine less to do at once (rollout.max_episodes)"
 
 
 class RolloutStats:
-    """Counts episodes played, filtered, refused and dropped for the next update, and ends a run that gets nowhere.
+    """Counts episodes, dropped groups and sampled tokens for the next update, and stops a run that makes no progress.
 
-    `episodes`, `turns` and `tokens` of all attempts so far, `cancelled`: members given up because their group had enough;
-    `faults`: attempts that came to no score, by cause; `fault`: why the first of the episodes that were played to the end has
-    none.
+    `episodes`, `turns`, `tokens`: totals of all attempts so far. `cancelled`: members cancelled because their group had enough.
+    `faults`: attempts without a score, by cause. `fault`: why the first unscored member of a finished group has no score.
 
-    Sampled tokens are counted as an attempt ends, of members and greedy episodes alike; of episodes that are cut off
-    (`watch.cut`), those of the turns that were over. Those of an attempt that is made again, of a member that its group does not
-    need and of a group that is dropped are thrown away.
+    Sampled tokens are counted when an attempt ends, for members and greedy episodes; for cancelled episodes (`watch.cut`), only
+    those of finished turns. Tokens of retried attempts, of surplus members and of dropped groups count as thrown away.
     """
 
     def __init__(
         self, config: RolloutConfig, watch: Watch, accept: str | None = None, say: Callable[[str], None] = log.warning
     ) -> None:
-        """`accept`: the name of the filter that groups pass, if there is one; `say`: gets warnings."""
+        """`accept`: name of the run's group filter, if any; `say` receives warnings."""
         self._config, self._watch, self._accept, self._say = config, watch, accept, say
         self._most_dropped = MAX_REPLACEMENTS_PER_GROUP * config.groups
         self.episodes = self.turns = self.tokens = self.cancelled = 0
@@ -91,21 +90,21 @@ class RolloutStats:
         self._filtered = self._refused = self._sampled = 0
         self._dropped: Counter[tuple[GroupState, str]] = Counter()
         self._faults: Counter[str] = Counter()
-        self._played: Counter[str] = Counter()  # episodes, and those of them without a reward
+        self._played: Counter[str] = Counter()  # episodes, and episodes without a reward
         self._thrown: Counter[str] = Counter()
         # Over the run:
         self._kept: Counter[int] = Counter()  # tokens of groups that are running or complete, by index
-        self._failing: Counter[str] = Counter()  # groups of an environment that failed since its last that did not
+        self._failing: Counter[str] = Counter()  # consecutive failed groups by environment
         self._reasons: dict[GroupState, str] = {}
-        self._silent = 0  # attempts in a row that the engine gave no token
-        self._any_scored = False  # ever
+        self._silent = 0  # consecutive attempts that timed out at the engine
+        self._any_scored = False  # in the whole run
         self._dead: list[int] = []
 
-    # -- what happens --------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------
 
     def attempt(self, index: int, trajectory: Trajectory, again: bool, runs: bool) -> None:
-        """An attempt of group `index` has ended. `again`: another one follows in its place; `runs`: the group still does. An
-        attempt may end in the moment between its group being given up and being stopped."""
+        """Count an ended attempt of group `index`. `again`: it will be retried; `runs`: the group still runs (an attempt may end
+        between the drop of its group and its cancellation)."""
         tokens = trajectory.sampled_tokens
         self.episodes, self.turns = self.episodes + 1, self.turns + len(trajectory.turns) - trajectory.branch_turn
         self.tokens, self._sampled = self.tokens + tokens, self._sampled + tokens
@@ -115,11 +114,11 @@ class RolloutStats:
             self._kept[index] += tokens
         if trajectory.stop.infrastructure:
             self._count_unscored(trajectory)
-        else:  # the engine is at work
+        else:  # the engine responds
             self._silent = 0
 
     def count_group(self, group: Group, failed: bool = False) -> None:
-        """A group's members have ended: what others sampled for it is thrown away. `failed`: too few of them are scored."""
+        """Count a group whose members have ended; tokens of its surplus members are thrown away. `failed`: too few are scored."""
         lost = [t for t in group.trajectories if t.reward is None]
         self._played.update({"episodes_played": len(group.trajectories), "episodes_unscored": len(lost)})
         self._any_scored |= len(lost) < len(group.trajectories)
@@ -128,7 +127,7 @@ class RolloutStats:
         tokens = 0
         for member in filter(None, (*group.trajectories, group.baseline)):
             tokens += member.sampled_tokens
-            if member.reward is None and not member.stop.infrastructure:  # the others were counted attempt by attempt
+            if member.reward is None and not member.stop.infrastructure:  # infrastructure faults are counted per attempt
                 self._count_unscored(member)
         self._thrown[GroupState.CANCELLED.value] += self._kept[group.index] - tokens
         self._kept[group.index] = tokens
@@ -136,14 +135,14 @@ class RolloutStats:
             self._failing.pop(group.env, None)
 
     def filters(self, group: Group) -> bool:
-        """Return True if a group is left out since all its members have the same reward. Past the limit such groups are
-        trained, with advantages of 0: a policy that solves every task would otherwise never fill a batch."""
+        """Return True if a group is to be filtered because all its rewards are equal. Beyond `max_filtered` such groups are
+        trained, with zero advantage: a policy that solves every task would otherwise never fill a batch."""
         most = math.ceil(self._config.max_filtered * self._config.groups - 1e-9)
         return self._config.filter_zero_variance and alike(group) and self._filtered < most
 
     def count_drop(self, index: int, env: str, state: GroupState, reason: str, version: int = 0, complete: int = 0) -> None:
-        """A group will not be trained. One that is CANCELLED counts by its tokens alone. `version`, `complete`: of the update
-        that is waited for, and the groups that are complete for it."""
+        """Count a dropped group; of a CANCELLED one, only its tokens. `version`: the update being collected; `complete`:
+        number of groups complete for it."""
         self._thrown[state.value] += self._kept.pop(index, 0)
         if state is GroupState.CANCELLED:
             return
@@ -156,7 +155,7 @@ class RolloutStats:
             if not self._any_scored:
                 self._dead.append(index)
         self._reasons[state] = f"group {index}: {reason}"
-        # Said when the filter has refused 8, 16, 32, ... times the groups of an update.
+        # Warn when the filter has refused 8, 16, 32, ... times the groups of an update.
         times = self._refused / self._most_dropped
         if state is GroupState.REFUSED and times >= 1 and math.log2(times).is_integer():
             self._say(
@@ -165,7 +164,7 @@ class RolloutStats:
             )
 
     def _count_unscored(self, trajectory: Trajectory) -> None:
-        """An attempt at an episode came to no score."""
+        """Count an attempt without a score."""
         cause = unscored_cause(trajectory)
         self._faults[cause] += 1
         self.faults[cause] += 1
@@ -175,17 +174,16 @@ class RolloutStats:
             if self._faults[cause] == 1:
                 self._say(f"the engine is too slow: {fault_of(trajectory)}. {_FASTER}")
 
-    # -- what is told --------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------
 
     def trouble(self) -> str:
-        """The attempts at an episode that came to no score so far, and the first of them, in words; "" without any. May be
-        called from any thread."""
-        faults = dict(self.faults)  # a copy, as an attempt may end meanwhile
+        """Describe the attempts without a score so far; "" without any. May be called from any thread."""
+        faults = dict(self.faults)  # a copy, since an attempt may end during the sum
         return f"{sum(faults.values())} episodes came to no score; the first: {self._first_fault}" if faults else ""
 
     def take(self, groups: list[Group], several: bool) -> dict[str, float]:
-        """The numbers of an update's row; what happens from now on counts for the next one. `several`: by environment too.
-        `tokens_thrown/WHY`: WHY is the state in which a group was dropped, or `retried`."""
+        """Return the metrics of an update and reset its counters. `several`: also by environment. `tokens_thrown/WHY`: WHY is the
+        state of the dropped group, or `retried`."""
         cut, self._watch.cut = self._watch.cut, 0
         self._thrown[GroupState.CANCELLED.value] += cut
         row = {
@@ -207,12 +205,14 @@ class RolloutStats:
         return row
 
     def check(self, version: int, playing: Collection[int], complete: int, shares: Mapping[str, float]) -> None:
-        """Raise StalledError if too many groups of an update were lost, or if no group of an environment succeeds any more while
-        the others fill the updates, since it would be left out unnoticed; NothingScoredError, much sooner, if no episode was ever
-        scored. `playing`: the groups that run or are complete; `complete`: how many are; `shares`: of several
-        environments."""
+        """Stop a run that makes no progress. Raises StalledError if the engine keeps timing out, if too many groups of an update
+        were lost, or if the groups of one environment keep failing while others fill the updates, which would go unnoticed.
+        Raises NothingScoredError, much sooner, if no episode was ever scored. `playing`: indices of running or complete groups;
+        `complete`: number of complete groups; `shares`: those of several environments, else empty."""
         at_once = min(self._config.max_episodes, self._config.groups * self._config.group_size)
-        if self._silent >= max(at_once, MIN_DEAD_GROUPS) * (self._config.retries + 1):  # all that run at once, in a row
+        if self._silent >= max(at_once, MIN_DEAD_GROUPS) * (
+            self._config.retries + 1
+        ):  # consecutively, a full set of concurrent episodes
             raise StalledError(
                 f"update {version}: the engine is too slow: the last {self._silent} attempts at an episode were given up; "
                 f"the first: {self._first_fault}. {_FASTER}"
@@ -221,7 +221,7 @@ class RolloutStats:
             by_env = {env: count for (why, env), count in sorted(self._dropped.items()) if why is state}
             dropped, enough = sum(by_env.values()), max(MIN_DEAD_GROUPS, self._config.groups)
             dead = state is GroupState.FAILED and not self._any_scored and len(self._dead) >= enough
-            # Not while an older one still plays: what fails at once ends before what is sound and slow.
+            # Not while an older group is running: groups that fail early end before slow, healthy ones.
             dead = dead and min(playing, default=math.inf) > sorted(self._dead)[enough - 1]
             if not dead and dropped <= self._most_dropped:
                 continue
@@ -253,7 +253,7 @@ class RolloutStats:
     # -- checkpoints ---------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """State for a checkpoint; `load_json` is the inverse."""
+        """Return the counters for a checkpoint."""
         kept = {str(index): count for index, count in self._kept.items() if count}
         return {
             "cancelled": self.cancelled,
@@ -264,9 +264,9 @@ class RolloutStats:
         }
 
     def load_json(self, state: Mapping[str, Any], version: int, complete: list[Group]) -> None:
-        """`version`: the updates that the run has done; after one, some episode was scored. `complete`: groups that wait for an
-        update. Others, which ran, are begun anew: their samples are lost."""
-        self._filtered, self._refused = state.get("filtered", 0), state.get("refused", 0)  # missing in older checkpoints
+        """Restore the counters of `to_json`. `version`: number of finished updates (if > 0, some episode was scored). `complete`:
+        groups that wait for an update. Groups that were running start over, so their tokens count as thrown away."""
+        self._filtered, self._refused = state.get("filtered", 0), state.get("refused", 0)  # absent in older checkpoints
         self._played, self.cancelled = Counter(state.get("played", {})), state.get("cancelled", 0)
         self._any_scored = version > 0 or self._played["episodes_played"] > self._played["episodes_unscored"]
         spent = state.get("spent", {})

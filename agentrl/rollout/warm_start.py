@@ -1,8 +1,7 @@
-"""The supervised warm start: transcripts of a scripted teacher, until a gate on held-out tasks opens.
+"""Supervised warm start: train on transcripts of a scripted teacher until a gate on held-out tasks opens.
 
-A fixed number of steps is not enough: if the model has not learned to copy from the prompt yet, RL does not
-teach it (measured; see docs/quickstart.md). So the warm start continues until greedy success on easy
-held-out tasks reaches `sft.gate`."""
+A fixed number of steps is not enough: RL does not teach a model to copy from the prompt if it cannot yet (measured; see
+docs/quickstart.md). So the warm start continues until greedy success on easy held-out tasks reaches `sft.gate`."""
 
 from __future__ import annotations
 
@@ -31,16 +30,16 @@ log = logging.getLogger(__name__)
 
 
 TRIES = 8
-"""How many transcripts are drawn for one index until one is short enough."""
+"""Maximum number of transcripts drawn for one index until one is short enough."""
 
 
 async def _ask_nobody(instruction: Message, tokens: int) -> str | None:
-    """A gold solution has no summaries (the check of demonstrations refuses a context policy that asks for them)."""
+    """Return no summary: gold solutions have none (the check of demonstrations rejects context policies that need them)."""
     return None
 
 
 def without_chance(ref: EnvRef) -> EnvRef:
-    """For a gold solution: without wrappers by which tools fail at random, and with the user that it was written for."""
+    """Return the environment as gold solutions expect it: no random tool faults, and their own user."""
     kept = [choice for choice in ref.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
     return replace(ref, wrappers=kept).with_gold_user()
 
@@ -55,12 +54,12 @@ async def transcript(
     *,
     teacher: dict[str, Any] | None = None,
 ) -> Trajectory:
-    """One episode of a task's gold solution, or of the environment's `teacher` with these arguments, as exactly the tokens that a
-    policy would have sampled: in several ledgers, if the chat template rewrites earlier turns. A `context` policy with the run's
-    `limits` rewrites its conversation as in an episode.
+    """Play a task's gold solution, or the environment's `teacher` with these arguments, as a policy would have sampled it.
 
-    `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored. Raises NotImplementedError without a
-    gold solution, EnvError if it cannot be played.
+    The episode has several ledgers if the chat template rewrites earlier turns. A `context` policy with the run's `limits`
+    rewrites the conversation as in an episode. `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not
+    scored. Raises NotImplementedError without a gold solution, ConfigError for bad `teacher` arguments, EnvError if it cannot
+    be played.
     """
     observation, _ = await env.areset(seed=seed, options={"split": split})
     try:
@@ -90,7 +89,7 @@ async def transcript(
                 rest, seen = scripted_ids(renderer, said), []
             ids = rest.pop(0)
             ledgers[-1].append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
-            # Parsed from its own tokens, so that the environment sees what it would see from a policy.
+            # Parsed from the tokens, so that the environment sees what it would see from a policy.
             message = renderer.parse(ids, "stop")
             observation, _, terminated, truncated, _ = await env.astep(message)
             seen += observation
@@ -117,28 +116,27 @@ async def transcript(
 
 
 class MixedTranscripts:
-    """Transcripts of the teachers of several environments, shared out by their weights: transcript i is of the environment that
-    training group i would be of."""
+    """Teacher transcripts of several environments by weight: transcript i uses the environment of training group i."""
 
     def __init__(self, sources: Mapping[str, Transcripts], weights: Mapping[str, float], seed: int) -> None:
         self.sources, self.weights, self.seed = sources, weights, seed
 
     @property
     def skipped(self) -> int:
-        """Transcripts that were left out because they are too long."""
+        """Number of transcripts left out because they are too long."""
         return sum(source.skipped for source in self.sources.values())
 
     async def take(self, first: int, count: int) -> Sequence[Trajectory]:
-        """Transcripts `first` .. `first + count - 1`. Raises ConfigError as `Transcripts.take` does."""
+        """Return transcripts `first` .. `first + count - 1`. Raises ConfigError like `Transcripts.take`."""
         names = [pick(self.weights, self.seed, index) for index in range(first, first + count)]
         return [one for at, name in enumerate(names) for one in await self.sources[name].take(first + at, 1)]
 
 
 class Transcripts:
-    """An endless, seeded source of teacher transcripts: transcript i is the same in every run with the same seed.
+    """Endless seeded source of teacher transcripts: transcript i is equal in every run with the same seed.
 
-    A transcript of more than `most` tokens (None: no limit) fits in no micro-batch, and rows are never cut, so the next
-    draw for its index replaces it. `skipped` counts those.
+    A transcript of more than `most` tokens (None: no limit) fits in no micro-batch, and rows are never cut, so the next draw
+    for its index replaces it. `skipped` counts these.
     """
 
     def __init__(self, env: EnvRef, renderer: Renderer, teacher: dict[str, Any], seed: int, most: int | None = None) -> None:
@@ -146,13 +144,13 @@ class Transcripts:
         self.skipped = 0
 
     async def take(self, first: int, count: int) -> Sequence[Trajectory]:
-        """Transcripts `first` .. `first + count - 1`. Raises ConfigError if there is no teacher, or if for one of them
-        none of `TRIES` draws is short enough."""
+        """Return transcripts `first` .. `first + count - 1`. Raises ConfigError if there is no teacher, or if none of the
+        `TRIES` draws for an index is short enough."""
         try:
             found = []
             for index in range(first, first + count):
                 found.append(await self._draw(index))
-                await asyncio.sleep(0)  # environments seldom wait for anything, and a call has tens of transcripts
+                await asyncio.sleep(0)  # give way to other tasks: environments rarely wait, and a call makes tens of transcripts
             return found
         except NotImplementedError as problem:
             raise ConfigError(f"env.id: {problem}, so [sft] cannot warm a model up on it") from problem
