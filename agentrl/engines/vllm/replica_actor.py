@@ -1,6 +1,6 @@
-"""One vLLM replica: AsyncLLM inside a Ray actor.
+"""vLLM replica: AsyncLLM inside of a Ray actor.
 
-The stages of its start, the tokens of a turn as they are sampled, the actor."""
+Stages of its start, tracking of a turn's tokens, and the actor."""
 
 from __future__ import annotations
 
@@ -45,22 +45,23 @@ PREPARE = "weights and KV cache"
 WEIGHTS = "weights"
 CACHE = "KV cache and a first step"
 GROUP = "stage"
-"""Ray's concurrency group of `VllmActor.stage`: a thread of its own, which answers while the start blocks the actor's loop."""
+"""Ray concurrency group of `VllmActor.stage`: a separate thread, which answers while the start blocks the actor's loop."""
 EVERY_S = 2.0
+"""Seconds between two queries of the stage."""
 
 
 class StartStage:
-    """Follows one start, in the replica. `imported`: the replica's own process has vLLM."""
+    """Determines the stage of a replica's start. `imported`: vLLM is imported in the replica's process."""
 
     imported = _loading = False
 
     def now(self) -> str:
-        """The stage, in a few words."""
+        """Return the current stage."""
         if not self.imported:
             return IMPORT
-        maps = ""  # the files in the memory of this process's children, as Linux lists them
+        maps = ""  # files mapped by this process's children
         for child in psutil.Process().children(recursive=True):
-            with suppress(OSError):  # psutil's own reads smaps, which takes long and holds the process up
+            with suppress(OSError):  # psutil would read smaps, which is slow and blocks the process
                 maps += Path(f"/proc/{child.pid}/maps").read_text()
         if ".safetensors\n" in maps or ".bin\n" in maps:
             self._loading = True
@@ -74,18 +75,18 @@ class StartStage:
 
 
 class TurnWatch:
-    """Hears the tokens of one turn; `end` tokens of it are kept if a stop string ended it."""
+    """Tracks the tokens of one turn. `end`: number of tokens to keep if a stop string ended it."""
 
     def __init__(self, told: Told | None, stops: StopStrings | None) -> None:
         self._told, self._stops = told, stops
         self.listens = told is not None or stops is not None
-        """True if tokens are wanted before the turn is over."""
+        """Whether tokens are needed before the turn's end."""
         self.count = 0
         self.end: int | None = None
 
     def heard(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> bool:
-        """The turn's next tokens. Whether a stop string ends the turn among them; what vLLM samples until it hears of that is not
-        listened to."""
+        """Take the turn's next tokens. Returns True if a stop string ends the turn in them; later tokens, which vLLM samples
+        until it is aborted, are ignored."""
         if self.end is not None or not token_ids:
             return False
         kept = len(token_ids)
@@ -102,22 +103,22 @@ class TurnWatch:
 # The actor
 
 ASKED = "agentrl_experts"
-"""In a request's extra arguments: its experts will be asked for (contrib/moe)."""
+"""Key of a request's extra arguments: record its experts (contrib/moe)."""
 DEATH_LOOK = 0.5
-"""Seconds between two looks whether the engine lives."""
+"""Seconds between two checks for a dead engine."""
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 def possible(args: Any) -> Any:
-    """AsyncEngineArgs without the prefix cache if vLLM has none for the model: states of recurrent layers are kept at the ends of
-    chunks of a prompt, and CPUs compute prompts in one (options.py)."""
+    """Turn the prefix cache off in AsyncEngineArgs if vLLM has none for the model: states of recurrent layers are cached at the
+    ends of prompt chunks, and CPUs compute prompts in one chunk (options.py)."""
     if args.enable_prefix_caching and args.enable_chunked_prefill is False and args.create_model_config().has_inner_state:
         args.enable_prefix_caching = False
     return args
 
 
 def text_prompt(ids: list[int], images: Sequence[Image]) -> Any:
-    """A prompt as vLLM takes it without looking for text. Raises EngineError for images. Imports vLLM."""
+    """Wrap token ids as a vLLM prompt. Raises EngineError for images. Imports vLLM."""
     from vllm.inputs.engine import tokens_input
 
     if images:
@@ -126,7 +127,7 @@ def text_prompt(ids: list[int], images: Sequence[Image]) -> Any:
 
 
 class VllmActor:
-    """See `VllmEngine`; methods run on the actor's own event loop."""
+    """Ray actor of one replica; its methods, called by `Replicas`, run on the actor's event loop."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         """`options`: keyword arguments for vLLM's AsyncEngineArgs."""
@@ -145,13 +146,13 @@ class VllmActor:
         self._stage = StartStage()
 
     async def stage(self) -> str:
-        """The stage of `start`, on another thread than that."""
+        """Return the stage of `start`, from a separate thread."""
         return self._stage.now()
 
     async def start(self) -> int:
-        """Load the model; returns the process id. Raises ModelError for a folder that this machine does not see."""
+        """Load the model. Returns the process id. Raises ModelError for a folder that this machine does not see."""
         model = str(self._options["model"])
-        if Path(model).is_absolute() and not Path(model).is_dir():  # vLLM would take it for the name of a model on a hub
+        if Path(model).is_absolute() and not Path(model).is_dir():  # vLLM would take it for a hub name
             raise ModelError(
                 f"{model}: not a folder on {socket.gethostname()}. All nodes must see the model, and the run's folder if the "
                 "model is built in it, at the same path (model.path, out)"
@@ -171,8 +172,8 @@ class VllmActor:
         return os.getpid()
 
     async def play(self, name: str, door: Door, recipe: WorkerRecipe) -> bool:
-        """Host a rollout worker until the driver dismisses it (True) or its connection is lost. Raises ReplicaDeadError if the
-        engine dies meanwhile, and the worker with it."""
+        """Host a rollout worker until the driver dismisses it (True) or its connection is lost (False). Raises ReplicaDeadError
+        if the engine dies first; the worker then ends too."""
         core = WorkerCore(name, recipe.build)
         playing, died = asyncio.create_task(core.run(door)), asyncio.create_task(self._dead.wait())
         await asyncio.wait([playing, died], return_when=asyncio.FIRST_COMPLETED)
@@ -184,18 +185,18 @@ class VllmActor:
         return core.dismissed
 
     def note_death(self, cause: str) -> None:
-        """The engine inside is dead."""
+        """Record that the engine is dead."""
         self._cause = self._cause or cause
         self._dead.set()
 
     async def _watch(self) -> None:
-        """Notice the death of the engine's processes, which vLLM notes and tells nobody."""
+        """Poll for the death of the engine's processes, which vLLM does not report."""
         while not self._engine.errored:
             await asyncio.sleep(DEATH_LOOK)
         self.note_death("a process of its engine is gone")
 
     async def _call(self, method: str, *args: Any, **keywords: Any) -> Any:
-        """A method of the engine. Raises ReplicaDeadError if the engine is dead or dies, which vLLM reports to no call."""
+        """Call a method of the engine. Raises ReplicaDeadError if the engine is dead or dies, which vLLM does not report."""
         call = asyncio.ensure_future(getattr(self._engine, method)(*args, **keywords))
         dead = asyncio.create_task(self._dead.wait())
         try:
@@ -210,7 +211,7 @@ class VllmActor:
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, request_key: str, request_id: str, told: Told | None = None
     ) -> Generation:
-        """`told`: gets the tokens as they are sampled."""
+        """Sample a turn. `told` receives the tokens as they are sampled."""
         stops = None
         if sampling.stop:
             await in_thread("load", self.words.load)
@@ -226,9 +227,9 @@ class VllmActor:
             versions = [int(span.version) for span in completion.weight_versions or () for _ in range(span.start, span.end)]
             if len(versions) != len(ids):
                 raise EngineError(f"vLLM reported a weights version for {len(versions)} of {len(ids)} tokens")
-            end, experts = watch.end, None  # how many tokens are the turn's, if a stop string ended it
+            end, experts = watch.end, None
             finish: Finish = "stop_string" if end is not None else _FINISH[completion.finish_reason]
-            if sampling.experts_from is not None:  # those of them that were computed
+            if sampling.experts_from is not None:  # the last token was not computed
                 stop = len(token_ids) + len(ids[:end]) - 1
                 answers = await self._call("collective_rpc", "agentrl_experts", args=(request_id, sampling.experts_from, stop))
                 if (answer := next(filter(None, answers), None)) is None:
@@ -245,7 +246,7 @@ class VllmActor:
         return Generation(ids[:end], logprobs[:end], versions[:end], finish, experts=experts)
 
     async def _sample(self, token_ids: Sequence[int], sampling: Sampling, request_id: str, watch: TurnWatch) -> Any:
-        """vLLM's last output for a request."""
+        """Return vLLM's last output for a request."""
         final = None
         try:
             params = _params(sampling, each=watch.listens)
@@ -257,7 +258,7 @@ class VllmActor:
                     await self._engine.abort(request_id)
         except EngineError:
             raise
-        except Exception as problem:  # the caller decides by the type: a dead engine means another replica may retry
+        except Exception as problem:  # by the class the caller decides: another replica retries if the engine is dead
             kind = ReplicaDeadError if self._engine.errored else EngineError
             raise kind(f"{type(problem).__name__}: {problem}") from None
         if final is None:
@@ -265,24 +266,24 @@ class VllmActor:
         return final
 
     async def generate_many(self, requests: Sequence[Request], live: Sequence[bool]) -> AsyncIterator[Answers]:
-        """`generate` for each, with the answers as they arrive."""
+        """Run `generate` for each request and yield the answers as they arrive."""
         async for part in answer_batches(self.generate, requests, live):
             yield part
 
     async def pause(self) -> None:
-        """Stop after the current step and drop all caches: running requests are computed again after `resume`."""
+        """Stop after the current step and drop all caches; running requests are recomputed after `resume`."""
         await self._call("pause_generation", mode="keep", clear_cache=True)
 
     async def resume(self) -> None:
         await self._call("resume_generation")
 
     async def sleep(self, level: int) -> None:
-        """Free the memory of the weights (level 1 keeps a copy on the host, 2 none) and of the cache. The engine is paused."""
+        """Free the memory of weights (level 1 keeps a host copy, 2 none) and cache. The engine must be paused."""
         self._level, self.unfit = level, "the engine sleeps"
         await self._call("sleep", level, mode="keep")
 
     async def wake(self, tag: str) -> None:
-        """Allocate what `sleep` freed of "weights" or "kv_cache"; of weights without a copy the numbers are undefined."""
+        """Allocate the freed "weights" or "kv_cache" again; weights without a host copy are undefined."""
         await self._call("wake_up", tags=[tag])
         if self._level == 1 and tag == "kv_cache":
             self.unfit = ""
@@ -291,7 +292,7 @@ class VllmActor:
         await self._call("collective_rpc", "agentrl_begin")
 
     async def load(self, data: npt.NDArray[np.uint8], bucket: Bucket) -> None:
-        """Hand one kept bucket to the worker processes through a file in shared memory."""
+        """Pass a kept bucket to the worker processes through a file in shared memory."""
         folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with tempfile.NamedTemporaryFile(prefix="agentrl-", dir=folder) as file:
             data.tofile(file)
@@ -299,8 +300,8 @@ class VllmActor:
             await self._call("collective_rpc", "agentrl_load", args=(file.name, pickle.dumps(bucket)))
 
     async def attach(self, offer: Offer, base: int) -> str:
-        """Open a route's receiver in every worker process; indices start at `base`. Returns why one cannot be served, or ""."""
-        # Pickled, as vLLM's call to its processes takes plain values only.
+        """Open a route's receiver in every worker process, indices from `base` on. Returns the reason if one cannot, or ""."""
+        # Pickled, since vLLM's calls to its processes take plain values only.
         answers: list[str] = await self._call("collective_rpc", "agentrl_attach", args=(pickle.dumps(offer), base))
         return next(filter(None, answers), "")
 
@@ -309,20 +310,20 @@ class VllmActor:
         await self._call("collective_rpc", "agentrl_receive", args=(pickle.dumps(bucket),))
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
-        """Use an adapter from now on, instead of the previous one."""
+        """Replace the adapter."""
         from vllm.lora.request import LoRARequest
 
         folder = tempfile.TemporaryDirectory(prefix="agentrl-adapter-")
         write_adapter(Path(folder.name), adapter)
-        # The same id each time, replaced in place: a new id would take another of vLLM's slots, of which there is one.
+        # Always the same id, replaced in place: a new id would need a second slot, and vLLM has one.
         await self._call("add_lora", LoRARequest("policy", 1, folder.name, load_inplace=True))
-        # Requests name the loaded adapter; its folder must stay in case a worker has to load it again.
+        # The folder must stay in case a worker has to load the adapter again for a request.
         self._lora, self._lora_folder = LoRARequest("policy", 1, folder.name), folder
-        await self._call("reset_prefix_cache")  # keys and values of the old adapter
+        await self._call("reset_prefix_cache")  # it was computed with the old adapter
         await self._set_version(version)
 
     async def end_update(self, version: int | None) -> None:
-        """End the update; `version` is None if it failed. Raises EngineError if vLLM left out a layer of a whole update."""
+        """End the update. `version`: None if it failed. Raises EngineError if vLLM loaded no weights for a layer."""
         untouched: list[list[str]] = await self._call("collective_rpc", "agentrl_end")
         await self._call("reset_prefix_cache")
         if version is not None and untouched[0]:
@@ -349,18 +350,17 @@ class VllmActor:
             await self._engine.abort(request_id)
 
     def progress(self) -> Paced:
-        """The tokens that each request has sampled."""
+        """Return request id -> number of sampled tokens."""
         states = self._engine.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
     async def stats(self) -> EngineStats:
-        """Tokens are counted as they are sampled, not only when a request finishes; a request counts as waiting until
-        its first token."""
+        """Return the counters; tokens count as they are sampled, and a request is waiting until its first token."""
         states = list(self._engine.output_processor.request_states.values())
         waiting = sum(state.is_prefilling for state in states)
         sampled = [state.detokenizer.num_output_tokens() for state in states]
-        # vLLM's own number comes with its statistics, which cost time and are turned off. A prefix that requests share counts for
-        # each, hence the bound. None if this vLLM does not tell the size of its cache.
+        # vLLM's own figure needs its statistics, which cost time and are off. A shared prefix counts once per request, hence the
+        # bound. None if this vLLM does not report the size of its cache.
         room: int | None = getattr(self._engine.vllm_config.cache_config, "kv_cache_size_tokens", None)
         held = sum(state.prompt_len for state in states) + sum(sampled)
         return EngineStats(
@@ -381,14 +381,14 @@ class VllmActor:
 
 
 def _columns(output: Any, start: int = 0) -> tuple[list[int], list[float]]:
-    """The ids of a request's output from `start` on, and their log probabilities."""
+    """Return the ids of a request's output from `start` on, and their log probabilities."""
     completion = output.outputs[0]
     ids, entries = list(completion.token_ids[start:]), (completion.logprobs or [])[start:]
     return ids, [entry[token].logprob for token, entry in zip(ids, entries, strict=True)]
 
 
 def _params(sampling: Sampling, *, each: bool) -> Any:
-    """`each`: whether each of the turn's tokens is waited for."""
+    """Build vLLM's SamplingParams. `each`: report tokens as they are sampled."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -402,12 +402,12 @@ def _params(sampling: Sampling, *, each: bool) -> Any:
         top_k=sampling.top_k,
         seed=None if sampling.seed is None else sampling.seed % 2**63,
         stop_token_ids=list(sampling.stop_token_ids),
-        # Only the renderer knows which tokens end a turn; vLLM's own idea comes from the model's files and may differ.
+        # Only the renderer knows which tokens end a turn; vLLM's come from the model's files and may differ.
         ignore_eos=True,
         detokenize=False,
-        # Of the sampled token alone; each further one would be computed and sent for every token.
+        # For the sampled token only; more would be computed and sent for every token.
         logprobs=0,
         extra_args=extra or None,
-        # An output per token would wake the event loop for each; progress is read from vLLM's states (`progress`).
+        # FINAL_ONLY: an output per token would wake the event loop each time; `progress` reads vLLM's states instead.
         output_kind=RequestOutputKind.CUMULATIVE if each else RequestOutputKind.FINAL_ONLY,
     )

@@ -1,4 +1,4 @@
-"""Calls of a vLLM replica: many requests per call, their progress, and the replica of this process as an engine."""
+"""Calls to a vLLM replica: batched requests, their progress, and this process's replica as an engine."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ Request = tuple[list[int], Sampling, str, str]
 
 @dataclass(frozen=True, slots=True)
 class FreshTokens:
-    """Tokens of a request that goes on, with their log probabilities."""
+    """New tokens of a running request, with their log probabilities."""
 
     token_ids: list[int]
     logprobs: list[float]
 
 
 Answers = list[tuple[int, Generation | EngineError | FreshTokens]]
-"""Results of some requests of a call, by their index in it; before them parts, of those that are reported meanwhile."""
+"""(index of a request in its call, its result or new tokens before it)."""
 
 
 class RequestBatcher:
-    """Send requests from the driver to one replica, and own the calls until `close`.
+    """Sends the driver's requests to one replica, and owns the calls until `close`.
 
     Ray exits the process, without an error, if a call is still awaited after `ray.shutdown`."""
 
     def __init__(self, actor: Any) -> None:
-        """`actor`: a handle whose `generate_many` is `answered` applied to its `generate`."""
+        """`actor`: a handle whose `generate_many` applies `answer_batches` to its `generate`."""
         self._actor = actor
         self._waiting: list[tuple[Request, asyncio.Future[Generation], Told | None]] = []
         self._tasks = OwnedTasks()
         self._closed = False
 
     async def generate(self, request: Request, told: Told | None = None) -> Generation:
-        """`told`: gets the tokens as they are sampled. Raises the request's EngineError, or the RayError of the call."""
+        """Sample a turn. `told` receives the tokens as they are sampled. Raises the request's EngineError, or RayError."""
         if self._closed:
             raise EngineError(CLOSED)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
@@ -61,13 +61,13 @@ class RequestBatcher:
         return await answer
 
     def cancel(self, request_id: str) -> None:
-        """Tell the replica that the caller of a request is gone."""
+        """Cancel a request in the replica."""
 
         async def tell() -> None:
             try:
                 await self._actor.cancel.remote(request_id)
             except RayActorError:
-                pass  # dead: the request is gone too
+                pass  # the replica is dead, and the request with it
             except RayError as problem:
                 log.warning("a replica could not cancel request %s: %s", request_id, problem)
 
@@ -75,15 +75,15 @@ class RequestBatcher:
             self._tasks.start(tell(), "cancel of a request to a vLLM replica")
 
     async def close(self) -> None:
-        """End every call, also one whose requests have all been answered, and fail waiting requests; idempotent."""
+        """End every call, even if all its requests are answered, and fail waiting requests; idempotent."""
         self._closed = True
         await self._tasks.close()
-        for _, answer, _ in self._waiting:  # of a call that had not begun
+        for _, answer, _ in self._waiting:  # requests of a call that has not begun
             _resolve(answer, EngineError(CLOSED))
         self._waiting = []
 
     async def _send(self) -> None:
-        """Runs in the next iteration of the loop, after all callers of the current one have added their requests."""
+        """Send the waiting requests; runs one loop iteration later, after all current callers have added theirs."""
         batch, self._waiting = self._waiting, []
         alive = [one for one in batch if not one[1].done()]
         if not alive:
@@ -100,7 +100,7 @@ class RequestBatcher:
                     elif told is not None and not answers[index].done():
                         told(result.token_ids, result.logprobs)
             problem = EngineError("the replica stopped before all requests were answered")
-        except Exception as failure:  # of any kind: a caller who is not told waits forever
+        except Exception as failure:  # of any kind: a caller without an answer waits forever
             problem = failure
         finally:
             # Also after success: a request that the replica left out must fail rather than hang.
@@ -109,7 +109,7 @@ class RequestBatcher:
 
 
 def _resolve(answer: asyncio.Future[Generation], result: Generation | Exception) -> None:
-    if answer.done():  # answered, or its caller has gone
+    if answer.done():  # answered or cancelled
         return
     if isinstance(result, Generation):
         answer.set_result(result)
@@ -120,7 +120,7 @@ def _resolve(answer: asyncio.Future[Generation], result: Generation | Exception)
 async def answer_batches(
     generate: Callable[..., Awaitable[Generation]], requests: Sequence[Request], live: Sequence[bool]
 ) -> AsyncIterator[Answers]:
-    """The actor's side: start all requests, and yield their results as they end; of those that are `live` parts before."""
+    """Start all requests in the actor and yield results as they end, and new tokens of the `live` ones."""
     ready: Answers = []
     wake = asyncio.Event()
 
@@ -137,7 +137,7 @@ async def answer_batches(
         ready.append((index, result))
         wake.set()
 
-    # No task group: closed before its end, a stream would raise one's error group in place of GeneratorExit.
+    # No task group: a stream closed early would raise its error group in place of GeneratorExit.
     running = [asyncio.create_task(one(index, request)) for index, request in enumerate(requests)]
     for task in running:
         task.add_done_callback(lambda _: wake.set())
@@ -149,7 +149,7 @@ async def answer_batches(
             wake.clear()
             for task in running:
                 if task.done():
-                    task.result()  # an error that nobody foresaw ends the stream
+                    task.result()  # an unexpected error ends the stream
             part, ready[:] = list(ready), []
             left -= sum(not isinstance(result, FreshTokens) for _, result in part)
             if part:
@@ -160,38 +160,38 @@ async def answer_batches(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-# The replica of this process
+# This process's replica as an engine
 
 Paced = dict[str, int]
-"""Sampled tokens, by request id."""
+"""Request id -> number of sampled tokens."""
 
 LOOK = 0.1
-"""Seconds for which figures of all requests are used again."""
+"""Seconds for which the progress of all requests is cached."""
 
 HERE: list[Any] = []
-"""The VllmActor of this process, once it has started."""
+"""This process's VllmActor, once started."""
 
 
 class ReplicaDeadError(EngineError):
-    """The engine inside the replica is dead; another replica may serve the request."""
+    """The replica's engine is dead; another replica may serve the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class InReplica(EngineConnection):
-    """From inside a replica's process to that replica."""
+    """Connection from inside of a replica's process to that replica."""
 
     vocab: int
 
     def connect(self) -> Engine:
-        """Raises EngineError in a process that is no started replica."""
+        """Return the replica as an engine. Raises EngineError in any other process."""
         if not HERE:
             raise EngineError("this process is no vLLM replica")
         return LocalEngine(HERE[0], self.vocab)
 
 
 class LocalEngine(StreamingEngine):
-    """See the file's docstring. An episode whose engine has died here does not go on: its worker ends with the replica, and the
-    episode is played again elsewhere."""
+    """This process's replica as an engine, for a worker inside of it. If the engine dies, its episodes block until the worker
+    ends with the replica; they are replayed on another one."""
 
     def __init__(self, actor: Any, vocab: int) -> None:
         """`actor`: a started VllmActor."""
@@ -202,7 +202,7 @@ class LocalEngine(StreamingEngine):
         self._looked = -LOOK
 
     async def start(self) -> None:
-        """It has started."""
+        """Do nothing: the replica has started."""
 
     def refusal(self, sampling: Sampling) -> str:
         return str(self._actor.words.refusal(sampling))
@@ -218,20 +218,20 @@ class LocalEngine(StreamingEngine):
             return answer
         except ReplicaDeadError as problem:
             self._actor.note_death(str(problem))
-            # An answer of any kind would go on with the episode, which is neither done nor at fault.
+            # Block: any answer or error would continue or fail the episode, which is to be replayed.
             await asyncio.Event().wait()
             raise
         finally:
-            # The episode may have begun its next request, which must not lose its progress to the end of the old one.
+            # The episode may already have a newer request, whose id must stay.
             if self._ids.get(request_key) == request_id:
                 del self._ids[request_key]
 
     def progress(self, request_key: str) -> int | None:
-        """As `VllmEngine.progress`, at most LOOK seconds old."""
+        """Return the progress of `VllmEngine.progress`, at most LOOK seconds old."""
         request_id = self._ids.get(request_key)
         if request_id is None:
             return None
-        if (now := time.monotonic()) - self._looked >= LOOK:  # each look goes over all requests
+        if (now := time.monotonic()) - self._looked >= LOOK:  # `progress` visits all requests
             self._looked, self._told = now, self._actor.progress()
         return self._told.get(request_id, 0)
 
@@ -239,9 +239,9 @@ class LocalEngine(StreamingEngine):
         await self._actor.abort(request_key)
 
     async def stats(self) -> EngineStats:
-        """Of this replica."""
+        """Return the counters of this replica."""
         found: EngineStats = await self._actor.stats()
         return found
 
     async def close(self) -> None:
-        """The replica goes on."""
+        """Do nothing: the replica keeps running."""

@@ -1,4 +1,4 @@
-"""Replicas of vLLM: start, failures, respawns, and rollout workers inside replicas."""
+"""vLLM replicas: start, failures, respawns, and rollout workers inside of replicas."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _DROP_CACHES = frozenset({"pause", "adapt"})
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One actor. `cause`: why it is dead, None while it is alive. `stage`: of its start, "" once it has started. `current`:
-    whether it has the engine's weights, or must wait for the next publish. `seen`: the last counters that it reported."""
+    """One replica. `cause`: why it is dead, None while alive. `stage`: stage of its start, "" once started. `current`: whether it
+    has the engine's weights; if not, it waits for the next publish. `seen`: last counters that it reported."""
 
     number: int
     actor: Any
@@ -64,9 +64,8 @@ class Replicas:
         catch_up: Callable[[Replica], Awaitable[None]],
         ray_options: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`options`: for vLLM; `cuda`: whether it runs on GPUs; `threads`: of each process if not. `catch_up` brings a new
-        replica to the current weights and then calls `join`. `ray_options`: Ray options of each replica, if a pool says where
-        it runs."""
+        """`options`: vLLM's arguments; `cuda`: run on GPUs; `threads`: per process on a CPU. `catch_up` gives a new replica the
+        current weights and then calls `join`. `ray_options`: Ray options per replica, if a pool places them."""
         self._options, self._cfg = options, cfg
         self._cuda, self._threads, self.respawns = cuda, threads, 0
         self._catch_up, self._ray_options = catch_up, ray_options
@@ -82,7 +81,7 @@ class Replicas:
         self.on_news: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
-        """Raises EngineError if one does not start; the others are then stopped too."""
+        """Start all replicas. Raises EngineError if one fails; the others are then stopped too."""
         self.every = [self._spawn(number) for number in range(self._cfg.replicas)]
         starting = [self.coming.start(self._boot(replica), f"start {replica.name}") for replica in self.every]
         try:
@@ -93,10 +92,10 @@ class Replicas:
         self._started = True
 
     async def close(self) -> None:
-        """End every process, including those that are still starting; idempotent."""
+        """End every process, also those that are starting; idempotent."""
         self._started = False
         await self._polls.close()
-        # First what is starting: a replica that joined after the list below was taken would be left running.
+        # First the starting ones: a replica that joins after the list below was made would be left running.
         await self.coming.close()
         replicas, self.every = self.every, []
         for replica in (*self.past, *replicas):
@@ -114,8 +113,8 @@ class Replicas:
         return [replica for replica in self.every if replica.cause is None]
 
     async def route(self, request: Request) -> Replica:
-        """The replica for a request, which counts as its load until `end_request`. Waits if none has the current weights, but
-        one is being started or waits for them. Raises EngineError if none is alive or being started."""
+        """Choose a replica for a request and add the request to its load until `end_request`. Waits for a replica with the
+        current weights. Raises EngineError if no replica is alive or starting."""
         while not (able := [one for one in self.alive() if one.current]):
             self._check_hope()
             await self.news.wait()
@@ -126,31 +125,31 @@ class Replicas:
         return placed.host
 
     def end_request(self, request_id: str, answer: Generation | None) -> None:
-        """A request is over, in any way; idempotent."""
+        """Remove a request from its replica's load; idempotent. `answer`: None if it failed."""
         if (placed := self._requests.pop(request_id, None)) is not None:
             self.router.end(placed, None if answer is None else len(answer.token_ids))
 
     def note_weights(self) -> None:
-        """Every live replica has the engine's weights."""
+        """Record that every live replica has the engine's weights."""
         for replica in self.alive():
             replica.current = True
         self._tell()
 
     def _tell(self) -> None:
-        """Wake what waits for a replica to look again."""
+        """Wake the requests that wait for a replica."""
         self.news.set()
         self.news.clear()
         self.on_news()
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every live replica. One that turns out to be dead is left out. Raises EngineError if one
-        fails, or if none is alive or being started."""
+        """Call a method of every live replica and return the answers of those that survive. Raises EngineError if a call fails,
+        or if no replica is alive or starting."""
         replicas = self.alive()
         if method in _DROP_CACHES:
             self.router.forget()
         calls = [self.control(replica, method, *args) for replica in replicas]
-        # All answers before any error: raising at the first would leave calls under way, and a caller who believes in an engine
-        # that is paused or updated in part. Who dies here misses nothing: its successor catches up.
+        # Collect all answers before raising: otherwise calls would still be running, with the engine partly paused or updated.
+        # A replica that dies here needs no care: its successor catches up.
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ReplicaDeadError):
@@ -159,13 +158,13 @@ class Replicas:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def ask(self, replica: Replica, method: str, *args: Any) -> Any:
-        """Await a remote call. Raises EngineError naming the replica if it fails, ReplicaDeadError if it is dead."""
+        """Await a remote call. Raises EngineError, naming the replica, if it fails; ReplicaDeadError if the replica is dead."""
         with self._failures(replica):
             name = f"{method} of {replica.name}"
             return await run_contained(self._asking.start(_answer(getattr(replica.actor, method), args), name), name, EngineError)
 
     async def generate(self, replica: Replica, request: Request, told: Told | None = None) -> Generation:
-        """`ask` for a turn; requests made at the same time are sent in one call. `told`: gets tokens as they are sampled."""
+        """Sample a turn on a replica; concurrent requests share one call. `told` receives tokens as they are sampled."""
         with self._failures(replica):
             return await replica.request_batcher.generate(request, told)
 
@@ -180,7 +179,7 @@ class Replicas:
             raise EngineError(f"{replica.name}: {cause}") from problem
 
     async def control(self, replica: Replica, method: str, *args: Any) -> Any:
-        """`ask` for a call that should be answered soon: a replica that hangs is killed, so that its requests move on."""
+        """Like `ask`, with a deadline of `call_timeout`: a replica that hangs is killed, so that its requests move on."""
         try:
             return await self._in_time(replica, method, *args)
         except TimeoutError:
@@ -191,7 +190,7 @@ class Replicas:
             return await self.ask(replica, method, *args)
 
     def pace(self, request_id: str) -> int:
-        """Tokens that a request has sampled, up to half a second old; the replicas are polled from the first call on."""
+        """Return the number of tokens sampled by a request, up to ASK_S old; the first call starts the polling."""
         if not self._polls:
             self._polls.start(self._poll(), "progress of vLLM requests")
         return self._paces.get(request_id, 0)
@@ -203,8 +202,8 @@ class Replicas:
             paces = Paced()
             for answer in await asyncio.gather(*asked, return_exceptions=True):
                 paces |= {} if isinstance(answer, BaseException) else answer
-            # Replaced, not merged: what a dead replica reported must not stay as if its requests went on. Only once all have
-            # answered: until then the last numbers hold, since none at all would look like tokens at the next look.
+            # Replaced, not merged, so that requests of a dead replica do not seem to continue. Only after all answers: a count
+            # that vanished in between would look like new tokens when it returns.
             self._paces = paces
             for request_id, tokens in paces.items():
                 if (placed := self._requests.get(request_id)) is not None:
@@ -217,11 +216,11 @@ class Replicas:
             raise EngineError(f"no replica of the vLLM engine is alive: {deaths}")
 
     def hopeful(self) -> bool:
-        """Return True if one is being started, or waits for weights."""
+        """Return True if a replica is starting or waits for weights."""
         return self._started and (bool(self.coming) or any(not replica.current for replica in self.alive()))
 
     def join(self, replica: Replica) -> None:
-        """Put a replica that has the current weights in its predecessor's place."""
+        """Put a started replica in its predecessor's place."""
         place = next(at for at, one in enumerate(self.every) if one.number == replica.number)
         self.past.append(self.every[place])
         self.every[place] = replica
@@ -233,7 +232,7 @@ class Replicas:
         anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if self._cuda else 0}
         options = {**(self._ray_options[number] if self._ray_options else anywhere)}
         given = options.pop("runtime_env", {}).get("env_vars", {})
-        # An async actor runs at most `max_concurrency` calls, and control calls must get through beside all the requests.
+        # An async actor runs at most `max_concurrency` calls, and control calls must get through next to all requests.
         variables = {"env_vars": {**environment(self._cuda, self._threads), **self._scratch.environment(), **given}}
         remote = ray.remote(concurrency_groups={GROUP: 1})(VllmActor)
         handle = remote.options(max_concurrency=4096, runtime_env=variables, **options).remote(self._options)
@@ -252,7 +251,7 @@ class Replicas:
 
     async def _follow_start(self, replica: Replica) -> None:
         stage = replica.actor.stage.options(concurrency_group=GROUP)
-        with contextlib.suppress(RayError):  # of a dead one; whoever waits for its start is told
+        with contextlib.suppress(RayError):  # of a dead replica, which `start` reports
             while True:
                 replica.stage = await stage.remote()
                 await asyncio.sleep(EVERY_S)
@@ -264,7 +263,7 @@ class Replicas:
             replica.cause = f"{replica.name} died: {reason[:400]}"
             _kill(replica)  # the process may outlive the engine inside it
             self.router.leave(replica)
-            # Without Ray the whole run has been given up.
+            # Without Ray the whole run is ending.
             if self._started and self.respawns < self._cfg.max_respawns and ray.is_initialized():
                 self.respawns += 1
                 moved = sum(placed.host is replica for placed in self._requests.values())
@@ -302,16 +301,16 @@ def _kill(replica: Replica) -> None:
 # Rollout workers in replicas
 
 PATIENCE = 10.0
-"""Seconds in which a worker that was asked to end must have left its replica."""
+"""Seconds for a worker to end after its connection is closed; then its replica is killed."""
 ENDINGS = 3
-"""After this many workers that ended by themselves, a live replica gets no more."""
+"""A live replica gets no more workers after this many have ended unasked."""
 
 
 class ReplicaSeat(Seat):
-    """A replica, while a worker plays in it; None: there was none that is free."""
+    """Rollout worker inside of a replica. `replica`: None if no replica was free."""
 
     def __init__(self, replicas: Replicas, replica: Replica | None, name: str, *args: Any) -> None:
-        """`args`: of `VllmActor.play`, after the name."""
+        """`args`: arguments of `VllmActor.play` after the name."""
         self._replicas, self.replica = replicas, replica
         self._killing: asyncio.Task[None] | None = None
         self.dismissed = False
@@ -323,7 +322,7 @@ class ReplicaSeat(Seat):
         try:
             self.dismissed = await self._replicas.ask(self.replica, "play", *args)
             return "its worker ended"
-        except EngineError as problem:  # `ask` has noted a death, and another replica may be on its way
+        except EngineError as problem:  # `ask` has recorded a death, and another replica may be starting
             return str(problem)
 
     @property
@@ -334,7 +333,7 @@ class ReplicaSeat(Seat):
         return await asyncio.shield(self.playing)
 
     def kill(self) -> None:
-        """The worker's connection is over, at which it ends; if it hangs, so does its replica."""
+        """Wait for the worker to end, since its connection is closed; if it hangs, kill its replica."""
         if self.busy and self._killing is None:
             self._killing = asyncio.create_task(self._end(), name="end of a worker in a replica")
 
@@ -345,7 +344,7 @@ class ReplicaSeat(Seat):
 
 
 class ReplicaSeats(Seats):
-    """`recipe` is asked once, at the first start: the engine has started then."""
+    """Places rollout workers in replicas. `recipe` is called once, for the first worker, when the engine has started."""
 
     renews = True
     caches = True
@@ -374,7 +373,7 @@ class ReplicaSeats(Seats):
 
     def _leave(self, seat: ReplicaSeat) -> None:
         replica = seat.replica
-        if replica is not None and replica.cause is None:  # else its successor is another one
+        if replica is not None and replica.cause is None:  # else its successor gets a new worker
             self._endings[replica] += 1
             if seat.dismissed or self._endings[replica] == ENDINGS:
                 self._vacated.add(replica)
@@ -383,7 +382,7 @@ class ReplicaSeats(Seats):
         self._look()
 
     def hopeful(self) -> bool:
-        # A worker is heard to be gone before its replica is; what follows from that is told then.
+        # A worker's end is noticed before its replica's; `on_news` reports what follows from the latter.
         return any(seat.busy for seat in self._seats) or self._replicas.hopeful()
 
     def _free(self) -> list[Replica]:
@@ -391,5 +390,5 @@ class ReplicaSeats(Seats):
         return [replica for replica in self._replicas.alive() if replica.current and replica not in taken]
 
     def _look(self) -> None:
-        if self._recipe is not None:  # else the pool has not begun
+        if self._recipe is not None:  # else the pool has not started
             self.on_news(sum(replica not in self._vacated for replica in self._free()))
