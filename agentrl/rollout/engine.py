@@ -126,7 +126,7 @@ class Engine(ABC):
         """
 
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told) -> Generation:
-        """Sample like `generate`, and stream the tokens to the callback as they are sampled: in order, each once, before the return.
+        """Sample like `generate`, and pass the tokens to the callback as they are sampled: in order, once, before the return.
         By default all tokens are passed at the end."""
         generation = await self.generate(token_ids, sampling, request_key)
         told(generation.token_ids, generation.logprobs)

@@ -1,15 +1,15 @@
-"""Runs inside vLLM's worker processes: makes it report log softmax(z / T) over the whole vocabulary.
+"""Runs in vLLM's worker processes: makes vLLM report log softmax(z / T) over the whole vocabulary.
 
-Of vLLM's logprobs_modes, "raw_logprobs" is log softmax(z) at any temperature, and "processed_logprobs" is
-renormalized over the top-k / top-p set; a trainer can compute neither if both temperature and truncation are on.
-"processed_logits" reports what the sampler draws from: the logits after temperature and truncation, where truncation
-sets the dropped tokens to -inf and leaves the others unchanged. Shifting a row by a constant changes neither
-the draw nor the kept set. So these processors shift each row so that its logits are log probabilities: after the temperature,
-and if there are greedy requests before it too (the only one of a batch of nothing else; their temperature counts as 1).
+Of vLLM's logprobs_modes, "raw_logprobs" is log softmax(z) at any temperature, and "processed_logprobs" is renormalized over the
+top-k / top-p set; a trainer can use neither if both temperature and truncation are on. "processed_logits" reports the logits that
+the sampler draws from, after temperature and truncation; truncation sets dropped tokens to -inf and leaves the others unchanged.
+Shifting a row by a constant changes neither the draw nor the kept set. So these processors shift each row until its logits are
+log probabilities: after the temperature, and for greedy requests before it (in a batch of only those vLLM skips the temperature;
+they count as T = 1).
 
-Ids without a token must not be drawn, and their probability still counts: the last shift of a row drops them after it. So it
-is with tokens that a request's grammar does not take. (vLLM's own structured outputs mask the logits before any processor, which
-would renormalize the log probabilities, and need a tokenizer in its front end.)
+Ids without a token must not be drawn, but their probability still counts: they are dropped after the last shift of a row, and so
+are tokens that a request's grammar rejects. (vLLM's structured outputs mask the logits before any processor, which would
+renormalize the log probabilities, and need a tokenizer in its front end.)
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from agentrl.engines.vllm.options import GRAMMAR, UNUSED_IDS
 from agentrl.rollout.engine import Sampling
 
 GREEDY = 1e-5
-"""vLLM takes requests with a lower temperature for greedy ones."""
+"""vLLM treats requests with a lower temperature as greedy."""
 
 
 @dataclass(eq=False, slots=True)
 class _Bound:
-    """A request's grammar, and its tokens, a list that vLLM appends to; `taken` of them have been taken by the grammar."""
+    """Grammar of a request, and its tokens, a list that vLLM appends to; the grammar has consumed `taken` of them."""
 
     constraint: Constraint
     sampled: list[int]
     taken: int = 0
 
     def mask(self) -> torch.Tensor:
-        """Mask [V] of what may be drawn next."""
+        """Return the mask [V] of the tokens allowed next."""
         for number in self.sampled[self.taken :]:
             self.constraint.take(number)
         self.taken = len(self.sampled)
@@ -46,8 +46,8 @@ class _Bound:
 
 
 class _Normalizer(LogitsProcessor):
-    """log_softmax of each row. It knows which rows are greedy: those have only the shift before the temperature. `greedy`:
-    whether it restricts those by grammars, or the others."""
+    """Applies log_softmax to each row. Greedy rows are only shifted before the temperature. `greedy`: whether this processor
+    applies the grammars of greedy requests or of the others."""
 
     greedy = False
 
@@ -60,11 +60,11 @@ class _Normalizer(LogitsProcessor):
         self._bound: dict[int, _Bound] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """The argmax never changes; the answer decides when vLLM applies the processor, and to which requests."""
+        """Decide when vLLM applies the processor, and to which requests; in fact neither changes the argmax."""
         return not self.greedy
 
     def update_state(self, batch_update: Any) -> None:
-        """Set the greedy rows of the batch, and the rows that have a grammar."""
+        """Update the batch's greedy rows and its rows with a grammar."""
         process_dict_updates(self._bound, batch_update, self._bind)
         process_dict_updates(self._greedy, batch_update, lambda params, *_: True if params.temperature < GREEDY else None)
 
@@ -77,7 +77,7 @@ class _Normalizer(LogitsProcessor):
         return None if constraint is None else _Bound(constraint, sampled)
 
     def _fitting(self, found: torch.Tensor) -> torch.Tensor:
-        """The rows without what their grammars do not take."""
+        """Drop the tokens that the rows' grammars reject."""
         for row, bound in self._bound.items():
             if row < len(found):
                 mask = bound.mask().to(found.device)
@@ -85,20 +85,20 @@ class _Normalizer(LogitsProcessor):
         return found
 
     def _rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """Mask [B, 1] of the greedy rows."""
+        """Return the mask [B, 1] of the greedy rows."""
         rows = torch.zeros(len(logits), 1, dtype=torch.bool)
         rows[[row for row in self._greedy if row < len(rows)]] = True
         return rows.to(logits.device)
 
 
 class BeforeTemperature(_Normalizer):
-    """vLLM applies processors that may change the argmax before the temperature, and to greedy requests too."""
+    """Processor before the temperature, where vLLM applies those that may change the argmax, also to greedy requests."""
 
     greedy = True
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [B, V] to log probabilities if a row is greedy; of greedy rows those without a token are dropped."""
-        if not self._greedy:  # the shift after the temperature does: a pass over the vocabulary less in each step
+        """Turn float32 logits [B, V] into log probabilities if any row is greedy; in greedy rows, drop ids without a token."""
+        if not self._greedy:  # the shift after the temperature suffices: saves a pass over the vocabulary per step
             return logits
         found = logits.log_softmax(dim=-1)
         if self._unused is not None:
@@ -107,10 +107,10 @@ class BeforeTemperature(_Normalizer):
 
 
 class AfterTemperature(_Normalizer):
-    """vLLM applies processors that keep the argmax between the temperature and the truncation."""
+    """Processor between temperature and truncation, where vLLM applies those that keep the argmax."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [B, V] to log probabilities, without those that have no token; greedy rows are so already."""
+        """Turn float32 logits [B, V] into log probabilities and drop ids without a token; greedy rows are done already."""
         found = logits.log_softmax(dim=-1)
         if self._unused is not None:
             found = found.index_fill(1, self._unused, float("-inf"))

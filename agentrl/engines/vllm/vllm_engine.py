@@ -1,4 +1,4 @@
-"""The vLLM engine: one or several AsyncLLM replicas, each in a Ray actor, behind the engine protocol."""
+"""vLLM engine: one or several AsyncLLM replicas, each in a Ray actor, behind the engine interface."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from agentrl.utils.processor import size_of_folder, threads_for
 from agentrl.utils.threads import in_thread
 
 Kept = tuple[Bucket, ray.ObjectRef]
-"""A bucket as it was published, and its bytes, uint8 [nbytes], in Ray's object store."""
+"""A published bucket, and its bytes, uint8 [nbytes], in Ray's object store."""
 COUNTS = ("running", "waiting", "prompt_tokens", "cached_tokens", "sampled_tokens")
-"""Counters of the replicas that add up to the engine's."""
+"""Counters that are summed over the replicas."""
 TAGS: dict[WakeStage, str] = {"weights": "weights", "cache": "kv_cache"}
-"""vLLM's names for what it allocates at each stage of waking up."""
+"""Wake stage -> vLLM's tag of the memory that it allocates."""
 
 
 class VllmEngine(StreamingEngine, WeightTarget):
-    """Routes each episode to one replica, so that its turns find their prefix cache there.
+    """Engine that routes each episode to one replica, where its turns find their prefix cache.
 
-    If a replica dies, its episodes continue on another one (which computes their prefix again) and a new replica is
-    started in its place; it gets the newest weights and their version before it takes requests.
+    If a replica dies, its episodes continue on another one (which recomputes their prefix), and a new replica replaces it; it
+    gets the newest weights and their version before it takes requests.
     """
 
     loads_saved = True
@@ -70,14 +70,12 @@ class VllmEngine(StreamingEngine, WeightTarget):
         unused: Sequence[int] = (),
         modality: Modality | None = None,
     ) -> None:
-        """`cfg.max_model_len` must not exceed the model's own limit. `dtype`: of the computation, by default
-        bfloat16 on GPUs and else float32. `threads`: of each process on a CPU, by default as many as the model's size is worth.
-        `cuda`: whether the replicas run on GPUs, by default whether this process sees one.
-        `lora_rank`: reserve space for adapters of this rank (see `adapt`). `sleeps`: `sleep` is possible. `router_replay`: note
-        which experts tokens go to, for requests that ask.
-        `ray_options`: Ray options of each replica's actor, if a pool says where it runs. `trust`: code of the model's own may
-        run. `unused`: ids that are never drawn, for want of a token (`unused_ids`). `modality`: of a model that
-        takes images."""
+        """`cfg.max_model_len` must not exceed the model's limit. `dtype`: compute type, by default bfloat16 on GPUs, else
+        float32. `threads`: per process on a CPU, by default chosen by the model's size. `cuda`: run replicas on GPUs, by default
+        if this process sees one. `lora_rank`: reserve space for adapters of this rank (see `adapt`). `sleeps`: allow `sleep`.
+        `router_replay`: record which experts tokens go to, for requests that ask. `ray_options`: Ray options per replica, if a
+        pool places them. `trust`: allow the model's own code to run. `unused`: ids without a token, which must never be drawn
+        (`unused_ids`). `modality`: of a model that takes images."""
         self._path, self._trust = model_path, trust
         self._words = Words(model_path, trust=trust)
         self._lora_rank, self._sleeps = lora_rank, sleeps
@@ -98,18 +96,18 @@ class VllmEngine(StreamingEngine, WeightTarget):
         count = threads or threads_for(size_of_folder(model_path), processes=cfg.replicas * cfg.tensor_parallel)
         self._replicas = Replicas(options, cfg, cuda=cuda, threads=count, ray_options=ray_options, catch_up=self._catch_up)
         self._under_way: dict[str, str] = {}
-        """The id of each episode's request."""
+        """Request key of an episode -> id of its request."""
         self._expected: Expected | None = None
         self._numbers = itertools.count()
         self._unfit: str | None = None
         self._weights_whole = asyncio.Event()
         self._weights_whole.set()
-        # Held by pause, publish and resume, so that a new replica never joins in the middle of one and misses part of it.
+        # Held by pause, publish and resume, so that no new replica joins during one and misses part of it.
         self._update_lock = asyncio.Lock()
         self._paused = False
         self._version = 0
         self._newest: list[Kept] = []
-        # The driver keeps a copy of what it receives. No route from GPU to GPU brings weights to it.
+        # The driver keeps a copy of the weights for new replicas, unless they go from GPU to GPU and never reach it.
         self._keep = not cuda and cfg.max_respawns > 0
         self._own: Receiver | None = None
         self._workers, self._attached = cfg.tensor_parallel, tuple[str, ...]()
@@ -130,9 +128,8 @@ class VllmEngine(StreamingEngine, WeightTarget):
         return ", ".join(stage if count == 1 else f"{count} x {stage}" for stage, count in stages.items())
 
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
-        """Sample a turn; if the replica dies meanwhile, sample it again on another one, from the same ids. While weights
-        arrive, the request waits for them: an episode whose tool answers at that moment has done nothing wrong. Raises
-        EngineError if the replica dies after tokens were told: they cannot be taken back."""
+        """Sample a turn; if the replica dies, sample it again on another one from the same ids. Requests wait while weights
+        arrive. Raises EngineError if the replica dies after tokens were passed on, since they cannot be taken back."""
         begun = False
 
         def tell(fresh: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -165,7 +162,7 @@ class VllmEngine(StreamingEngine, WeightTarget):
                 raise
             finally:
                 self._replicas.end_request(request_id, answer)
-                # The episode may have begun its next request, which must not lose its progress to the end of the old one.
+                # The episode may already have a newer request, whose id must stay.
                 if self._under_way.get(request_key) == request_id:
                     del self._under_way[request_key]
 
@@ -173,7 +170,7 @@ class VllmEngine(StreamingEngine, WeightTarget):
         return self._words.refusal(sampling)
 
     def progress(self, request_key: str) -> int | None:
-        """Up to half a second old."""
+        """Return the progress of a request, up to half a second old."""
         request_id = self._under_way.get(request_key)
         return None if request_id is None else self._replicas.pace(request_id)
 
@@ -188,8 +185,8 @@ class VllmEngine(StreamingEngine, WeightTarget):
             await self._replicas.all("resume")
 
     async def sleep(self) -> None:
-        """Replicas whose weights are published whole discard them (vLLM's level 2); those that get adapters only keep a copy in
-        host memory (level 1)."""
+        """Free the GPUs' memory. Fully published weights are discarded (vLLM's level 2); with adapters, the base weights are kept
+        in host memory (level 1)."""
         if not self._sleeps:
             raise EngineError("the engine was started without a memory that can be freed (sleeps)")
         async with self._update_lock:
@@ -211,7 +208,7 @@ class VllmEngine(StreamingEngine, WeightTarget):
     def seats(
         self, workers: int, recipe: Callable[[EngineConnection | None], WorkerRecipe], host: Callable[[], str]
     ) -> Seats | None:
-        """The replicas, if there is one for each worker."""
+        """Return the replicas as places for workers, if there are as many of both."""
         if workers != self._count:
             return None
         return ReplicaSeats(self._replicas, lambda: recipe(InReplica(self._running().vocab)), host)
@@ -228,15 +225,15 @@ class VllmEngine(StreamingEngine, WeightTarget):
         async with self._update_lock:
             self._attached = ()
             members, alive = self.members(), self._replicas.alive()
-            # All concurrently: joining a group blocks until every other member has joined.
+            # Concurrently, since joining a group blocks until every member has joined.
             workers = [self._replicas.ask(replica, "attach", offer, at * self._workers) for at, replica in enumerate(alive)]
             own = in_thread("weights", open_receiver, offer, len(members) - 1) if self._keep else asyncio.sleep(0)
             receiver, *answers = await asyncio.gather(own, *workers, return_exceptions=True)
             if self._own is not None:
                 self._own.close()
-            # Kept before the answers are checked, so that `close` frees it even if another process failed.
+            # Stored before the answers are checked, so that `close` frees it even if another process failed.
             self._own = receiver if isinstance(receiver, Receiver) else None
-            # One that died counts before any other error.
+            # A death takes precedence over other errors.
             if any(isinstance(answer, ReplicaDeadError) for answer in answers):
                 raise MembersChangedError("a replica of the vLLM engine died while a route for weights was attached")
             for answer in (receiver, *answers):
@@ -254,7 +251,7 @@ class VllmEngine(StreamingEngine, WeightTarget):
             try:
                 await self._update(version, buckets)
             finally:
-                self._weights_whole.set()  # after a failure too: `_check` then refuses the waiting requests by `_unfit`
+                self._weights_whole.set()  # after a failure too: `stream` then fails the waiting requests by `_unfit`
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
         if self._lora_rank is None:
@@ -264,10 +261,10 @@ class VllmEngine(StreamingEngine, WeightTarget):
             self._adapter, self._version = adapter, version
 
     async def _update(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
-        """Load all buckets while nothing is sampled; keep what a later replica would need."""
+        """Load all buckets while sampling is paused; keep copies for later replicas."""
         expected = self._running()
         self._unfit = f"weights version {version} were only partly published"
-        self._newest = []  # dropped before the new copies arrive: two sets of weights may not fit in the object store
+        self._newest = []  # dropped first, since two sets of weights may not fit in the object store
         arrivals = Arrivals(expected)
         kept: list[Kept] = []
         complete = False
@@ -279,11 +276,11 @@ class VllmEngine(StreamingEngine, WeightTarget):
             async for bucket in buckets:
                 for entry in bucket.entries:
                     arrivals.check(entry.name, entry.shape)
-                # On a CPU, vLLM packs its own copy of a tied output head: without its name in the update, it would keep the
-                # old weights.
+                # On a CPU, vLLM packs a separate copy of a tied output head; it would keep the old weights unless the update
+                # names it.
                 whole = bucket.with_aliases(expected.tied)
                 loading = self._replicas.all("receive", whole)
-                # Both at once: a collective broadcast ends only when the driver has received its copy too.
+                # Concurrently: a collective broadcast ends only when the driver has received its copy too.
                 copied: list[Kept]
                 copied, _ = await asyncio.gather(in_thread("weights", self._copy, whole), loading)
                 kept += copied
@@ -300,7 +297,7 @@ class VllmEngine(StreamingEngine, WeightTarget):
         self._replicas.note_weights()
 
     def _copy(self, bucket: Bucket) -> list[Kept]:
-        """The driver's copy of a bucket, if it keeps weights."""
+        """Return the driver's copy of a bucket; empty if it keeps no weights."""
         if self._own is None:
             return []
         data = torch.empty(bucket.nbytes, dtype=torch.uint8)
@@ -309,10 +306,10 @@ class VllmEngine(StreamingEngine, WeightTarget):
         return [(bucket, ray.put(data.numpy()))]
 
     async def _catch_up(self, replica: Replica) -> None:
-        """Give a new replica the current weights, then let it take requests; if they were not kept, after the next publish."""
+        """Give a new replica the current weights and let it join; without a kept copy it waits for the next publish."""
         async with self._update_lock:
             await self._replicas.control(replica, "pause")
-            if self._asleep:  # its weights come with the next publish, as those of the others
+            if self._asleep:  # like the others, it gets weights with the next publish
                 await self._replicas.control(replica, "sleep", self._sleep_level)
                 if "weights" not in self._asleep:
                     await self._replicas.control(replica, "wake", TAGS["weights"])
@@ -332,8 +329,8 @@ class VllmEngine(StreamingEngine, WeightTarget):
         await self._replicas.all("abort", request_key)
 
     async def stats(self) -> EngineStats:
-        """Summed over all replicas, including dead ones (their last counters, nothing running); `extra` counts those that are
-        alive and those that were replaced."""
+        """Return counters summed over all replicas, including the last ones of dead replicas. `extra`: number of live and of
+        replaced replicas."""
         alive = self._replicas.alive()
         asked = [self._replicas.control(replica, "stats") for replica in alive]
         for replica, answer in zip(alive, await asyncio.gather(*asked, return_exceptions=True), strict=True):

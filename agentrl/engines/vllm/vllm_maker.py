@@ -1,4 +1,4 @@
-"""The maker of the vLLM engine: its settings, its processes, and the size of its KV cache; loads neither vLLM nor Ray."""
+"""Maker of the vLLM engine: settings, processes, and KV-cache size; imports neither vLLM nor Ray."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from agentrl.utils.errors import ConfigError, DependencyError
 # Size of the KV cache
 
 CPU_MIB = 4096
-"""The most that a replica on a CPU gets if `vllm.kv_cache_mib` does not say, unless one sequence needs more."""
+"""Largest default KV cache of a rank on a CPU, in MiB, unless one sequence needs more."""
 CPU_SEQUENCES = 64
-"""Full sequences that this is meant to hold, if `vllm.args.max_num_seqs` does not say."""
+"""Default number of full sequences that the cache should hold (`vllm.args.max_num_seqs`)."""
 BLOCK = 32
-"""Tokens by which a sequence's share is rounded up at most (vLLM's blocks; see options.py)."""
+"""Tokens per block of vLLM's cache, by which sequences are rounded up (see options.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """A model's cached state per token: `layers` x `heads` x `size` keys, and as many values. `positions`: the longest
-    sequence; `queries`: attention heads."""
+    """Cache size of a model per token: `layers` x `heads` x `size` keys, and as many values. `positions`: longest sequence;
+    `queries`: number of attention heads."""
 
     layers: int
     heads: int
@@ -49,10 +49,10 @@ class CacheShape:
 
     @classmethod
     def of(cls, model: ModelConfig) -> CacheShape | None:
-        """Of the model that a config names; None if that does not say, or cannot be read (which the tokenizer's check refuses).
+        """Read the shape from the model's config; None if it is unknown or unreadable (the tokenizer's check reports that).
 
-        Layers without a cache that grows with the sequence (sliding windows, linear attention) are left out, so it is
-        never too much; latent attention, whose cache has another form, is not known.
+        Layers whose cache does not grow with the sequence (sliding windows, linear attention) are left out, so the shape is
+        never too large; latent attention has another form of cache and is unknown.
         """
         if model.init is not None:
             return cls(model.init.layers, model.init.kv_heads, model.init.head_dim, model.init.context, model.init.heads)
@@ -71,21 +71,21 @@ class CacheShape:
         return cls(*found) if known else None
 
     def token_bytes(self, vllm: VllmConfig, dtype: str) -> int:
-        """Bytes per token on each tensor-parallel rank; `vllm.args.kv_cache_dtype` may halve or quarter the numbers."""
+        """Return the bytes per token on each tensor-parallel rank; an fp8 `vllm.args.kv_cache_dtype` takes 1 byte per number."""
         size = 1 if str(vllm.args.get("kv_cache_dtype", "auto")).startswith("fp8") else 4 if dtype == "float32" else 2
-        # Rounded up: with fewer heads than ranks, each rank keeps a whole one.
+        # Rounded up: with fewer heads than ranks, each rank keeps a whole head.
         return 2 * self.layers * math.ceil(self.heads / vllm.tensor_parallel) * self.size * size
 
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Attention head sizes that the CPU build of vLLM has kernels for; with any other it crashes at the first request."""
+"""Attention head sizes supported by vLLM's CPU kernels; it crashes at the first request with any other."""
 FRACTION = 0.92
-"""Of a card's memory that vLLM takes for weights and KV cache by default."""
+"""Default share of a GPU's memory that vLLM takes for weights and KV cache."""
 
 
 @ENGINES.register("vllm", needs={"ray"}, traits={"sleeps", "keeps", "judges", "experts", "vision"})
 class VllmMaker(EngineMaker):
-    """Replicas in Ray actors, as the section `vllm` says. Preferred if it is installed and there are GPUs for it."""
+    """vLLM replicas in Ray actors, configured by [vllm]; preferred if vLLM is installed and GPUs are available."""
 
     @classmethod
     def engine(cls) -> type[Engine]:
@@ -125,7 +125,7 @@ class VllmMaker(EngineMaker):
         if (modality := config_modality(model, family)) is not None:
             modality.check_vllm(vllm)
         shape = CacheShape.of(model)
-        # Without such layers a token takes nothing, and any size will do.
+        # Without cached layers a token takes no memory, and any size suffices.
         if vllm.kv_cache_mib is not None and shape is not None and shape.layers:
             length, each = min(vllm.max_model_len, shape.positions), shape.token_bytes(vllm, dtype)
             if (held := (vllm.kv_cache_mib << 20) // each) < length:  # vLLM needs room for one sequence to start
@@ -142,11 +142,11 @@ class VllmMaker(EngineMaker):
         engine_options(vllm.model_copy(update=sizes), cuda=cuda, dtype=dtype, lora_rank=self._adapter_rank(model))
 
     def _adapter_rank(self, model: ModelConfig) -> int | None:
-        """The rank of the adapters that the engine gets separately from its weights; None if they are merged."""
+        """Return the rank of adapters that are published separately; None if they are merged."""
         return model.lora.rank if model.lora is not None and self.config.weights.lora == "adapter" else None
 
     def processes(self) -> Processes:
-        """Host memory: a driver-side process and one per rank; on a CPU also each rank's KV cache, which a GPU has itself."""
+        """Return the processes. Their host memory: one process per replica and one per rank; on a CPU also each rank's cache."""
         vllm, cuda = self.config.vllm, self.cuda()
         cache = 0 if cuda else self._cpu_mib()
         return Processes(
@@ -160,7 +160,7 @@ class VllmMaker(EngineMaker):
         )
 
     def _cpu_mib(self) -> int:
-        """MiB of KV cache of each rank on a CPU: as many full sequences as run at once, at most CPU_MIB but at least one."""
+        """Return the MiB of KV cache per rank on a CPU: for all concurrent full sequences, at most CPU_MIB, at least one."""
         model, vllm = self.config.model, self.config.vllm
         if vllm.kv_cache_mib is not None:
             return vllm.kv_cache_mib

@@ -1,8 +1,7 @@
-"""Runs inside vLLM's worker processes: loads published weights into the live model.
+"""Runs in vLLM's worker processes: loads published weights into the live model.
 
-vLLM adds `WeightReceiver` to its worker class (`worker_extension_cls`) and calls the methods through
-`collective_rpc`, with buckets and offers pickled. No scheduler step may fall between `begin` and `end`: the engine is
-paused meanwhile."""
+vLLM adds `WeightReceiver` to its worker class (`worker_extension_cls`) and calls its methods through `collective_rpc`, with
+buckets and offers pickled. The engine is paused from `begin` to `end`, since no scheduler step may fall between them."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from agentrl.utils.errors import ConfigError
 
 
 class WeightReceiver:
-    """Mixed into vLLM's worker."""
+    """Mixin for vLLM's worker that receives weights."""
 
     vllm_config: Any
     model_config: Any
@@ -36,37 +35,36 @@ class WeightReceiver:
         return model
 
     def agentrl_begin(self) -> None:
-        """Prepare every layer for new weights; what an earlier, failed update left behind is dropped."""
+        """Prepare every layer for new weights and drop the remains of a failed update."""
         with set_current_vllm_config(self.vllm_config):
             model = self._model()
             finalize_layerwise_reload(model, self.model_config)
-            # Kernels for CPUs read the experts' weights in a layout of their own, into which vLLM 0.32 brings them when it makes
-            # the kernel, and not when they are loaded again: new weights would be read as if they were packed, without an error.
-            # So the kernel is made again. On a GPU the kernels take the weights as they are, and stay, since CUDA graphs hold
-            # them.
+            # CPU kernels read the experts' weights in a packed layout. vLLM 0.32 packs them when it makes the kernel, but not
+            # on a reload: new weights would be read as if packed, without an error. So the kernel is made again. GPU kernels
+            # take the weights unpacked, and must stay, since CUDA graphs refer to them.
             for layer in model.modules():
                 method: Any = getattr(layer, "quant_method", None)
                 if getattr(method, "moe_kernel", None) is not None and next(layer.parameters()).device.type == "cpu":
                     method.agentrl_kernel, method.moe_kernel = method.moe_kernel, None
-            # vLLM repacks a layer once it is loaded (kernel layouts, quantization); this restores the layout that files have,
-            # without which new weights land wrong or only in part.
+            # vLLM repacks a loaded layer (kernel layouts, quantization); this restores the layout of the files, without which
+            # new weights would be misplaced or incomplete.
             initialize_layerwise_reload(model)
 
     def agentrl_load(self, path: str, plain: bytes) -> None:
-        """Load one bucket whose bytes are the file `path`. The tensors keep the mapping alive until the last layer that
-        holds one of them is complete, so the file may be deleted immediately."""
+        """Load a bucket whose bytes are the file `path`. The file may be deleted immediately: the tensors keep its mapping alive
+        until the last layer that uses one is complete."""
         bucket: Bucket = pickle.loads(plain)
         tensors = bucket.cut(torch.from_file(path, shared=True, size=bucket.nbytes, dtype=torch.uint8))
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(tensors)
 
     def agentrl_attach(self, plain: bytes, base: int) -> str:
-        """Open this worker's receiver of a route, with index `base` + rank. Returns why that is impossible, or ""."""
+        """Open this worker's receiver of a route, with index `base` + rank. Returns the reason if it is impossible, or ""."""
         offer: Offer = pickle.loads(plain)
         try:
             receiver = open_end(offer, base + self.rank, self.vllm_config, self.device, self._model())
         except ConfigError as problem:
-            # Returned, not raised: vLLM's call across processes keeps the text of an exception, not its class.
+            # Returned, not raised: vLLM's calls across processes keep the text of an exception, not its class.
             return str(problem)
         if self.agentrl_receiver is not None:
             self.agentrl_receiver.close()
@@ -74,7 +72,7 @@ class WeightReceiver:
         return ""
 
     def agentrl_receive(self, plain: bytes) -> None:
-        """Load one bucket that came over the attached route."""
+        """Load a bucket that arrives over the attached route."""
         if self.agentrl_receiver is None:
             raise RuntimeError("no route for weights is attached")
         bucket: Bucket = pickle.loads(plain)
@@ -84,26 +82,25 @@ class WeightReceiver:
             else:
                 model = self.model_runner.get_model()
                 model.load_weights(self.agentrl_receiver.receive(bucket))
-                # Copied is what vLLM holds on to, the tensors of layers that are not complete yet: the bucket's memory is about
-                # to be reused.
+                # Copy the tensors that vLLM still refers to, those of incomplete layers, since the bucket's memory is about to
+                # be reused.
                 for layer in model.modules():
                     for _, bound in get_layerwise_info(layer).loaded_weights:
                         for name, value in bound.arguments.items():
                             if isinstance(value, torch.Tensor) and name != "param":
                                 bound.arguments[name] = value.clone()
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the trainer fills the bucket's memory again once this is answered
+            torch.cuda.synchronize()  # the trainer overwrites the bucket's memory once this call returns
 
     def agentrl_end(self) -> list[str]:
-        """Finish the layers that wait for the end (attention scales, padded weights). Returns layers that have parameters and
-        took none of the new weights: loaders that write to a parameter by themselves, and not by its `weight_loader` (gpt-oss:
-        experts and sinks), write to nothing in a reload, without an error."""
+        """Finish the layers that wait for the end (attention scales, padded weights). Returns the layers with parameters that got
+        no new weights: a loader that bypasses a parameter's `weight_loader` (gpt-oss: experts and sinks) silently loads nothing
+        in a reload."""
         model, left, taken = self.model_runner.get_model(), dict[str, set[int]](), set[int]()
         with set_current_vllm_config(self.vllm_config):
             for name, layer in model.named_modules():
                 info = get_layerwise_info(layer)
-                # While a layer waits for weights its own parameters have no memory; those that it had, and will have, are in
-                # `info`.
+                # While a layer waits for weights its parameters have no memory; `info` holds the real ones.
                 held = info.kernel_tensors[0].values() if info.can_load() else layer.parameters(recurse=False)
                 memory = {parameter.data_ptr() for parameter in held}
                 if info.can_load() and not info.load_numel and memory:
@@ -111,9 +108,9 @@ class WeightReceiver:
                 else:
                     taken |= memory
             finalize_layerwise_reload(model, self.model_config)
-        # Layers whose weights did not come, as in an update that failed, have the old ones, and their kernel.
+        # Layers without new weights, as after a failed update, keep the old weights and get their old kernel back.
         for layer in model.modules():
             method: Any = getattr(layer, "quant_method", None)
             if getattr(method, "agentrl_kernel", None) is not None:
                 method.moe_kernel, method.agentrl_kernel = method.moe_kernel or method.agentrl_kernel, None
-        return [name for name, memory in left.items() if memory - taken]  # tied weights come once, for one of their layers
+        return [name for name, memory in left.items() if memory - taken]  # tied weights are sent for one of their layers only
