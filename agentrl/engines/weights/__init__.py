@@ -1,1 +1,1 @@
-"""Transport of weights from the trainer's ranks to the engine's processes, a bounded bucket at a time."""
+"""Weight transfer from the trainer's ranks to the engine's processes, in buckets of bounded size."""

@@ -1,4 +1,4 @@
-"""Routes between GPUs: `ipc` (memory of the same GPU), `nccl` (a broadcast in a group of vLLM's)."""
+"""GPU routes: `ipc` (memory of the same GPU) and `nccl` (a broadcast in a process group of vLLM)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from agentrl.utils.errors import ConfigError
 
 
 def gather_objects(mine: Any) -> list[Any]:
-    """Parts of all ranks, in their order; a collective."""
+    """Gather an object from every rank, in rank order; a collective."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     found: list[Any] = [None] * dist.get_world_size()
@@ -43,17 +43,17 @@ def gather_objects(mine: Any) -> list[Any]:
 
 
 DEVICE_AT = 6
-"""The place of the device's number among what `reduce_tensor` gives, which is another one in each process."""
+"""Index of the device number in `reduce_tensor`'s arguments; the number differs between processes."""
 Handle = tuple[Any, ...]
 
 
 def gpu_bytes(count: int, device: int) -> Tensor:
-    """Memory of the GPU with that number, uint8 [count]."""
+    """Allocate uint8 [count] on a GPU."""
     return torch.empty(count, dtype=torch.uint8, device=f"cuda:{device}")
 
 
 class IpcSender(Sender):
-    """One on every rank."""
+    """Slots in GPU memory, on every rank."""
 
     align = PACKED
     every_rank: ClassVar[bool] = True
@@ -71,7 +71,7 @@ class IpcSender(Sender):
             handles = [reduce_tensor(slot)[1] for slot in self.slots]  # type: ignore[no-untyped-call]
             gpu = torch.cuda.get_device_properties(device).uuid  # the same in every process
             mine = f"{gpu} {token.hex()} {base64.b64encode(pickle.dumps(handles)).decode()}"
-        except RuntimeError as failure:  # told to the other ranks too, which wait in the call below
+        except RuntimeError as failure:  # reported to the other ranks too, which wait in `gather_objects`
             problem = f"no memory of the trainer's GPU can be shared: {failure}"
         found = gather_objects((mine, problem))
         if reasons := [each for _, each in found if each]:
@@ -80,7 +80,7 @@ class IpcSender(Sender):
         return Offer("ipc", self.slot_bytes, self.receivers, tuple(each for each, _ in found if each is not None))
 
     def ship(self, bucket: Bucket) -> Bucket:
-        torch.cuda.current_stream().synchronize()  # the other process does not see this one's queue
+        torch.cuda.current_stream().synchronize()  # the receiver does not wait for this process's stream
         return bucket
 
     def close(self) -> None:
@@ -90,8 +90,8 @@ class IpcSender(Sender):
 
 
 def own_handles(offer: Offer) -> tuple[int, str, str, list[Handle]]:
-    """This process's GPU, by its number and its UUID, and the trainer's token and slots there. Raises ConfigError without a GPU,
-    and if no rank of the trainer is on it."""
+    """Return the number and UUID of this process's GPU, and the trainer's token and slot handles there. Raises ConfigError
+    without a GPU, or if no rank of the trainer is on it."""
     if not torch.cuda.is_available():
         raise ConfigError("weights.route = ipc: the engine has no GPU")
     device = torch.cuda.current_device()
@@ -118,7 +118,7 @@ class IpcReceiver(Receiver):
 
 @ROUTES.register("ipc", traits={"cuda", "own_gpus"})
 class IpcRoute(Route):
-    """Buckets in memory of a GPU that trainer and engine are on."""
+    """Buckets in the memory of a GPU that trainer and engine share."""
 
     cost = 1.3
     receiver = IpcReceiver
@@ -130,11 +130,11 @@ class IpcRoute(Route):
 # Route `nccl`
 
 JOIN_S = 120.0
-"""Seconds in which all processes of the engine must have joined the group."""
+"""Seconds for all processes of the engine to join the group."""
 
 
 class NcclSender(Sender):
-    """`host`: the address at which the engine's machines reach this one."""
+    """Broadcasts slots in an NCCL group. `host`: this machine's address as seen by the engine's machines."""
 
     align = PACKED
 
@@ -160,7 +160,7 @@ class NcclSender(Sender):
         device = torch.cuda.current_device()
         self.slots = [gpu_bytes(self.slot_bytes, device) for _ in range(SLOTS)]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Joining waits for all the others, and they learn of the group only after `open` has returned: hence a thread.
+        # In a thread: joining blocks until all others join, and they learn of the group only after `open` returns.
         self._pool = ThreadPoolExecutor(1, "weights-nccl")
         self._joining = self._pool.submit(_join_nccl, self._host, port, self.receivers + 1, device)
         return Offer("nccl", self.slot_bytes, self.receivers, (self._host, str(port)))
@@ -171,28 +171,28 @@ class NcclSender(Sender):
             self._group = self._joining.result(JOIN_S)
         except TimeoutError as problem:
             raise ConfigError(f"weights.route = nccl: the engine did not join within {JOIN_S:g} s") from problem
-        except Exception as problem:  # NCCL's own errors have no common type, and go on with a C++ stack
+        except Exception as problem:  # NCCL's errors have no common class, and end with a C++ stack
             brief = next(iter(str(problem).splitlines()), type(problem).__name__)
             raise ConfigError(f"weights.route = nccl: the engine did not join: {brief}") from problem
 
     def ship(self, bucket: Bucket) -> Bucket:
-        self._stream.wait_stream(torch.cuda.current_stream())  # that fills the slot
+        self._stream.wait_stream(torch.cuda.current_stream())  # which fills the slot
         self._group.broadcast(self.slots[bucket.slot][: bucket.nbytes], src=0, stream=self._stream)
         return bucket
 
     def close(self) -> None:
         if self._group is not None:
-            self._group.destroy()  # aborts a broadcast that waits for a process that is gone
+            self._group.destroy()  # aborts a broadcast that waits for a dead process
         self._group = self._stream = None
         if self._pool is not None:
-            # Not awaited: a thread that still waits for others to join would hold up the end of the run.
+            # Not awaited: a thread that still waits for others to join would delay the end of the run.
             self._pool.shutdown(wait=False)
             self._pool = None
         super().close()
 
 
 class NcclReceiver(Receiver):
-    """The end in a process other than vLLM's: it has none."""
+    """Receiver for engines other than vLLM, which cannot join; vLLM's processes use `NcclTransfer`."""
 
     def open(self) -> None:
         raise ConfigError("weights.route = nccl: only the processes of a vLLM engine on GPUs join its group")
@@ -207,7 +207,7 @@ def _join_nccl(host: str, port: int, world: int, device: int) -> Any:
 
 @ROUTES.register("nccl", traits={"cuda", "other_gpus"})
 class NcclRoute(Route):
-    """Broadcasts from GPU to GPU, in a group of vLLM's."""
+    """Broadcasts from GPU to GPU, in a process group of vLLM."""
 
     cost = 1.6
     receiver = NcclReceiver

@@ -34,19 +34,21 @@ from agentrl.utils.errors import ConfigError, EngineError
 
 _numbers = itertools.count()
 _open: weakref.WeakValueDictionary[str, MemorySender] = weakref.WeakValueDictionary()
-"""The senders of this process. Another process has none of them, so it cannot take a copy for their slots."""
+"""Key -> sender of this process; other processes find none, so they never take a copy for the sender's slots."""
 
 
 class MemorySender(Sender):
+    """Slots in this process's memory, on its GPU if it has one."""
+
     in_place = ("cpu", "cuda")
 
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         super().__init__(slot_bytes, receivers)
-        # With the host: process ids repeat across machines, and a wrong match would load another trainer's weights.
+        # With the host name: process ids repeat across machines, and a wrong match would load another trainer's weights.
         self._key = f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
 
     def open(self) -> Offer:
-        # Both ends of this process use its GPU if it has one: through host memory each byte would cross the bus twice.
+        # On the GPU if there is one: through host memory each byte would cross the bus twice.
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.slots = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         _open[self._key] = self
@@ -66,7 +68,7 @@ class MemoryReceiver(Receiver):
 
 @ROUTES.register("memory", traits={"one_process"})
 class MemoryRoute(Route):
-    """Buckets in memory of the process that trainer and engine are in."""
+    """Buckets in the memory of the process that holds trainer and engine."""
 
     cost = 1
     receiver = MemoryReceiver
@@ -83,10 +85,10 @@ FOLDER = Path("/dev/shm")
 
 
 class SharedSender(Sender):
-    """Files in `/dev/shm`, which are mapped by both ends and then removed from there."""
+    """Files in `/dev/shm` that both ends map; they are then unlinked."""
 
     _files: tuple[Path, ...] = ()
-    """Until both ends have mapped them."""
+    """Files not yet unlinked."""
 
     def open(self) -> Offer:
         if not FOLDER.is_dir():
@@ -96,7 +98,7 @@ class SharedSender(Sender):
             descriptor, name = tempfile.mkstemp(prefix="agentrl-weights-", dir=FOLDER)
             self._files += (Path(name),)
             try:
-                # If there is too little memory, this fails now with an error; without it, a later write would raise SIGBUS.
+                # With too little memory this fails now with an error; otherwise a later write would raise SIGBUS.
                 os.posix_fallocate(descriptor, 0, self.slot_bytes)
             except OSError as problem:
                 self.close()
@@ -128,8 +130,8 @@ class SharedReceiver(Receiver):
     def open(self) -> None:
         token, *files = self.offer.where[: 1 + SLOTS]
         for name in files:
-            # A file of this name that was made on another machine does not hold the token.
-            # Before mapping, which would create a missing file and lengthen a short one.
+            # Checked before mapping, which would create a missing file and lengthen a short one. The token detects a file of
+            # the same name from another machine.
             if not Path(name).is_file() or Path(name).stat().st_size != self.offer.slot_bytes:
                 raise ConfigError("weights.route = shared: the engine and the trainer do not share memory (two machines?)")
             slot = torch.from_file(name, shared=True, size=self.offer.slot_bytes, dtype=torch.uint8)
@@ -144,8 +146,8 @@ class SharedReceiver(Receiver):
 
 
 def pin(slot: Tensor) -> None:
-    """Register the memory with CUDA, if this process has a GPU: copies between the two then need no buffer in between. A refusal
-    (a limit on locked memory, say) costs speed alone."""
+    """Register a slot as pinned memory with CUDA, if this process has a GPU, for direct copies. A failure (such as a limit on
+    locked memory) only costs speed."""
     if torch.cuda.is_available():
         error = torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.numel(), 0)  # type: ignore[no-untyped-call]
         if int(error):
@@ -153,7 +155,7 @@ def pin(slot: Tensor) -> None:
 
 
 def unpin(slot: Tensor) -> None:
-    """Undo `pin`, which must be done before the memory is unmapped."""
+    """Undo `pin`; required before the memory is unmapped."""
     if torch.cuda.is_available():
         torch.cuda.cudart().cudaHostUnregister(slot.data_ptr())  # type: ignore[no-untyped-call]
 
@@ -173,13 +175,13 @@ class SharedRoute(Route):
 
 TOKEN = "token"
 HEAD = 64
-"""Bytes before a bucket's own, a multiple of what its tensors are aligned to: its number, as text."""
+"""Bytes of a file's header, the bucket's number as text; a multiple of the tensors' alignment."""
 STALE_S = 60.0
-"""Time for which a receiver looks again if a file does not have the announced bucket."""
+"""Seconds for which a receiver retries if a file does not hold the announced bucket."""
 
 
 class DiskSender(Sender):
-    """`parent`: the shared folder, in which the sender creates a folder of its own."""
+    """Files in a new subfolder of the shared folder `parent`."""
 
     in_place = ("cpu",)
 
@@ -196,7 +198,7 @@ class DiskSender(Sender):
             (self._folder / TOKEN).write_text(token)
         except OSError as problem:
             raise ConfigError(f"weights.route = disk: cannot write to weights.folder {self._parent}: {problem}") from problem
-        # One buffer serves both slots: it is free as soon as the slot's file is written.
+        # One buffer serves both slots, since it is free once the slot's file is written.
         self.slots = [torch.empty(self.slot_bytes, dtype=torch.uint8)] * SLOTS
         return Offer("disk", self.slot_bytes, self.receivers, (str(self._folder), token))
 
@@ -204,10 +206,10 @@ class DiskSender(Sender):
         assert self._folder is not None
         self._number += 1
         path = self._folder / f"bucket{bucket.slot}"
-        # Not truncated, see the module. Closing makes a network file system send what it holds back.
+        # Not truncated, since receivers map the file. Closing makes a network file system flush its cache.
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb", buffering=0) as file:
             file.write(_head(self._number))
-            # In order: tensors that were lent from where they are, all else from the buffer.
+            # In order: lent tensors from their own memory, the others from the buffer.
             buffer, at, parts = self.slots[bucket.slot].numpy().data, 0, list[memoryview]()
             for entry in bucket.entries:
                 if entry.lent is not None:
@@ -234,7 +236,7 @@ class DiskReceiver(Receiver):
     def open(self) -> None:
         folder, token = self.offer.where
         note = Path(folder) / TOKEN
-        # The token proves that it is the same folder, not one of the same path on another machine.
+        # The token detects another folder of the same path on another machine.
         if not note.is_file() or note.read_text() != token:
             raise ConfigError(
                 f"weights.route = disk: the engine does not see the trainer's folder {folder}; "
@@ -242,14 +244,14 @@ class DiskReceiver(Receiver):
             )
 
     def receive(self, bucket: Bucket) -> list[Named]:
-        """Raises EngineError if the file goes on to have another bucket."""
+        """Map the tensors of a bucket. Raises EngineError if the file does not hold the bucket within STALE_S."""
         path, _, number = bucket.file.rpartition(":")
         size, until = HEAD + bucket.nbytes, time.monotonic() + STALE_S
         while True:
-            # Opened again for each bucket: only then does a network file system ask for what other machines wrote.
+            # Reopened for each bucket, since only then does a network file system fetch writes of other machines.
             with Path(path).open("rb") as file:
                 if file.read(HEAD) == _head(int(number)) and os.fstat(file.fileno()).st_size >= size:
-                    # Mapped: read where the system keeps the file in memory.
+                    # Mapped, to read directly from the page cache.
                     return bucket.cut(torch.from_file(path, shared=False, size=size, dtype=torch.uint8)[HEAD:])
             if time.monotonic() > until:
                 raise EngineError(
@@ -260,7 +262,7 @@ class DiskReceiver(Receiver):
 
 @ROUTES.register("disk")
 class DiskRoute(Route):
-    """Buckets in files of a folder that all machines see."""
+    """Buckets in files of a folder shared by all machines."""
 
     cost = 4
     receiver = DiskReceiver

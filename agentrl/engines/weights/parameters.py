@@ -1,4 +1,4 @@
-"""Parameters of a publish: names and shapes of a model folder, conversions between checkpoint and model, low-rank adapters."""
+"""Parameters of a publish: names and shapes, conversions between checkpoint and model, LoRA adapters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from agentrl.engines.weights.base import Adapter
 from agentrl.render.modality import auto_class
 from agentrl.utils.errors import EngineError, ModelError
 
-# Conversions by transformers' tables
+# Conversions, from transformers' tables
 
 
 @dataclass(slots=True)
 class Conversion:
-    """Recipe for a tensor, or for several that come from the same ones. `name` is that of the (first) result; `sources` are the
-    names of its inputs, in order, by the pattern that they match. Without a converter it is one tensor, renamed."""
+    """Recipe for one tensor, or for several from the same inputs. `name`: name of the (first) result; `sources`: pattern -> names
+    of the inputs that match it, in order. Without a converter, one tensor is renamed."""
 
     name: str
     converter: Any = None
@@ -34,11 +34,11 @@ class Conversion:
         return [name for group in self.sources.values() for name in group]
 
     def make(self, read: Callable[[str], Tensor], model: Any) -> dict[str, Tensor]:
-        """The results by name; `read` returns a source. `model`: the transformers model, for its config and shapes."""
+        """Convert. Returns the results by name. `read` returns a source; `model`: transformers model, for config and shapes."""
         if self.converter is None:
             [[source]] = self.sources.values()
             return {self.name: read(source)}
-        # `add_tensor` collects in the converter itself, which the conversions of all layers share.
+        # A copy, since `add_tensor` changes the converter, which the conversions of all layers share.
         converter = deepcopy(self.converter)
         for pattern, group in self.sources.items():
             for source in group:
@@ -48,9 +48,9 @@ class Conversion:
         return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
 
     def rows(self, start: int, stop: int) -> Conversion | None:
-        """The conversion of rows [start, stop) alone, or None if those cannot be made from some of the sources alone.
+        """Return the conversion of rows [start, stop), or None if they need all sources.
 
-        Possible if the sources are stacked, one per row (experts), and nothing else is done along the rows.
+        Possible if the sources are stacked, one per row (experts), and no other operation works along the rows.
         """
         from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
@@ -67,9 +67,9 @@ class Conversion:
 
 
 def loading_conversions(model: Any, wanted: dict[str, Any], stored: Iterable[str]) -> tuple[list[Conversion], list[str]]:
-    """Recipes for a model's tensors from stored ones; and names of stored ones that the model has no place for.
+    """Return recipes for a model's tensors from stored ones, and the stored names without a place in the model.
 
-    `wanted`: the names of the model's tensors, as they are before adapters wrap its modules.
+    `wanted`: the model's tensors by name, as before adapters wrap its modules.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -80,9 +80,9 @@ def loading_conversions(model: Any, wanted: dict[str, Any], stored: Iterable[str
     prefix = model.base_model_prefix
     conversions: dict[str, Conversion] = {}
     unknown = []
-    for key in sorted(stored, key=dot_natural_key):  # as transformers orders them, so that expert 2 is before expert 10
+    for key in sorted(stored, key=dot_natural_key):  # transformers' order: expert 2 before expert 10
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-        if name not in wanted and key in wanted:  # a rule for an older name matched one that is right as it is
+        if name not in wanted and key in wanted:  # a rule for an older name matched a current one
             name, pattern = rename_source_key(key, [], [], prefix, wanted)
         if name in wanted:
             _add(conversions, name, key, pattern, converters)
@@ -92,7 +92,7 @@ def loading_conversions(model: Any, wanted: dict[str, Any], stored: Iterable[str
 
 
 def saving_conversions(model: Any, held: Iterable[str]) -> list[Conversion]:
-    """Recipes for the tensors of a checkpoint, as transformers saves them, from those that a model holds."""
+    """Return recipes for a checkpoint's tensors, as transformers saves them, from a model's tensors."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         PrefixChange,
@@ -103,9 +103,9 @@ def saving_conversions(model: Any, held: Iterable[str]) -> list[Conversion]:
     )
 
     found = get_model_conversion_mapping(model, add_legacy=False)
-    # A prefix that a checkpoint may or may not have had is not put back.
+    # Optional prefixes of checkpoints are not restored.
     kept = [transform for transform in found if not isinstance(transform, PrefixChange)]
-    # Undone from the last to the first, as they build on each other.
+    # Reversed in opposite order, since they build on each other.
     undone = [transform.reverse_transform() for transform in reversed(kept)]
     renamings = [transform for transform in undone if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in undone if isinstance(transform, WeightConverter)]
@@ -117,12 +117,12 @@ def saving_conversions(model: Any, held: Iterable[str]) -> list[Conversion]:
 
 
 class Saving:
-    """A model's tensors as checkpoints have them. `held`: those of the model by name, `expected`: those of its checkpoint; meta
-    tensors if the model is on the meta device."""
+    """Converts a model's tensors to those of its checkpoint. `held`: tensors of the model by name; `expected`: those of the
+    checkpoint; meta tensors if the model is on the meta device."""
 
     def __init__(self, model: Any) -> None:
-        """`model`: a transformers model, without adapters; its config, names and shapes count, not its weights."""
-        # A tied tensor is saved once, under the name that the others are tied to.
+        """`model`: a transformers model without adapters; only its config, names and shapes are used."""
+        # A tied tensor is saved once, under its primary name.
         self.held = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
         self._model, self._conversions = model, saving_conversions(model, self.held)
         self._of = {name: conversion for conversion in self._conversions for name in conversion.names()}
@@ -131,47 +131,47 @@ class Saving:
             self.expected.update(conversion.make(self.held.__getitem__, model))
 
     def name(self, held: str) -> str:
-        """The name that a single tensor of the model is saved under."""
+        """Return the checkpoint name of a tensor of the model."""
         [conversion] = saving_conversions(self._model, [held])
         return conversion.name
 
     def largest(self) -> int:
-        """Bytes of the largest saved tensor."""
+        """Return the bytes of the largest saved tensor."""
         return max(tensor.nbytes for tensor in self.expected.values())
 
     def tensors(self, held: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The saved tensors, as soon as the last of the model's that each is made from has come, which may be in any order and
-        is then let go. Each is valid until the next is asked for. Raises ModelError for a name that the model does not have."""
+        """Yield each saved tensor once all its inputs, in any order, have arrived; these are then released. A tensor is valid
+        until the next one is requested. Raises ModelError for a name that the model lacks."""
         waiting: dict[str, Tensor] = {}
         for name, tensor in held:
             if name not in self._of:
                 raise ModelError(f"no place in a checkpoint for weights named {name}")
             conversion = self._of[name]
-            # A copy if a conversion waits for more, because the next tensor may come in the same memory.
+            # A copy if the conversion needs further inputs, since the next tensor may use the same memory.
             waiting[name] = tensor if len(conversion.names()) == 1 else tensor.clone()
-            del tensor  # nothing is held while the next one is gathered
+            del tensor  # no reference while the next one is gathered
             if all(source in waiting for source in conversion.names()):
-                # `pop`, so that nothing is held after its conversion.
+                # `pop`, so that no input is kept after its conversion.
                 yield from conversion.make(waiting.pop, self._model).items()
 
 
 def _add(conversions: dict[str, Conversion], name: str, key: str, pattern: str | None, converters: list[Any]) -> None:
-    # Of several the last counts, as in transformers.
+    # The last matching converter wins, as in transformers.
     converter = next((c for c in reversed(converters) if pattern in c.source_patterns), None)
     conversion = conversions.setdefault(name, Conversion(name, converter))
     if conversion.converter is None:
-        conversion.sources = {key: [key]}  # of two stored tensors with one name the last counts, as in transformers
+        conversion.sources = {key: [key]}  # the last of several stored tensors wins, as in transformers
     else:
         conversion.sources.setdefault(pattern or key, []).append(key)
 
 
-# Weights of a folder, without loading them
+# Weights of a model folder, without loading them
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """`shapes` by name of a weight, tied ones once; `tied` maps each further name of a tied parameter to its
-    name in `shapes`. Weights are parameters, and the buffers that files hold (a router's bias)."""
+    """Weights of a model. `shapes`: by name, tied ones once; `tied`: further name of a tied parameter -> its name in `shapes`.
+    Weights are parameters, and buffers that files hold (a router's bias)."""
 
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
@@ -180,15 +180,14 @@ class Expected:
 
 
 COUNTED = ("default", "proportional", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "longrope", "su", "llama3")
-"""Types of rotary positions whose reach `max_position_embeddings` says."""
+"""Rotary types for which `max_position_embeddings` already includes the `factor`."""
 
 
 def positions_of(config: Any) -> int | None:
-    """The longest sequence, in tokens, that a transformers config supports (its text model, if it also takes images or sound);
-    None if it does not say.
+    """Return the longest sequence of a transformers config's text model, in tokens; None if unknown.
 
-    Rotary positions that it stretches by a `factor` reach so much further, unless its `max_position_embeddings` counts that
-    already, as it does by the methods of `COUNTED` and in Gemma3: what vLLM computes.
+    Like vLLM, multiply `max_position_embeddings` by the `factor` of the rotary positions, unless it is included already (the
+    types of `COUNTED`, and Gemma3).
     """
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
@@ -198,15 +197,15 @@ def positions_of(config: Any) -> int | None:
 
 
 def _rope_stretch(rope: dict[str, Any]) -> float:
-    """The factor by which rotary positions reach beyond `max_position_embeddings`; `rope` may hold them by kind of layer."""
+    """Return the factor by which rotary positions exceed `max_position_embeddings`; `rope` may be nested by layer type."""
     if "rope_type" not in rope:
         return max((_rope_stretch(part) for part in rope.values() if isinstance(part, dict)), default=1.0)
     return 1.0 if rope["rope_type"] in COUNTED else float(rope.get("factor") or 1.0)
 
 
 def expected_parameters(path: str, saved: bool = False, trust: bool = False) -> Expected:
-    """By the names that transformers' modules have; `saved`: by those of checkpoints. `trust`: code of the model's own may run.
-    Raises ModelError if the folder has no readable config."""
+    """Return a model folder's weights by transformers' module names, or, if `saved`, by checkpoint names. `trust`: allow the
+    model's own code to run. Raises ModelError if the folder has no readable config."""
     from transformers import AutoConfig
 
     try:
@@ -234,14 +233,14 @@ def expected_parameters(path: str, saved: bool = False, trust: bool = False) -> 
 
 @dataclass(slots=True)
 class Arrivals:
-    """Checks a publish as its tensors arrive."""
+    """Checks the tensors of a publish as they arrive."""
 
     expected: Expected
     seen: set[str] = field(default_factory=set)
 
     def check(self, name: str, shape: tuple[int, ...]) -> str:
-        """The parameter's name in `Expected.shapes`. Raises EngineError if it is unknown, was sent twice or
-        has another shape."""
+        """Return the parameter's name in `Expected.shapes`. Raises EngineError if it is unknown, sent twice or of a wrong
+        shape."""
         canonical = self.expected.tied.get(name, name)
         wanted = self.expected.shapes.get(canonical)
         if wanted is None:
@@ -254,21 +253,21 @@ class Arrivals:
         return canonical
 
     def complete(self) -> None:
-        """Raises EngineError if parameters are missing."""
+        """Raise EngineError if parameters are missing."""
         missing = sorted(self.expected.shapes.keys() - self.seen)
         if missing:
             count = f"{len(missing)} of {len(self.expected.shapes)}"
             raise EngineError(f"{count} weights were not published: {', '.join(missing[:4])}")
 
 
-# Adapters, merged
+# Merged adapters
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 
 def apply_adapter(parameters: dict[str, nn.Parameter], base: dict[str, Tensor], adapter: Adapter) -> None:
-    """W = base + alpha / rank * B A, in float32, in place. `base` keeps the adapted layers' weights without any
-    adapter; it is filled here. Raises EngineError, with nothing changed, if the adapter does not fit."""
+    """Set W = base + alpha / rank * B A in place, computed in float32. `base` is filled with the adapted layers' original
+    weights. Raises EngineError, without any change, if the adapter does not fit."""
     layers = sorted(name.removesuffix(DOWN) for name in adapter.tensors if name.endswith(DOWN))
     if not layers or len(adapter.tensors) != 2 * len(layers):
         raise EngineError("the adapter is not a set of lora_A / lora_B pairs")
@@ -281,7 +280,7 @@ def apply_adapter(parameters: dict[str, nn.Parameter], base: dict[str, Tensor], 
         if shape != target.shape:
             raise EngineError(f"adapter: {layer!r} is for a weight of shape {shape}, but it has shape {tuple(target.shape)}")
     with torch.no_grad():
-        # First undo the previous adapter: this one may leave some of its layers alone.
+        # First undo the previous adapter, which may cover other layers.
         for name, weight in base.items():
             parameters[name].copy_(weight)
         for layer in layers:
@@ -291,12 +290,11 @@ def apply_adapter(parameters: dict[str, nn.Parameter], base: dict[str, Tensor], 
             target.copy_(plain.float() + (adapter.alpha / adapter.rank) * (up @ down))
 
 
-# Adapters as a folder of peft
+# Adapter folders in peft's format
 
 
 def write_adapter(folder: Path, adapter: Adapter, base: str | None = None) -> None:
-    """Write `folder` in peft's format, for what loads adapters from disk; `base`: the model that it changes, as a folder or a
-    name on a hub."""
+    """Write an adapter to `folder` in peft's format. `base`: folder or hub name of the base model."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.tensors.items()}
     save_file(tensors, folder / "adapter_model.safetensors")
