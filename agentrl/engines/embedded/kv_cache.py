@@ -1,7 +1,6 @@
-"""The KV cache of the embedded engine, and attention over its slots.
+"""KV cache of the embedded engine, and attention over its slots.
 
-Slots for sequences, the search for a cached prefix, decode attention over a shared prompt, and the
-attention function that transformers' models call."""
+Slots, the prefix index, decode attention over a shared prompt (cascade), and the attention function for transformers' models."""
 
 from __future__ import annotations
 
@@ -23,19 +22,17 @@ from agentrl.engines.exact_attention import NOT_GIVEN, AttentionForm, NotGiven, 
 from agentrl.utils.errors import ResourceError
 from agentrl.utils.processor import usable_memory
 
-# The embedded engine's KV cache: one slot per sequence, slots of equal capacity together in one tensor.
-#
-# Sequences of one capacity class are adjacent in memory, so that a decode step attends over all of them with
-# batched matrix products on a view, without copying keys or values. A sequence that outgrows its class
-# moves to the next (twice the capacity).
+# The cache has one slot per sequence; slots of equal capacity share one tensor. So a decode step attends over all sequences of a
+# capacity with batched matrix products on a view, without copying keys or values. A sequence that outgrows its slot moves to one
+# of twice the capacity.
 
 HOST_MIB = 4096
-"""Upper limit of the cache in host memory (at most a quarter of the machine's, at least one episode's)."""
+"""Upper limit of the cache in host memory (also at most a quarter of the memory, but at least one episode)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Shape of one token's cache: of layers whose heads differ, and of keys and values, the most and the widest."""
+    """Shape of one token's cache; the maximum where layers, or keys and values, differ."""
 
     layers: int
     heads: int
@@ -50,9 +47,9 @@ class KvShape:
 
 @dataclass(eq=False, slots=True)
 class CachedSequence:
-    """Tokens and their cache: keys and values of `tokens[:computed]` are in the slot, the rest is still to be computed.
-    `blocks`: their hashes (see `PrefixIndex`); those of its first prompt are the first `first`. `experts`: if they are noted,
-    those of each computed token, [routers, k]."""
+    """Tokens and their cache slot, which holds keys and values of `tokens[:computed]`. `blocks`: hashes of the tokens' blocks
+    (see `PrefixIndex`); the first `first` belong to the first prompt. `experts`: if recorded, those of each computed
+    token, [routers, k]."""
 
     key: str
     tokens: list[int]
@@ -74,21 +71,21 @@ class Pool:
         self.free: list[int] = []
         self._allocate(0)
         self.copies = self.kv.flatten()
-        """Memory for slots that a step reads one by one, valid until its next reading."""
+        """Reused buffer for slots that a step gathers, valid until the next gather."""
         self.cascade: tuple[list[list[int]], list[int], Any] = [], [], None
-        """Of the last decode step: its rows' tokens, their slots, and how they share their prompts (a Cascade or None)."""
+        """Last decode step's token lists, their slots, and the plan for their shared prompts (a Cascade or None)."""
 
     def grow(self, budget_bytes: int) -> bool:
-        """Ensure a free slot: double the slots, or add as many as the budget allows. False if it allows none."""
+        """Ensure a free slot by doubling the slots as far as the budget allows. Returns False if it allows none."""
         if self.free:
             return True
-        # Doubling keeps copies rare; from 64 slots on growth is linear, so that a pool does not take memory it may never use.
+        # Doubling keeps copies rare; from 64 slots on growth is linear, so that a pool takes little memory in vain.
         more = min(max(1, min(self.slots, 64)), budget_bytes // self.slot_bytes)
         if more < 1:
             return False
         old, held = self.kv, self.slots
         if old.device.type != "cpu" and (held + more) * self.slot_bytes > budget_bytes:
-            # Old and new together would exceed the limit, which is all that a GPU has left.
+            # Both tensors together would exceed the limit, which is all that the GPU has left.
             old = old.cpu()
             self._allocate(0)
         self._allocate(held + more)
@@ -97,21 +94,21 @@ class Pool:
         return True
 
     def clear(self, free_memory: bool = True) -> None:
-        """Free every slot, and their memory, unless the next sequences need it at once."""
+        """Free every slot, and by default the memory."""
         if free_memory:
             self._allocate(0)
             self.copies = self.kv.flatten()
         self.free = list(range(self.slots))
 
     def _allocate(self, slots: int) -> None:
-        # Zeros rather than uninitialized memory: masked positions still enter a product, and 0 x NaN is NaN.
+        # Zeroed, since masked positions still enter a product, and 0 x NaN is NaN.
         s = self.shape
         self.kv = torch.zeros(2, s.layers, slots, s.heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
-        self.slots = slots  # last: where memory is too little, those that are there stay
+        self.slots = slots  # last, so that it is unchanged if the allocation fails
 
 
 class Slots:
-    """All pools, under one memory limit."""
+    """All pools under one memory limit."""
 
     def __init__(self, shape: KvShape, max_context: int, limit_bytes: int, smallest: int = 128) -> None:
         self.limit = limit_bytes
@@ -122,7 +119,7 @@ class Slots:
         self.pools = [Pool(shape, size) for size in sizes]
 
     def enlarge(self, sequence: CachedSequence) -> bool:
-        """Make room for all tokens of a sequence; False if there is not enough memory."""
+        """Make room for all tokens of a sequence. Returns False if memory is insufficient."""
         if len(sequence.tokens) <= sequence.pool.capacity:
             return True
         if (found := self.take(len(sequence.tokens))) is None:
@@ -134,12 +131,12 @@ class Slots:
         return True
 
     def take(self, length: int) -> tuple[Pool, int] | None:
-        """Take a slot for that many tokens, in the smallest pool that has one; None if memory allows none."""
+        """Take a slot for `length` tokens from the smallest possible pool. Returns None if memory is insufficient."""
         fitting = self.pools[bisect_left(self.pools, length, key=attrgetter("capacity")) :]
         left = self.limit - sum(pool.slots * pool.slot_bytes for pool in self.pools)
         found = fitting[0] if fitting[0].grow(left) else None
         if found is None:
-            # Unused pools keep their memory, and it counts against the limit until it is freed here.
+            # Unused pools keep their memory, which counts against the limit, until it is freed here.
             for pool in self.pools:
                 if 0 < pool.slots == len(pool.free):
                     left += pool.slots * pool.slot_bytes
@@ -147,16 +144,15 @@ class Slots:
             found = next((pool for pool in fitting if pool.grow(left)), None)
         if found is None:
             return None
-        slot = min(found.free)  # low ones first: that keeps a decode step's view dense
+        slot = min(found.free)  # lowest first, to keep a decode step's view dense
         found.free.remove(slot)
         return found, slot
 
 
 def cache_limit(given_mib: int | None, room: int | None, weights: int, token: int, length: int) -> int:
-    """Bytes that the cache may grow to, for a plan and for the start: `given_mib`, else what the weights leave of `room` bytes
-    of a GPU, else a part of host memory. `token`: bytes of a token; `length`: tokens of one episode.
+    """Return the byte limit of the cache: `given_mib`, else `room` bytes of a GPU minus the weights, else a part of host memory.
 
-    Raises ResourceError if it does not hold one episode."""
+    `token`: bytes per token; `length`: tokens of one episode. Raises ResourceError if the limit is below one episode."""
     episode = token * length
     if given_mib is not None:
         limit, least = given_mib << 20, -(-episode >> 20)
@@ -182,12 +178,11 @@ BLOCK = 16
 
 
 class PrefixIndex(dict[int, CachedSequence]):
-    """Maps a block's hash to the sequence that holds (or is about to compute) the tokens up to that block."""
+    """Index: hash of a block -> sequence that holds, or will compute, the tokens up to the end of that block."""
 
     def find(self, tokens: list[int]) -> tuple[CachedSequence | None, int, list[int]]:
-        """The holder of the longest known prefix of `tokens[:-1]`, that prefix's length in tokens (a
-        multiple of BLOCK), and the hashes of all blocks of `tokens`. The last token is never part of the prefix,
-        because its logits are needed."""
+        """Return the holder of the longest known prefix of `tokens[:-1]`, the prefix's length (a multiple of BLOCK), and the
+        hashes of all blocks of `tokens`. The last token is never in the prefix, since its logits are needed."""
         blocks: list[int] = []
         chain = 0
         for start in range(0, len(tokens) - BLOCK, BLOCK):
@@ -202,8 +197,8 @@ class PrefixIndex(dict[int, CachedSequence]):
         return None, 0, blocks
 
     def grow(self, sequence: CachedSequence, kept: int) -> None:
-        """An episode goes on with another prompt, of whose tokens the first `kept` are those that it had: its turns may be the
-        prefix of another episode (`rollout.branch`). Not if its history was rewritten from within its first prompt on."""
+        """Index a sequence's new prompt, whose first `kept` tokens are unchanged, since it may be the prefix of another episode
+        (`rollout.branch`). Does nothing if the first prompt was changed."""
         if kept // BLOCK < sequence.first:
             return
         self.remove(sequence, kept // BLOCK)
@@ -214,7 +209,7 @@ class PrefixIndex(dict[int, CachedSequence]):
             self.setdefault(chain, sequence)
 
     def remove(self, sequence: CachedSequence, kept: int = 0) -> None:
-        """Forget what a sequence holds after its first `kept` blocks."""
+        """Remove a sequence's blocks after the first `kept` from the index."""
         for block in sequence.blocks[kept:]:
             if self.get(block) is sequence:
                 del self[block]
@@ -222,7 +217,7 @@ class PrefixIndex(dict[int, CachedSequence]):
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:
         return shorter
@@ -240,17 +235,16 @@ def common_prefix(left: list[int], right: list[int]) -> int:
 # Decode attention over a shared prompt
 
 WORTH = 6 << 20
-"""Bytes of keys and values of a layer that sharing must save in a step: below, arranging queries and scores by group takes longer
-than the reading does (`python benchmarks/cascade.py`)."""
+"""Bytes of a layer's keys and values that sharing must save per step; below this, regrouping queries and scores takes longer than
+reading them (`python benchmarks/cascade.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """The first `length` tokens of the rows of a decode step, in groups that have the same.
+    """Cascade attention: rows of a decode step in groups that share their first `length` tokens.
 
-    `leaders`: a slot of each group that holds them. `members` [groups x size]: the rows of each group, the last of which is
-    repeated where a group is smaller; None if that is their order anyway. `place` [rows]: where each row stands in `members`; of
-    a row that takes no part, 0.
+    `leaders`: per group, a slot that holds the shared tokens. `members` [groups x size]: rows of each group, padded with the
+    group's last row; None if that is the order of the rows. `place` [rows]: index of each row in `members`, 0 for idle rows.
     """
 
     length: int
@@ -259,13 +253,13 @@ class Cascade:
     place: Tensor
 
     def attend(self, query: Tensor, kv: Tensor, own: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """`query` [rows, heads, 1, dim]; `kv` [2, slots, kv heads, capacity, dim]: a layer's cache; `own` [2, rows, kv heads,
-        keys, dim]: of the tokens after the shared ones, which `mask` [rows, 1, 1, keys] is for. Returns the shape of `query`."""
+        """Attend with `query` [rows, heads, 1, dim]; returns that shape. `kv` [2, slots, kv heads, capacity, dim]: a layer's
+        cache; `own` [2, rows, kv heads, keys, dim]: keys and values after the shared ones; `mask` [rows, 1, 1, keys]: theirs."""
         rows, kv_heads, dim = len(query), kv.shape[2], query.shape[-1]
         length, keys = self.length, own.shape[3]
         by_head = query.reshape(rows, kv_heads, -1, dim)
         queries = by_head.shape[2]
-        # By slices: `index_select` would first make a copy of all slots, whose memory is not in one piece.
+        # By slices: `index_select` would first copy all slots, since the view is not contiguous.
         shared = torch.stack([kv[:, slot, :, :length] for slot in self.leaders], 1)
         key, value = (part.reshape(-1, length, dim) for part in shared)
         own_key, own_value = (part.reshape(-1, keys, dim) for part in own)
@@ -282,14 +276,14 @@ class Cascade:
         return out.reshape(query.shape)
 
     def _together(self, rows: Tensor) -> Tensor:
-        """[rows, heads, queries, n] -> [groups x heads, members x queries, n]."""
+        """Regroup [rows, heads, queries, n] -> [groups x heads, members x queries, n]."""
         heads, queries, n = rows.shape[1:]
         by_group = rows if self.members is None else rows[self.members]
         apart = by_group.view(len(self.leaders), -1, heads, queries, n)
         return apart.transpose(1, 2).reshape(len(self.leaders) * heads, -1, n)
 
     def _apart(self, groups: Tensor, shape: torch.Size) -> Tensor:
-        """The inverse of `_together`."""
+        """Invert `_together`."""
         heads, queries = shape[1:3]
         by_head = groups.view(len(self.leaders), heads, -1, queries, groups.shape[-1]).transpose(1, 2)
         if self.members is None:
@@ -298,11 +292,11 @@ class Cascade:
 
 
 def cascade_of(sequences: Seq[CachedSequence], rows: Seq[int], count: int, shape: KvShape) -> Cascade | None:
-    """Plan for sharing the prompts of `sequences`, which are the `rows` of `count`; None if too few bytes would be saved, and
-    where keys and values are not read by plain products."""
+    """Plan the sharing of the prompts of `sequences`, which are the `rows` of `count`. Returns None if it would save too few
+    bytes, or on devices and types other than float32 on a CPU."""
     if shape.device.type != "cpu" or shape.dtype != torch.float32:
         return None
-    # The number of blocks in which most tokens are shared, counted once for each row but the first of its group.
+    # Find the number of blocks that saves most: each row but the first of its group saves them.
     best, blocks = 0, 0
     prompts = [sequence.blocks[: sequence.first] for sequence in sequences]
     for number, hashes in enumerate(zip(*prompts, strict=False), 1):
@@ -319,7 +313,7 @@ def cascade_of(sequences: Seq[CachedSequence], rows: Seq[int], count: int, shape
     place, padded, leaders = [0] * count, list[int](), list[int]()
     for number, members in enumerate(groups.values()):
         leader = sequences[members[0]]
-        # Hashes may collide, and an episode's history may have been rewritten since its prompt was hashed.
+        # Compare tokens: hashes may collide, and an episode's history may have been rewritten since its prompt was hashed.
         tokens = leader.tokens[:length]
         if any(len(sequences[at].tokens) <= length or sequences[at].tokens[:length] != tokens for at in members):
             return None
@@ -340,8 +334,8 @@ NAME = "agentrl_slots"
 class Span:
     """Tokens of several sequences of one pool that attend together.
 
-    Row i holds `counts[i]` tokens of one slot, starting at position `starts[i]`; the tokens are stored flat, row
-    after row, at `[offset, offset + tokens)`. `sequences`, of one pool, must be sorted by slot.
+    Row i holds `counts[i]` tokens of one slot from position `starts[i]` on; the tokens are flat, row after row, at
+    `[offset, offset + tokens)`. `sequences` must be sorted by slot.
     """
 
     def __init__(self, offset: int, sequences: Seq[CachedSequence], counts: Seq[int], device: torch.device) -> None:
@@ -365,16 +359,16 @@ class Span:
             self.positions = (self.starts.unsqueeze(1) + steps)[self.real]
             return
         self.token_slots, self.positions = self.slots, self.starts
-        # A contiguous range of slots is a view, while a gather copies the cache of every row in every layer. So if most slots
-        # between the lowest and the highest take part, all of them do: idle ones attend to position 0 and are dropped.
+        # A contiguous range of slots is a view, while a gather copies every row's cache in every layer. So if more than half of
+        # the range takes part, all of it does: idle slots attend to position 0, and their output is dropped.
         reach = slots[-1] + 1 - slots[0]
         if reach < 2 * len(slots):
             self.view = slice(slots[0], slots[-1] + 1)
             if reach > len(slots):
                 self.scatter = self.slots - slots[0]
                 self.starts = self.starts.new_zeros(reach).index_copy_(0, self.scatter, self.starts)
-        # How rows share their prompts is planned once for as long as they are the same: a sequence gets a new list of tokens
-        # with each turn, in which its history may have been rewritten.
+        # The plan for shared prompts is reused while the rows stay the same: each turn gives a sequence a new token list, in
+        # which its history may have been rewritten.
         held, at, self.cascade = pool.cascade
         if at != slots or any(sequence.tokens is not one for sequence, one in zip(sequences, held, strict=False)):
             rows = list(range(len(slots))) if self.scatter is None else [slot - slots[0] for slot in slots]
@@ -382,7 +376,7 @@ class Span:
             pool.cascade = [sequence.tokens for sequence in sequences], slots, self.cascade
 
     def by_row(self, flat: Tensor) -> Tensor:
-        """[tokens, heads, dim] -> [rows, heads, width, dim], padded to the widest row."""
+        """Arrange [tokens, heads, dim] -> [rows, heads, width, dim], padded to the widest row."""
         if self.width > 1:
             return flat[self.padded].transpose(1, 2)
         if self.scatter is not None:
@@ -390,22 +384,21 @@ class Span:
         return flat.unsqueeze(2)
 
     def flat(self, rows: Tensor) -> Tensor:
-        """The inverse of `by_row`."""
+        """Invert `by_row`."""
         if self.width > 1:
             return rows.transpose(1, 2)[self.real]
         return rows.squeeze(2) if self.scatter is None else rows.squeeze(2).index_select(0, self.scatter)
 
     def read_cache(self, kv: Tensor, start: int = 0) -> Tensor:
-        """The keys and values [2, rows, heads, longest - start, dim] in a layer's [2, slots, heads, capacity, dim]; valid until
-        the next call for the same pool."""
+        """Return keys and values [2, rows, heads, longest - start, dim] of a layer's [2, slots, heads, capacity, dim]; valid
+        until the next call for the same pool."""
         kv = kv[:, :, :, start : self.longest]
         if self.view is not None:
             return kv[:, self.view]
         if kv.device.type != "cpu":
             return kv.index_select(1, self.slots)
-        # By slices: `index_select` would first make a copy of all slots, whose memory is not in one piece. And into memory that
-        # stays: pages that are new each time take longer than what is written into them. Histories grow with each turn, so that
-        # memory for just this one would be too small for the next.
+        # By slices: `index_select` would first copy all slots, since the view is not contiguous. Into a reused buffer, since
+        # mapping new pages takes longer than writing them; twice as large as needed, since histories grow with each turn.
         shape = (kv.shape[0], len(self._slots), *kv.shape[2:])
         size, pool = math.prod(shape), self.pool
         if pool.copies.numel() < size:
@@ -413,8 +406,8 @@ class Span:
         return torch.stack([kv[:, slot] for slot in self._slots], 1, out=pool.copies[:size].view(shape))
 
     def mask(self, form: AttentionForm, dtype: torch.dtype) -> Tensor:
-        """Additive mask [rows, 1, width, longest]: 0 where a token may attend, -inf elsewhere."""
-        # Cached because all layers of a step with the same window share one mask.
+        """Return the additive mask [rows, 1, width, longest]: 0 where a token may attend, -inf elsewhere."""
+        # Cached, since all layers of a step with the same window share one mask.
         window, chunk = form.window, form.chunk
         if (window, chunk) not in self._masks:
             keys = torch.arange(self.longest, device=self.slots.device)
@@ -431,7 +424,7 @@ class Span:
 
 
 SPANS: ContextVar[Seq[Span]] = ContextVar("the spans of the step under way, in the order of their tokens in the flat row")
-"""Not an argument of the model: not every family hands those on to its layers."""
+"""Spans of the current step. No argument of the model, since not every family passes those on to its layers."""
 
 
 def attend(
@@ -445,14 +438,16 @@ def attend(
     sliding_window: int | NotGiven | None = NOT_GIVEN,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """`query` [1, heads, T, dim], `key` [1, kv heads, T, dim], `value` [1, kv heads, T, value dim] -> ([1, T, heads, value dim],
-    None), by the spans that the model runs under (`SPANS`). Raises ModelError for anything outside the form."""
+    """Attend over the cache by the spans of the current step (`SPANS`); an attention function for transformers.
+
+    `query` [1, heads, T, dim], `key` [1, kv heads, T, dim], `value` [1, kv heads, T, value dim] -> ([1, T, heads, value dim],
+    None). Raises ModelError for arguments that `AttentionForm` does not cover."""
     form = attention_form(
         module, query, attention_mask, scaling=scaling, dropout=dropout, sliding_window=sliding_window, others=others
     )
     layer = cast(int, module.layer_idx)
     widths = key.shape[-1], value.shape[-1]
-    # What the kernels below do not have: one more term of the softmax, a cap, or values of another width than keys.
+    # The kernels below support neither sinks, nor a cap, nor values of another width than keys.
     plain = form.cap is None and form.sinks is None and widths[0] == widths[1]
     outputs = []
     spans = SPANS.get()
@@ -461,7 +456,7 @@ def attend(
         query = tuned.transpose(0, 1)[None]
     for span in spans:
         flat = slice(span.offset, span.offset + span.tokens)
-        # The cache is as large as its largest layer needs.
+        # The cache has the size of the largest layer.
         kv = span.pool.kv[:, layer, :, : key.shape[1], :, : max(widths)]
         # Stored before attending: the tokens of a prefill chunk attend to each other through the cache.
         kv[0, ..., : widths[0]][span.token_slots, :, span.positions] = key[0, :, flat].transpose(0, 1)
@@ -487,8 +482,8 @@ def attend(
 
 
 def _decode(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """`query` [rows, heads, 1, dim] -> the same shape. The query heads that share a key head are treated as
-    query positions of that head."""
+    """Attend with one `query` [rows, heads, 1, dim] per row; returns that shape. Query heads that share a key head are treated
+    as its query positions."""
     _, rows, kv_heads, length, dim = kv.shape
     if query.device.type == "cpu" and query.dtype == torch.float32:
         # On a CPU, with one query per key head, two batched products are twice as fast as the fused kernel.
@@ -503,9 +498,9 @@ def _decode(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def _by_key_head(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Masked attention of `query` [rows, heads, width, dim] on GPUs: heads that share a key head are positions of it."""
-    # No fused kernel of a GPU takes a mask together with grouped heads. The fallback repeats keys and values for each head, in
-    # float32, and keeps all scores: 50 rows of 8,000 tokens would take tens of GB.
+    """Attend with a mask for `query` [rows, heads, width, dim] on GPUs; heads that share a key head become its positions."""
+    # No fused GPU kernel takes a mask together with grouped heads. The fallback repeats keys and values per head, in float32,
+    # and keeps all scores: tens of GB for 50 rows of 8,000 tokens.
     rows, heads, width, dim = query.shape
     group = heads // kv.shape[2]
     together = query.reshape(rows, -1, group * width, dim)
@@ -514,8 +509,8 @@ def _by_key_head(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tenso
 
 
 def register_slot_attention() -> None:
-    """Make `attend` known to transformers under `NAME`; idempotent. Turns off cuDNN's attention for this process."""
-    # torch prefers it on Hopper cards, and it prepares itself for each new shape: here every step has one, as caches grow.
+    """Register `attend` with transformers as `NAME` and turn off cuDNN's attention in this process; idempotent."""
+    # torch prefers cuDNN on Hopper cards, but it prepares for each new shape, and here every step has one, as caches grow.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # No mask function under that name: transformers then makes no mask, and does not search the positions for packed rows.
+    # Without a mask function of this name, transformers makes no mask and does not search the positions for packed rows.
     AttentionInterface.register(NAME, attend)

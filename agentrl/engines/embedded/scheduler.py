@@ -1,4 +1,4 @@
-"""Continuous batching: which requests run, with which cached tokens, one model step at a time; and the sampling of tokens."""
+"""Continuous batching: token sampling, and the scheduling of requests and cache slots for each model step."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
-    `logits` [B, V] float32; `temperature` [B] (0 takes the most likely token), `top_k` [B] int (0 is off),
-    `top_p` [B] (1 is off), `uniform` [B] float64 in [0, 1), `unused` [N] ids that have no token, `fitting` [B, V] the tokens that
-    the row's grammar takes. Returns ids [B] and logprobs [B].
+    `logits` [B, V] float32; `temperature` [B] (0: greedy), `top_k` [B] int (0: off), `top_p` [B] (1: off), `uniform` [B]
+    float64 in [0, 1), `unused` [N]: ids without a token, `fitting` [B, V]: tokens allowed by the row's grammar. Returns ids [B]
+    and logprobs [B].
 
-    The logprob is that of the policy, log_softmax(z / T) over the whole vocabulary: `unused`, `fitting`, top-k and top-p (of the
-    other ids) say which tokens may be drawn (in proportion to their probability) and do not change its value. At temperature
-    0 it is log_softmax(z), since the sampling distribution is a single point. A row's result depends on that row alone.
+    The logprob is the policy's, log_softmax(z / T) over the whole vocabulary: `unused`, `fitting`, and then top-k and top-p only
+    restrict which tokens may be drawn, in proportion to their probability. At temperature 0 it is log_softmax(z), since the
+    sampling distribution is a single point. A row's result depends on that row only.
     """
     greedy = temperature == 0
     logp = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature).unsqueeze(1), dim=-1)
@@ -53,8 +53,8 @@ def draw_tokens(
     drawable = torch.exp(allowed)
     if bool(((top_k > 0) | (top_p < 1)).any()):
         drawable.masked_fill_(~kept_set(allowed, top_k, top_p), 0.0)
-    # float64, because a float32 sum over a vocabulary of 150k loses tokens of probability below 1e-7. Scaling the draw by
-    # `total` renormalizes the kept set.
+    # float64, since a float32 sum over a vocabulary of 150k loses tokens of probability below 1e-7. Scaling the draw by `total`
+    # renormalizes the kept set.
     cumulative = drawable.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -65,8 +65,8 @@ def draw_tokens(
 
 
 def kept_set(logp: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Mask [B, V] of the tokens that may be drawn: the `top_k` most likely ones, then the smallest set of those
-    whose renormalized probability reaches `top_p` (at least one; ties with the k-th are kept)."""
+    """Return the mask [B, V] of the tokens that may be drawn: of the `top_k` most likely (and ties with the k-th), the smallest
+    set whose renormalized probability reaches `top_p`, at least one."""
     vocab = logp.shape[1]
     ordered, order = logp.sort(dim=-1, descending=True)
     k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
@@ -85,9 +85,9 @@ def kept_set(logp: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One `generate` call in progress. `tokens` are the prompt and the sampled tokens so far; `uniforms` the
-    request's random numbers, one for each token it may sample. `experts`: of tokens whose cache was dropped since, as they were
-    computed first. `told`: gets each token as it is sampled; `stops`, `constraint`: what the text of its tokens decides."""
+    """A running `generate` call. `tokens`: the prompt and the tokens sampled so far; `uniforms`: one random number per token that
+    may be sampled. `experts`: of tokens whose cache was dropped, as first computed. `told` receives each token as it is sampled;
+    `stops`, `constraint`: stop strings and grammar of the turn's text."""
 
     key: str
     tokens: list[int]
@@ -107,7 +107,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens that a pass drew for the requests whose prompts are complete; `refused` fits into no cache."""
+    """Tokens that a pass drew for the requests with complete prompts. `refused`: a request that does not fit in the cache."""
 
     ready: Seq[Request] = ()
     ids: Seq[int] = ()
@@ -118,11 +118,11 @@ class Drawn:
 class Batcher:
     """Admission, prefix reuse, eviction and preemption over a fixed number of slots and bytes.
 
-    `advance` may run in a thread; nothing else may be asked for meanwhile.
+    `advance` may run in a thread; no other method may be called during it.
     """
 
     def __init__(self, model: EmbeddedModel, slots: Slots, max_slots: int, step_tokens: int, unused: list[int]) -> None:
-        """`unused`: ids that are never drawn."""
+        """`unused`: ids that must never be drawn."""
         self.version = 0
         self.cached_tokens = 0
         self.sampled_tokens = 0
@@ -130,7 +130,7 @@ class Batcher:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.idle: OrderedDict[str, Sequence] = OrderedDict()
-        """Caches of episodes that are kept for their next turn."""
+        """Episode -> its cache, kept for the next turn; oldest first."""
         self.slots, self._model = slots, model
         self._max_slots, self._step_tokens = max_slots, step_tokens
         self._index = PrefixIndex()
@@ -141,11 +141,11 @@ class Batcher:
         return [*self.running, *self.waiting]
 
     def advance(self) -> Drawn:
-        """Admit what fits, run the model once, and draw a token for each request whose prompt is complete."""
+        """Admit requests that fit, run the model once, and draw a token for each request with a complete prompt."""
         self._admit()
-        # Nothing runs, so nothing will free more room: it would wait forever.
+        # If nothing runs, nothing will free room, and the request would wait forever.
         refused = self.waiting[0] if self.waiting and not self.running else None
-        # Together: what lies in one pool, and has as many tokens (rounded up to a power of two, which bounds padding).
+        # Group sequences of one pool with similar counts (up to the same power of two, which bounds padding).
         groups: dict[tuple[int, int], list[tuple[Request, Sequence, int]]] = {}
         for request, sequence, count in self._schedule():
             key = sequence.pool.capacity, (count - 1).bit_length()
@@ -169,7 +169,7 @@ class Batcher:
         logits = self._model.forward(token_ids, spans, last or [0])
         experts = self._model.experts
         for _, sequence, count in chain.from_iterable(groups.values()):
-            # Only after the pass: if it raises, the cache must not claim tokens that it does not hold.
+            # Only after the pass: if it raises, the cache does not hold these tokens.
             sequence.computed += count
             if experts is not None:
                 sequence.experts += list(experts[:count])
@@ -179,9 +179,9 @@ class Batcher:
         return Drawn(ready, ids, logprobs, refused)
 
     def settle(self, drawn: Drawn) -> None:
-        """Give each request what a pass drew for it, and answer those whose turn is over. Must run on the event loop."""
+        """Append each request's drawn token, and answer the requests whose turn has ended. Must run on the event loop."""
         for request in self.requests():
-            if request.done.done():  # its caller went away during the pass
+            if request.done.done():  # cancelled during the pass
                 self.drop(request)
         if drawn.refused is not None:
             self.fail(drawn.refused, EngineError(f"{len(drawn.refused.tokens)} tokens do not fit in an empty KV cache"))
@@ -189,7 +189,7 @@ class Batcher:
             if request.done.done():
                 continue
             if not math.isfinite(logprob):
-                # The cache now holds NaN, which would spread to every sequence that gets the slot; `reset` wipes it.
+                # The cache now holds NaN, which would spread to later sequences in the slot; `reset` wipes it.
                 self._poisoned = True
                 self.fail(request, EngineError(f"the output of weights version {self.version} is not finite"))
                 continue
@@ -212,7 +212,7 @@ class Batcher:
         self.sampled_tokens += len(drawn.ready)
 
     def finish(self, request: Request, reason: Finish) -> None:
-        """Answer a request with what it sampled and keep its cache for the episode's next turn."""
+        """Answer a request with its sampled tokens, and keep its cache for the episode's next turn."""
         self.drop(request, keep=True)
         if request.done.done():
             return
@@ -228,17 +228,17 @@ class Batcher:
             request.done.set_exception(error)
 
     def reset(self, free_memory: bool = False) -> None:
-        """Forget all caches; running requests go back to the queue, in order, and are computed again from the start."""
+        """Drop all caches; running requests return to the queue, in order, and are recomputed from the start."""
         while self.running:
             self._send_back()
         self.idle.clear()
         self._index.clear()
-        for pool in self.slots.pools:  # memory that is not wiped may hold numbers that are not finite
+        for pool in self.slots.pools:  # after a NaN, wipe the memory
             pool.clear(free_memory=self._poisoned or free_memory)
         self._poisoned = False
 
     def drop(self, request: Request, keep: bool = False) -> None:
-        """Forget a request, and its cache unless that is to be kept for the episode's next turn."""
+        """Remove a request, and its cache unless `keep` for the episode's next turn."""
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
@@ -246,7 +246,7 @@ class Batcher:
         sequence, request.sequence = request.sequence, None
         if sequence is None:
             return
-        # Recomputed tokens may go to others, and tokens were sampled with these.
+        # Stored, since recomputed tokens may go to other experts, and later tokens were sampled with these.
         request.experts += sequence.experts[len(request.experts) :]
         if keep and sequence.computed:
             older = self.idle.pop(request.key, None)
@@ -265,22 +265,22 @@ class Batcher:
                 if deferred:
                     continue
                 break
-            self.waiting.remove(request)  # not before: whoever waits is answered, also if there is no memory for a slot
+            self.waiting.remove(request)  # not earlier: if the allocation of a slot fails, the request must still be answered
             request.sequence = sequence
-            # Once per request: one that was sent back to the queue would count its prefix again.
+            # Once per request, even if it is sent back to the queue.
             if not request.admitted:
                 self.cached_tokens += sequence.computed
                 request.admitted = True
             self.running.append(request)
 
     def _attach(self, request: Request) -> tuple[Sequence | None, bool]:
-        """A slot for the request, with as much of its prompt cached as possible. None: not now, either because there
-        is no room or (then True) because another request is currently computing the same prefix."""
+        """Find a slot for a request, with as much of its prompt cached as possible. Returns (None, True) if it should wait for
+        another request that is computing the same prefix, (None, False) if there is no room."""
         tokens = request.tokens
         own = self.idle.pop(request.key, None)
         if own is not None:
-            # The prefix is compared token by token: a context policy may have rewritten the episode's history at equal length.
-            # At least the last token is computed in any case, because its logits are sampled from.
+            # Compare tokens: a context policy may have rewritten the episode's history at equal length. The last token is always
+            # computed, since its logits are needed.
             own.computed = min(common_prefix(own.tokens, tokens), own.computed, len(tokens) - 1)
             del own.experts[own.computed :]
             if own.computed:
@@ -290,20 +290,20 @@ class Batcher:
             self._release(own)
         source, length, blocks = self._index.find(tokens)
         if source is not None and source.computed < length:
-            # A running holder will soon have computed it; waiting is cheaper than computing it twice. An idle one never will.
+            # A running holder will soon have computed it, so waiting is cheaper than computing it twice. An idle one never will.
             if self.idle.get(source.key) is not source:
                 return None, True
             length = source.computed
-        # For the tokens so far, not for all that may be sampled: most turns end early, and `enlarge` moves those that do not.
+        # Room for the current tokens only, since most turns end early; `enlarge` moves the others.
         while len(self.running) + len(self.idle) >= self._max_slots or (room := self.slots.take(len(tokens))) is None:
             if not self._evict(spare=source):
-                # As a last resort, evict the very sequence whose cache was to be copied.
+                # As a last resort, evict the sequence whose cache was to be copied.
                 if not self._evict():
                     return None, False
                 source = None
         sequence = Sequence(request.key, tokens, *room, blocks=blocks, first=len(blocks))
         if source is not None:
-            # A copy, no shared pages: decoding reads a slot's keys in place, as one block of memory.
+            # A copy rather than shared pages, since decoding reads a slot's keys in place, as one block of memory.
             sequence.pool.kv[:, :, sequence.slot, :, :length] = source.pool.kv[:, :, source.slot, :, :length]
             sequence.computed, sequence.experts = length, source.experts[:length]
         for block in blocks:
@@ -311,11 +311,11 @@ class Batcher:
         return sequence, False
 
     def _schedule(self) -> Iterator[tuple[Request, Sequence, int]]:
-        """The tokens that each request computes in this step: one while decoding, a share of the budget in prefill."""
+        """Yield how many tokens each request computes in this step: one in decode, a share of the budget in prefill."""
         budget = self._step_tokens
         for request in list(self.running):
-            # Let its cache grow: evict idle episodes, then send the youngest requests back to the queue, if necessary this one
-            # itself (it is then the only one, and gets a slot alone).
+            # Let its cache grow: evict idle episodes, then send the youngest requests back to the queue, in the end even this
+            # one.
             while (sequence := request.sequence) is not None and not self.slots.enlarge(sequence):
                 if self._evict():
                     continue
@@ -323,7 +323,7 @@ class Batcher:
             if sequence is None:
                 continue
             due = len(request.tokens) - sequence.computed
-            # Decoding is not charged to the budget: long prompts would otherwise stall those who already sample.
+            # Decoding is not charged to the budget, so that long prompts do not stall requests that are sampling.
             count = due if due == 1 else min(due, budget)
             if due > 1:
                 budget -= count
@@ -331,13 +331,13 @@ class Batcher:
                 yield request, sequence, count
 
     def _send_back(self) -> None:
-        """Return the youngest running request to the head of the queue, without its cache."""
-        # It has the least computed to lose, and the oldest are sure to finish, so nothing starves.
+        """Return the youngest running request to the head of the queue and drop its cache."""
+        # It loses the least work, and the oldest always finish, so no request starves.
         self.drop(youngest := self.running[-1])
         self.waiting.appendleft(youngest)
 
     def _evict(self, spare: Sequence | None = None) -> bool:
-        """Forget the episode that has been idle longest, except `spare`. False without one."""
+        """Drop the cache that has been idle longest, except `spare`. Returns False if none is left."""
         for key, sequence in self.idle.items():
             if sequence is not spare:
                 del self.idle[key]
@@ -350,12 +350,12 @@ class Batcher:
         sequence.pool.free.append(sequence.slot)
 
     def _draw(self, ready: list[Request], logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        """A token for each request, and its log probability."""
+        """Draw a token for each request. Returns ids and log probabilities."""
         device, options = logits.device, list[tuple[float, int, float, float]]()
         masks: npt.NDArray[np.bool_] | None = None
         for row, request in enumerate(ready):
             sampling = request.sampling
-            # A request's own number, by position: what it samples does not depend on who shares the step, nor on being sent back.
+            # Indexed by position, so that a request's tokens depend neither on the other requests nor on being sent back.
             own = request.uniforms[len(request.logprobs)]
             options.append((sampling.temperature, sampling.top_k, sampling.top_p, own))
             if request.constraint is not None:
