@@ -1,9 +1,9 @@
-"""The embedded engine: continuous batching with a KV cache in this process, for any causal language model
-whose attention goes through transformers' `AttentionInterface`.
+"""Embedded engine: continuous batching with a KV cache in this process.
 
-It needs nothing beyond the core dependencies. A pass of a tiny model runs on the asyncio loop itself, with one iteration
-of the loop between two passes; one of any other model runs in a thread, with `ITERATIONS` between two. So a run whose
-tools are coroutines without clocks or threads forms the same batches every time and samples the same tokens.
+It serves any causal language model whose attention uses transformers' `AttentionInterface`, with the core dependencies only.
+Forward passes of tiny models run on the event loop, with one loop iteration between two passes; others run in a thread, with
+`ITERATIONS` between two. So a run whose tools are coroutines without clocks or threads always forms the same batches and samples
+the same tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from agentrl.utils.processor import own_threads, threads_for
 from agentrl.utils.threads import in_thread
 
 ON_LOOP = 1_500_000
-"""Parameters up to which passes run on the event loop: the longest, over `step_tokens`, takes about 0.1 s, most a few ms."""
+"""Largest model, in parameters, whose passes run on the event loop: a few ms, or about 0.1 s over `step_tokens`."""
 ITERATIONS = 32
-"""Of the event loop between two passes in a thread. An episode whose tools are coroutines takes fewer from its answer to its next
-request, so that the request is there before the next pass, however long that one takes."""
+"""Loop iterations between two passes in a thread. An episode whose tools are coroutines needs fewer from its answer to its next
+request, so that the request always joins the next pass."""
 
 
 class EmbeddedEngine(StreamingEngine, WeightTarget):
-    """See the module. Single-threaded: use it from one event loop only."""
+    """Engine in this process; use it from one event loop only."""
 
     def __init__(
         self,
@@ -56,15 +56,14 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
         router_replay: bool = False,
         cache: bool = True,
     ) -> None:
-        """`max_slots`: episodes held at once, running or idle. `max_context`: the most tokens of an episode (by
-        default the model's own limit or what the cache holds, whichever is less). `kv_cache_mib`: upper limit of the
-        cache, which grows on demand; by default what the weights leave of `room` bytes of a GPU, or a part of host memory.
-        `step_tokens`: prompt tokens computed in one step. `device`: "cpu", "cuda", ...
-        (by default a GPU if there is one). `dtype`: by default bfloat16 on a GPU and float32 on a CPU. `threads`: of a pass on a
-        CPU, by default as many as the model's size is worth here. `trust`: code of the model's own may run. `unused`: ids that
-        are never drawn, for want of a token (`unused_ids`).
-        `router_replay`: note which experts tokens go to, for requests that ask. `cache`: without it each token
-        costs a pass over its whole prefix, for families that keep more than keys and values (RecomputedModel).
+        """`max_slots`: episodes held at once, running or idle. `max_context`: maximum tokens of an episode (by default the
+        model's limit, or what the cache holds if less). `kv_cache_mib`: upper limit of the cache, which grows on demand; by
+        default `room` bytes of a GPU minus the weights, or a part of host memory. `step_tokens`: prompt tokens computed per step.
+        `device`: "cpu", "cuda", ... (by default a GPU if there is one). `dtype`: by default bfloat16 on a GPU, float32 on a CPU.
+        `threads`: of a pass on a CPU, by default chosen by the model's size. `trust`: allow the model's own code to run.
+        `unused`: ids without a token, which must never be drawn (`unused_ids`). `router_replay`: record which experts tokens go
+        to, for requests that ask. `cache`: if False, each token costs a pass over its whole prefix, for families that keep more
+        than keys and values (RecomputedModel).
         """
         self._path, self._trust, self._unused = model_path, trust, list(unused)
         self._words = Words(model_path, trust=trust)
@@ -80,7 +79,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
         self._under_way: dict[str, Request] = {}
         self._wake = asyncio.Event()
         self._turn = asyncio.Lock()
-        """Held during a pass, and by whoever must not meet one."""
+        """Held during a pass, and by operations that must not overlap with one."""
         self._paused = False
         self._unfit: str | None = None
         self._asleep = self._arriving = False
@@ -120,8 +119,8 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
         check_request(token_ids, sampling, self._context, model.vocab)
         prompt = model.prompt(token_ids, images_in(token_ids))
         self._prompt_tokens += len(prompt)
-        # The request's own random stream, from the system's entropy without a seed. Philox is counter-based with the seed as its
-        # key, so the streams of different seeds do not overlap.
+        # One random stream per request, from system entropy without a seed. Philox is counter-based with the seed as its key,
+        # so the streams of different seeds do not overlap.
         seed, budget = sampling.seed, min(sampling.max_tokens, self._context - len(prompt))
         stream = np.random.default_rng() if seed is None else np.random.Generator(np.random.Philox(key=seed % 2**128))
         request = Request(
@@ -143,7 +142,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
             self._wake.set()
             return await request.done
         except asyncio.CancelledError:
-            if self._batcher is not None and not self._turn.locked():  # else the end of the pass drops it
+            if self._batcher is not None and not self._turn.locked():  # otherwise the end of the pass drops it
                 self._batcher.drop(request)
             raise
         finally:
@@ -157,7 +156,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
     async def pause(self) -> None:
         self._paused = True
         async with self._turn:
-            return  # the pass under way is over
+            return  # the current pass has ended
 
     async def resume(self) -> None:
         self._paused = False
@@ -167,7 +166,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
         return ("this process",)
 
     async def attach(self, offer: Offer) -> None:
-        # In a thread, because joining a group blocks until the other side joins.
+        # In a thread, since joining a group blocks until the other side joins.
         receiver = await in_thread("weights", open_receiver, offer, 0)
         if self._receiver is not None:
             self._receiver.close()
@@ -183,7 +182,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
         self._arriving = True
         try:
             async with self._turn:
-                batcher.reset()  # keys and values of the old weights must not be attended to with the new ones
+                batcher.reset()  # the cache was computed with the old weights
                 if not batcher.requests():
                     model.drop_images()
             model.base.clear()
@@ -196,7 +195,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
             async for bucket in buckets:
                 await in_thread("weights", load, self._receiver, bucket)
                 if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)  # the trainer fills the bucket again when the next one is asked for
+                    torch.cuda.synchronize(self._device)  # the trainer overwrites the bucket once the next one is requested
             arrivals.complete()
         except EngineError as problem:
             self._unfit = str(problem)
@@ -223,8 +222,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
             model.base.clear()
             for parameter in model.module.parameters():
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
-            # Else what is freed is free for this process alone: a trainer in another one would not get it. Does nothing without
-            # CUDA.
+            # Otherwise only this process could reuse the memory, not a trainer in another one. Does nothing without CUDA.
             torch.cuda.empty_cache()
             self._asleep, self._unfit = True, "the engine sleeps"
 
@@ -234,7 +232,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
             for name, parameter in model.module.named_parameters():
                 parameter.data = torch.empty(model.expected.shapes[name], dtype=parameter.dtype, device=self._device)
             self._asleep, self._unfit = False, "the engine woke up and has no weights yet"
-        # The cache grows as requests come, so its stage has nothing to do here.
+        # The cache grows with requests, so the stage "cache" does nothing.
 
     async def forget(self) -> None:
         batcher, _ = self._running_parts()
@@ -264,7 +262,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
 
     async def close(self) -> None:
         if self._task is not None:
-            async with self._turn:  # a pass in its thread would go on with what is freed here
+            async with self._turn:  # a pass in its thread would still use the parts freed here
                 self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         if self._batcher is not None:
@@ -278,7 +276,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
         batcher, _ = self._running_parts()
 
         def advance() -> Drawn:
-            own_threads(self._threads)  # torch's number is that of the thread that sets it
+            own_threads(self._threads)  # torch's setting is per thread
             return batcher.advance()
 
         while True:
@@ -289,14 +287,14 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
                 elif runs:
                     try:
                         batcher.settle(await in_thread("engine", advance) if self._apart else batcher.advance())
-                    except Exception as problem:  # every caller must be told; nothing is swallowed
+                    except Exception as problem:  # every caller gets the error
                         self._fail_all(f"a step of the embedded engine failed: {problem!r}", problem)
                         batcher.reset()
             if not runs:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            # The one place where tools and new requests get to run: without it, they would wait until the batch is done.
+            # Only here do tools and new requests get to run; otherwise they would wait for the end of the batch.
             for _ in range(ITERATIONS if self._apart else 1):
                 await asyncio.sleep(0)
 
@@ -308,13 +306,12 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
             batcher.fail(request, error)
 
     def _running_parts(self, awake: bool = False, fit: bool = False) -> tuple[Batcher, EmbeddedModel]:
-        """The parts of a started engine. Raises EngineError if it is not, or is not as `awake`, or `fit` to generate, asks."""
+        """Return the parts of a started engine. Raises EngineError if it is not started, not `awake`, or not `fit` to sample."""
         if self._batcher is None or self._model is None:
             raise EngineError("the engine is not started or already closed")
         if awake and self._asleep:
             raise EngineError("the engine is asleep; wake its weights before a publish")
-        # While weights arrive, a new request waits for them like the running ones: an episode whose tool answers at that
-        # moment has done nothing wrong. `_run` fails it if they do not all arrive.
+        # While weights arrive, new requests wait for them like running ones; `_run` fails them if the weights stay incomplete.
         if fit and self._unfit is not None and not self._arriving:
             raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
         return self._batcher, self._model

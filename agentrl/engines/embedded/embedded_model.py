@@ -1,6 +1,6 @@
-"""The model of the embedded engine: loading, the check that slot attention reproduces it, the forward pass, new weights.
+"""Model of the embedded engine: loading, the check of slot attention, and the forward pass.
 
-Models without a usable cache and models that take images recompute each prefix."""
+Models without a usable cache, and models that take images, recompute each prefix."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ from agentrl.utils.errors import EngineError, ModelError
 # With cache slots
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Types of layers, as configs name them, that keep nothing of earlier tokens but keys and values."""
-# Allowed difference between the logits of the model's own attention and of ours at each of the probe's positions: its norm, as a
-# part of the norm of what the position's logits differ among themselves. Not the largest difference: over a vocabulary of
-# 150,000 in bfloat16, in which logits of 30 resolve 0.125, it exceeds 0.25 between two right kernels.
+"""Layer types, as in configs, whose only state of earlier tokens is keys and values."""
+# Allowed difference between the logits of eager attention and of slot attention at each position of the probe: its norm relative
+# to the norm of the position's centered logits. Not the maximum: over a vocabulary of 150,000 in bfloat16, in which logits of 30
+# resolve 0.125, it exceeds 0.25 between two correct kernels.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 SHAPES = "agentrl_shapes"
-"""transformers' name of an attention that computes nothing, but notes what layers hand to it."""
+"""Name in transformers of an attention function that only records its arguments' shapes."""
 INSTEAD = "use engine = vllm, or engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
 
 
 class EmbeddedModel:
-    """A causal language model that runs over cache slots. `never_drawn`: ids that a policy must not sample."""
+    """Causal language model that runs over cache slots. `never_drawn`: ids that a policy must not sample."""
 
     never_drawn: tuple[int, ...] = ()
 
     def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False, router_replay: bool = False) -> None:
-        """`trust`: code of the model's own may run. `router_replay`: note which experts tokens go to.
+        """`trust`: allow the model's own code to run. `router_replay`: record which experts tokens go to.
 
-        Raises ModelError if the folder cannot be loaded, the model's attention cannot be reproduced, or its experts cannot be
-        noted."""
+        Raises ModelError if the folder cannot be loaded, or if the model's attention cannot be reproduced or its experts
+        recorded."""
         self.device = device
         self.module = load(path, getattr(torch, dtype), device, trust)
         self.expected = expected_parameters(path, trust=trust)
         self.vocab, self.positions = self.expected.vocab, self.expected.positions
         self.base: dict[str, Tensor] = {}
-        """Weights of the layers that an adapter has changed, without it."""
+        """Original weights of the layers that an adapter has changed."""
         self.experts: npt.NDArray[Any] | None = None
-        """Those of the tokens of the last pass, [tokens, routers, k]; None if they are not noted."""
+        """Experts of the last pass's tokens, [tokens, routers, k]; None if not recorded."""
         self._watch = router_code().watch(self.module) if router_replay else None
         try:
             self._check(getattr(torch, dtype))
         except torch.OutOfMemoryError:
             raise
-        except Exception as problem:  # whatever the family's own code raises
+        except Exception as problem:  # any error of the family's code
             for name, weight in self.module.named_parameters():
                 if not weight.isfinite().all():
                     fix = "Fetch the model again, or take an earlier checkpoint"
@@ -68,7 +68,7 @@ class EmbeddedModel:
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int], spans: Sequence[Span], last: list[int]) -> Tensor:
-        """Float32 logits [len(last), V] after the flat tokens at the indices `last`."""
+        """Return float32 logits [len(last), V] after the flat tokens at the indices `last`."""
         under_way = attention.SPANS.set(spans)
         try:
             with nullcontext() if self._watch is None else self._watch.watching():
@@ -85,22 +85,22 @@ class EmbeddedModel:
         return logits
 
     def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
-        """A prompt as its tokens are kept here. Raises EngineError for images, or for a prompt that is not as its images are."""
+        """Return a prompt's tokens as stored in the cache. Raises EngineError for images that do not fit the model or prompt."""
         if images:
             raise EngineError(f"a prompt with {len(images)} images for a model of text")
         return list(token_ids)
 
     def drop_images(self) -> None:
-        """Nothing that is kept has images any more."""
+        """Drop cached images; called when no stored prompt has any."""
         return None
 
     @torch.inference_mode()
     def _check(self, dtype: torch.dtype) -> None:
-        """Compare our attention with the model's own on a few tokens, prefill and decode: a model with state
-        that a KV cache does not hold (recurrent layers, convolutions) fails here, not in training."""
+        """Compare slot attention with eager attention on a few tokens, prefill and decode, so that a model with state outside of
+        a KV cache (recurrent layers, convolutions) fails here, not in training."""
         ids = [(7 * i + 3) % self.vocab for i in range(9)]
         given = torch.tensor([ids], device=self.device)
-        # Not torch's attention, which is a model's default and knows neither sinks nor caps.
+        # Not torch's SDPA, the default of models, which has neither sinks nor caps.
         self.module.set_attn_implementation("eager")
         reference = self.module(input_ids=given, use_cache=False).logits[0].float()
         self.shape = self._cache_shape(given, dtype)
@@ -123,8 +123,8 @@ class EmbeddedModel:
             )
 
     def _cache_shape(self, ids: Tensor, dtype: torch.dtype) -> KvShape:
-        """Arguments that the layers hand to their attention function: configs name it in many ways, and latent attention in
-        none."""
+        """Determine the cache's shape from the arguments of the layers' attention function, since configs name it in many ways,
+        and for latent attention in none."""
         found: dict[int, tuple[int, int, int]] = {}
 
         def note(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -135,7 +135,7 @@ class EmbeddedModel:
         self.module.set_attn_implementation(SHAPES)
         self.module(input_ids=ids, use_cache=False)
         self.module.set_attn_implementation(attention.NAME)
-        # The check of numbers alone would not see state that changes them little, as that of an untrained convolution.
+        # The numeric check would miss state with a small effect, such as an untrained convolution's.
         text = self.module.config.get_text_config()
         others = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENDING)
         layers = getattr(text, "num_hidden_layers", len(found))
@@ -147,7 +147,7 @@ class EmbeddedModel:
 
 
 def load(path: str, dtype: torch.dtype, device: torch.device, trust: bool) -> Any:
-    """The model in evaluation mode, frozen, on the device. Raises ModelError."""
+    """Load a model onto the device, frozen and in evaluation mode. Raises ModelError."""
     from transformers import AutoConfig
 
     if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).expanduser().is_dir():
@@ -160,8 +160,8 @@ def load(path: str, dtype: torch.dtype, device: torch.device, trust: bool) -> An
     attention.register_slot_attention()
     module = module.to(device).eval().requires_grad_(False)
     for parameter in module.parameters():
-        # A loaded parameter is a slice of the memory-mapped file at any alignment, and how the product of a single token
-        # rounds depends on the alignment. Memory that torch allocates starts at a multiple of 64 bytes, as after a sleep.
+        # A loaded parameter is a slice of the memory-mapped file at any alignment, on which the rounding of a single token's
+        # product depends. Memory that torch allocates is aligned to 64 bytes, as after a sleep.
         parameter.data = parameter.data.clone()
     return module
 
@@ -170,23 +170,23 @@ def load(path: str, dtype: torch.dtype, device: torch.device, trust: bool) -> An
 
 
 class RecomputedModel(EmbeddedModel):
-    """A causal language model that runs over whole sequences."""
+    """Causal language model that recomputes the whole sequence for each token."""
 
     def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False, router_replay: bool = False) -> None:
-        """Raises ModelError if the folder cannot be loaded, or experts are to be noted."""
+        """Raises ModelError if the folder cannot be loaded, or for `router_replay`."""
         if router_replay:
             raise ModelError("rollout.router_replay: the experts of a prefix that is computed again for each token are not noted")
         super().__init__(path, dtype, device, trust)
 
     def _check(self, dtype: torch.dtype) -> None:
-        # Eager, the reference of every family: some are computed without their caps by transformers' other functions.
+        # Eager, the reference of every family: transformers' other functions leave out the caps of some.
         self.module.set_attn_implementation("eager")
-        # One number a token, its id: float32 holds those up to 2^24.
+        # The cache holds one number per token, its id: float32 is exact up to 2^24.
         self.shape = KvShape(layers=1, heads=1, head_dim=1, dtype=torch.float32, device=self.device)
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int], spans: Sequence[Span], last: list[int]) -> Tensor:
-        """As EmbeddedModel's: float32 logits [len(last), V] after the flat tokens at the indices `last`."""
+        """Return float32 logits [len(last), V] after the flat tokens at the indices `last`, like EmbeddedModel."""
         ids = torch.tensor(token_ids, dtype=torch.float32, device=self.device)
         found = {}
         for span in spans:
@@ -198,6 +198,6 @@ class RecomputedModel(EmbeddedModel):
         return torch.stack([found[place] for place in last])
 
     def after(self, ids: Tensor) -> Tensor:
-        """Float32 logits [V] after the ids [T]."""
+        """Return float32 logits [V] after the ids [T]."""
         logits: Tensor = self.module(input_ids=ids[None], use_cache=False).logits[0, -1]
         return logits.float()
