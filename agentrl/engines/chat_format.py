@@ -1,4 +1,4 @@
-"""Chat requests and messages of OpenAI's form: read, checked field by field, and refused by name."""
+"""Chat requests and messages in OpenAI's format: readers that check each field and name the field at fault."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from agentrl.utils.errors import BadRowError, UserError
 
 
 class RequestError(UserError):
-    """A request that is not answered; the message begins with the field at fault, if it is one.
+    """Rejected request; the message begins with the field at fault, if any.
 
-    `status`: of HTTP. `code`: OpenAI's word for it, where clients look at one.
+    `status`: HTTP status. `code`: OpenAI's error code, where clients read one.
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str | None = None) -> None:
@@ -27,7 +27,7 @@ class RequestError(UserError):
 # Types of fields
 
 Types = Mapping[str, str]
-"""Fields, and for each one of "text", "a number", "true or false", "a list", "an object"."""
+"""Field -> "text", "a number", "true or false", "a list" or "an object"."""
 _IS: dict[str, type | tuple[type, ...]] = {
     "text": str,
     "a number": (int, float),
@@ -36,11 +36,11 @@ _IS: dict[str, type | tuple[type, ...]] = {
     "an object": dict,
 }
 RANGES: Mapping[str, tuple[float, float]] = {"temperature": (0, 1e6), "top_p": (0, 1), "top_k": (-1, 2**31 - 1)}
-"""Numbers and what they may be, both ends included: the client hears of a value that no engine knows."""
+"""Numeric field -> allowed range, both ends included; other values are rejected."""
 
 
 def check_types(row: Any, types: Types, where: str = "") -> dict[str, Json]:
-    """An object whose fields have their `types`, or are null or missing. `where`: its own name; empty for a body.
+    """Check an object's fields against `types` (null or missing is allowed) and return it. `where`: its name, "" for a body.
 
     Raises RequestError."""
     if not isinstance(row, dict):
@@ -56,8 +56,7 @@ def check_types(row: Any, types: Types, where: str = "") -> dict[str, Json]:
 
 
 def list_field(body: Mapping[str, Json], key: str, where: str = "") -> list[Json]:
-    """A field that holds a list; empty if it is missing. `where`: the object that it is a field of. Raises RequestError for
-    anything else."""
+    """Return a list field of a body or object `where`; empty if missing. Raises RequestError for anything else."""
     value = body.get(key)
     if value is not None and not isinstance(value, list):
         raise RequestError(f"{f'{where}.' if where else ''}{key}: expected a list")
@@ -66,7 +65,7 @@ def list_field(body: Mapping[str, Json], key: str, where: str = "") -> list[Json
 
 @contextmanager
 def read_by_form() -> Iterator[None]:
-    """Refuse the request if a reader of forms refuses its parts."""
+    """Turn the BadRowError of a row reader into a RequestError."""
     try:
         yield
     except BadRowError as problem:
@@ -74,8 +73,8 @@ def read_by_form() -> Iterator[None]:
 
 
 def text_of(content: Json, where: str, kinds: Sequence[str] = ("text",), *, needed: bool = False) -> str:
-    """A content that is text, or a list of parts of text. Raises RequestError for anything else (images, audio), and, if a text
-    is `needed`, for null."""
+    """Return the text of a content: a string or a list of text parts. Raises RequestError for anything else (images, audio), and
+    for null if a text is `needed`."""
     if isinstance(content, str) or (content is None and not needed):
         return content or ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in kinds for part in content):
@@ -89,13 +88,13 @@ def text_of(content: Json, where: str, kinds: Sequence[str] = ("text",), *, need
 
 
 def number_calls(message: Message, turn: int) -> Message:
-    """The same turn with call ids that are unique in the session."""
+    """Return the turn with call ids that are unique in the session."""
     calls = tuple(replace(call, id=f"call_{turn}_{i}") for i, call in enumerate(message.tool_calls))
     return replace(message, tool_calls=calls)
 
 
 def call_of(name: Json, arguments: Json, number: Json, where: str) -> ToolCall:
-    """A call in a history. Raises RequestError if it is not one."""
+    """Read a call of a history. Raises RequestError if it is invalid."""
     if not isinstance(name, str) or not isinstance(number, str) or arguments is None:
         raise RequestError(f"{where}: expected a call with a name, an id and arguments")
     with read_by_form():
@@ -103,7 +102,7 @@ def call_of(name: Json, arguments: Json, number: Json, where: str) -> ToolCall:
 
 
 def as_dict(value: Any, where: str) -> dict[str, Json]:
-    """Raises RequestError if the value is not an object."""
+    """Return a value that must be an object. Raises RequestError for any other."""
     if not isinstance(value, dict):
         raise RequestError(f"{where}: expected an object")
     return value
@@ -113,7 +112,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 def read_messages(rows: Json) -> list[Message]:
-    """Raises RequestError for a message of another form (images, unknown roles, arguments that are not JSON)."""
+    """Read messages. Raises RequestError for other formats (images, unknown roles, arguments that are not JSON)."""
     if not isinstance(rows, list) or not rows:
         raise RequestError("messages: expected a non-empty list")
     found = []
@@ -131,7 +130,7 @@ def read_messages(rows: Json) -> list[Message]:
             here = f"{where}.tool_calls[{index}]"
             function = as_dict(as_dict(item, here).get("function"), here)
             calls.append(call_of(function.get("name"), function.get("arguments"), item.get("id"), here))
-        said = row.get("content") or row.get("refusal") or row.get("content")  # a refusal stands next to null
+        said = row.get("content") or row.get("refusal") or row.get("content")  # a refusal comes with null content
         needed = row["role"] != "assistant" or not (calls or reasoning or "content" in row)
         message = Message(
             role=_ROLES[row["role"]],  # type: ignore[arg-type]
@@ -146,7 +145,7 @@ def read_messages(rows: Json) -> list[Message]:
 
 
 def write_message(message: Message) -> dict[str, Json]:
-    """An assistant's message."""
+    """Write an assistant's message."""
     row: dict[str, Json] = {"role": "assistant", "content": message.content or None}
     if message.reasoning is not None:
         row["reasoning_content"] = message.reasoning

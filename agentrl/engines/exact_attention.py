@@ -1,7 +1,7 @@
-"""Attention of transformers' layers in one form for trainer and embedded engine, computed exactly.
+"""Exact attention for trainer and embedded engine, in one form for all of transformers' layers.
 
-A layer's request to its attention function (window, soft cap, sinks), and causal attention with
-what no fused kernel has together."""
+The form of a layer's attention (window, soft cap, sinks), and causal attention with all of them, which no fused kernel supports
+together."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from agentrl.utils.errors import ModelError
 
-# The form of a request
+# The form of a layer's attention
 
 _ROWS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Where packed rows end, which the attention functions here know from plans of their own."""
+"""Boundaries of packed rows, which the attention functions here get in other ways."""
 _RETURNS = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache", "cache_position")
-"""What a model is to return or keep."""
-HARMLESS = frozenset({*_ROWS, *_RETURNS, "num_items_in_batch", "deterministic"})  # of a loss and a kernel that are not used
-"""Arguments that reach attention functions and change no result."""
+"""Requests for outputs and caches."""
+HARMLESS = frozenset({*_ROWS, *_RETURNS, "num_items_in_batch", "deterministic"})  # for a loss and a kernel that are not used
+"""Arguments of attention functions that change no result."""
 
 
 class NotGiven:
-    """In place of an argument that a layer may leave out, which is not the same as None."""
+    """Type of the default of an argument that a layer may omit, as distinct from None."""
 
 
 NOT_GIVEN = NotGiven()
@@ -33,10 +33,10 @@ NOT_GIVEN = NotGiven()
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """softmax over the keys that a query sees of cap tanh(scale q k / cap), without a cap of scale q k.
+    """Softmax over visible keys of cap tanh(scale q k / cap), or of scale q k without a cap.
 
-    A query sees the keys up to its own position: with a `window` w the last w of them, with a `chunk` c those of its own run of
-    c positions. `sinks` [H]: a score for each head that takes part in the softmax and has no value. `tuning`: see `at_positions`.
+    Keys up to the query's position are visible: with a `window` w the last w of them, with a `chunk` c those in the query's
+    block of c positions. `sinks` [H]: one extra score per head in the softmax, without a value. `tuning`: see `at_positions`.
     """
 
     scale: float
@@ -47,10 +47,10 @@ class AttentionForm:
     tuning: tuple[float, float] | None = None
 
     def at_positions(self, query: Tensor, positions: Tensor) -> Tensor:
-        """`query` [T, H, D], with the scales of their positions if those are others than of their places 0, 1, ... in it.
+        """Correct the temperature tuning of `query` [T, H, D] for the tokens' true positions.
 
-        Llama 4 multiplies the queries of layers without rotary embeddings by s(i) = 1 + a log(1 + floor((i + 1) / f)), i being
-        a token's place in the input: of several rows only the first one's are then right."""
+        Llama 4 scales the queries of layers without rotary embeddings by s(i) = 1 + a log(1 + floor((i + 1) / f)), with i the
+        token's index in the flat input, which is its position in the first of several rows only."""
         if self.tuning is None:
             return query
         floor, factor = self.tuning
@@ -59,8 +59,8 @@ class AttentionForm:
         return query * (right / given).to(query.dtype)[:, None, None]
 
     def plain_up_to(self, length: int) -> bool:
-        """Return True if it is plain causal attention for rows of this many tokens, but for the scale."""
-        # A window that no row exceeds hides nothing.
+        """Return True if this is plain causal attention, up to the scale, for rows of at most `length` tokens."""
+        # A window that no row exceeds hides no key.
         return self.cap is None and self.sinks is None and (self.window is None or self.window >= length)
 
 
@@ -74,9 +74,9 @@ def attention_form(
     sliding_window: int | NotGiven | None,
     others: Mapping[str, Any],
 ) -> AttentionForm:
-    """The form for `module`, a layer's attention, from the arguments of an attention function of transformers.
+    """Derive the form of a layer's attention `module` from the arguments of a transformers attention function.
 
-    `query` [1, H, T, D]. Raises ModelError, with the layer's class and the argument, for anything outside the form.
+    `query` [1, H, T, D]. Raises ModelError, naming the layer's class and the argument, for anything that the form lacks.
     """
     asked = {name: value for name, value in others.items() if value is not None and name not in HARMLESS}
     layer, sinks, cap = type(module).__name__, asked.pop("s_aux", None), asked.pop("softcap", None)
@@ -92,7 +92,7 @@ def attention_form(
     at, kinds = getattr(module, "layer_idx", None), getattr(config, "layer_types", None) or ()
     kind = kinds[at] if at is not None and at < len(kinds) else None
     if isinstance(sliding_window, NotGiven):
-        # Some families (Phi-3.5-MoE, Doge, Qwen2-MoE) put the window only into the mask that they have transformers make.
+        # Some families (Phi-3.5-MoE, Doge, Qwen2-MoE) pass the window only to transformers' mask function.
         of_config = getattr(config, "sliding_window", None)
         sliding_window = getattr(module, "sliding_window", of_config if kind in (None, "sliding_attention") else None)
     tuning = None
@@ -101,7 +101,7 @@ def attention_form(
     return AttentionForm(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=int(sliding_window) if sliding_window else None,
-        chunk=int(config.attention_chunk_size) if kind == "chunked_attention" else None,  # Llama 4 says it by the type alone
+        chunk=int(config.attention_chunk_size) if kind == "chunked_attention" else None,  # Llama 4 sets only the type
         cap=cap,
         sinks=sinks,
         tuning=tuning,
@@ -109,15 +109,15 @@ def attention_form(
 
 
 CELLS, GPU_CELLS = 1 << 22, 1 << 25
-"""The most scores that exist at a time, on a host (16 MiB) and on a GPU (128 MiB), unless one query has more."""
+"""Maximum number of scores computed at a time on a CPU (16 MiB) and on a GPU (128 MiB), unless one query has more."""
 
 
 _Piece = tuple[slice, slice, Tensor]
-"""Queries, the keys that they see, and a mask [queries, keys] of those that one of them does not see."""
+"""Queries, the range of their visible keys, and the mask [queries, keys] of the keys hidden from each query."""
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
-    """The same without gradients, with a mask for each row in place of positions: `mask` [n, 1, W, K] is added to scores."""
+    """Compute attention like `exact_attention`, without gradients, with `mask` [n, 1, W, K] added to the scores."""
     rows, heads, width, _ = query.shape
     out = query.new_empty(rows, heads, width, value.shape[-1])
     parts = _by_key_head(query, key), _by_key_head(out, key)
@@ -133,8 +133,9 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, fo
 
 
 def exact_attention(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-    """`query` [n, H, W, D], `key` [n, G, K, D], `value` [n, G, K, E] -> [n, H, W, E] in query's type; query i stands at the
-    position K - W + i of the keys. H is a multiple of G. The form's chunk is the caller's to see to."""
+    """Compute causal attention: `query` [n, H, W, D], `key` [n, G, K, D], `value` [n, G, K, E] -> [n, H, W, E].
+
+    The result has query's type. Query i has position K - W + i; H is a multiple of G. Callers must handle the form's chunk."""
     call: Callable[..., Tensor] = _Exact.apply
     return call(query, key, value, form.sinks, replace(form, sinks=None))
 
@@ -189,8 +190,8 @@ def _pieces(query: Tensor, key: Tensor, window: int | None) -> Iterator[_Piece]:
     rows, heads, width, _ = query.shape
     keys = key.shape[2]
     before = keys - width
-    # With a window, as long as it: a longer piece has more scores that no query sees, a shorter one more calls.
-    # Small pieces stay in a core's cache; a GPU needs large ones, as each product of them is one more launch.
+    # With a window, pieces of its length: longer ones compute more hidden scores, shorter ones need more calls.
+    # Small pieces stay in a core's cache; a GPU needs large ones, since each product is a kernel launch.
     cells = GPU_CELLS if query.is_cuda else CELLS
     most = max(1, cells // (rows * heads * min(keys, 2 * window if window else keys)))
     step = min(most, max(window, 64)) if window else most
@@ -202,12 +203,12 @@ def _pieces(query: Tensor, key: Tensor, window: int | None) -> Iterator[_Piece]:
         seen = torch.arange(low, high, device=query.device)
         hidden = seen > at
         if window:
-            hidden |= seen <= at - window  # as transformers' sliding_window_overlay: the query itself and w - 1 keys before it
+            hidden |= seen <= at - window  # like transformers' sliding_window_overlay: the query and w - 1 keys before it
         yield slice(first, last), slice(low, high), hidden
 
 
 def _piece_scores(query: Tensor, key: Tensor, piece: _Piece, form: AttentionForm) -> tuple[Tensor, Tensor | None]:
-    """Scores of a piece, float32 [n, G, H / G, queries, keys], and the derivative of the cap."""
+    """Return the scores of a piece, float32 [n, G, H / G, queries, keys], and the derivative of the cap."""
     queries, keys, hidden = piece
     q = _by_key_head(query, key)[:, :, :, queries]
     z, bend = _cap_scores(_times(q, key[:, :, keys].transpose(-1, -2)).mul_(form.scale), form.cap)
@@ -215,7 +216,7 @@ def _piece_scores(query: Tensor, key: Tensor, piece: _Piece, form: AttentionForm
 
 
 def _cap_scores(z: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
-    """cap tanh(z / cap) in z's memory, and its derivative."""
+    """Compute cap tanh(z / cap) in place, and its derivative."""
     if cap is None:
         return z, None
     z = z.div_(cap).tanh_()
@@ -224,32 +225,32 @@ def _cap_scores(z: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
 
 
 def _sums(z: Tensor, sinks: Tensor | None, key: Tensor) -> Tensor:
-    """log of the sum of e^z over the keys, and of e^s for each head's sink: [n, G, H / G, queries]."""
+    """Return log(sum of e^z over the keys, plus e^s of each head's sink): [n, G, H / G, queries]."""
     lse = torch.logsumexp(z, dim=-1)
     return lse if sinks is None else torch.logaddexp(lse, sinks.float().view(1, key.shape[1], -1, 1))
 
 
 def _by_key_head(tensor: Tensor, key: Tensor) -> Tensor:
-    """[n, H, ...] -> [n, G, H / G, ...], a view: the query heads that share a key head."""
+    """View [n, H, ...] as [n, G, H / G, ...], by key head."""
     return tensor.view(len(tensor), key.shape[1], -1, *tensor.shape[2:])
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
-    """[n, G, r, a, b] times [n, G, b, c] in float32: the r queries of a key head are rows of one product."""
+    """Multiply [n, G, r, a, b] by [n, G, b, c] in float32; the r query heads of a key head are rows of one product."""
     rows, groups, heads, steps, inner = left.shape
     flat = left.reshape(rows * groups, heads * steps, inner)
     return _product(flat, right.reshape(rows * groups, inner, -1)).view(rows, groups, heads, steps, -1)
 
 
 def _sum_products(left: Tensor, right: Tensor) -> Tensor:
-    """Of [n, G, r, a, b] and [n, G, r, a, c] the products over r and a: float32 [n, G, b, c]."""
+    """Sum the products of [n, G, r, a, b] and [n, G, r, a, c] over r and a: float32 [n, G, b, c]."""
     rows, groups, heads, steps, inner = left.shape
     flat = left.reshape(rows * groups, heads * steps, inner).transpose(1, 2)
     return _product(flat, right.reshape(rows * groups, heads * steps, -1)).view(rows, groups, inner, -1)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    # In half precision a score of 50 would be rounded by 0.1, before it is an exponent.
+    # In half precision a score of 50 would be rounded by 0.1 before exponentiation.
     if left.dtype == torch.float32:
         return torch.bmm(left, right)
     if left.is_cuda:

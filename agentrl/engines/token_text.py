@@ -1,4 +1,4 @@
-"""Requests of token ids: what no engine can serve, the text at which a stop string ends a turn, the tokens a grammar allows."""
+"""Checks and constraints of token requests: validity, stop strings, and grammars."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from agentrl.rollout.engine import Sampling
 from agentrl.utils.errors import EngineError, ModelError, PromptTooLongError
 
 _MARGIN = 8
-"""Characters at the start of a decoded window that may read otherwise than in the whole text (parts of a character, a space)."""
+"""Characters at the start of a decoded window that may differ from the whole text (parts of a character, a space)."""
 _GRAMMARS = 64
-"""Compiled grammars that are kept."""
+"""Number of compiled grammars that are cached."""
 
 
 def check_request(token_ids: Sequence[int], sampling: Sampling, context: int, vocab: int) -> None:
-    """Raise EngineError for a request that no engine could serve; `context`: tokens of a prompt and its turn."""
+    """Raise EngineError for an invalid request. `context`: maximum tokens of a prompt and its turn."""
     if not token_ids:
         raise EngineError("the prompt is empty")
     if len(token_ids) >= context:
@@ -32,7 +32,7 @@ def check_request(token_ids: Sequence[int], sampling: Sampling, context: int, vo
 
 
 class Words:
-    """The tokenizer of a model's folder, loaded when it is first needed: most runs never ask."""
+    """Tokenizer of a model's folder, loaded on first use, since most runs never need it."""
 
     def __init__(self, model_path: str, *, trust: bool = False) -> None:
         self._path, self._trust = model_path, trust
@@ -41,7 +41,7 @@ class Words:
         self._matcher = lru_cache(_GRAMMARS)(self._compile)
 
     def refusal(self, sampling: Sampling) -> str:
-        """As `Engine.refusal`. Loads the tokenizer, and compiles the grammar."""
+        """Return the result of `Engine.refusal`. Loads the tokenizer and compiles the grammar."""
         field = "stop" if sampling.stop else "grammar" if sampling.grammar is not None else ""
         if not field:
             return ""
@@ -57,12 +57,12 @@ class Words:
         return wrong and f"grammar: {' '.join(wrong.split())}"
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, control tokens by name. Raises ModelError if the folder has no tokenizer."""
+        """Decode ids, with control tokens by name. Raises ModelError if the folder has no tokenizer."""
         return str(self.load().decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def constraint(self, sampling: Sampling, vocab: int) -> Constraint | None:
-        """Constraint of a turn's grammar, of a model with `vocab` ids; None if it has none. Raises EngineError for a grammar
-        that cannot be compiled."""
+        """Make the constraint of a turn's grammar for `vocab` ids; None without a grammar. Raises EngineError for a grammar that
+        cannot be compiled."""
         if sampling.grammar is None:
             return None
         matcher = self._matcher(sampling.grammar)
@@ -71,7 +71,7 @@ class Words:
         return Constraint(matcher.deep_copy(), vocab, self._pieces.eos_tokens, sampling.stop_token_ids)
 
     def load(self) -> Any:
-        """The tokenizer. Raises ModelError if the folder has none."""
+        """Load the tokenizer and return it. Raises ModelError if the folder has none."""
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
@@ -82,7 +82,7 @@ class Words:
         return self._tokenizer
 
     def _compile(self, grammar: str) -> Any:
-        """At the grammar's beginning; to be copied."""
+        """Compile a grammar to a matcher in its initial state, to be copied per turn."""
         from llguidance import LLMatcher
         from llguidance.hf import from_tokenizer
 
@@ -92,16 +92,15 @@ class Words:
 
 
 class Constraint:
-    """Allowed next tokens of one turn, by a grammar."""
+    """Tracks the tokens that a grammar allows next in one turn."""
 
     def __init__(self, matcher: Any, vocab: int, ends: Sequence[int], stops: Sequence[int]) -> None:
-        """`ends`: the tokenizer's end of a text, where the renderer may differ; `stops`: what ends
-        the turn."""
+        """`ends`: the tokenizer's end-of-text ids, excluded from the grammar; `stops`: ids that end the turn."""
         self._matcher, self._vocab = matcher, vocab
         self._ends, self._stops = list(ends), list(stops)
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Mask [vocab] of the ids that may come next: those that the grammar takes, and the stop tokens if the text may end
+        """Return the mask [vocab] of the allowed next ids: those that fit the grammar, and the stop tokens if the text may end
         here."""
         mask = np.zeros(self._vocab, dtype=np.bool_)
         if not self._matcher.is_stopped():
@@ -113,18 +112,18 @@ class Constraint:
         return mask
 
     def take(self, token_id: int) -> None:
-        """The turn goes on with a token that was allowed. Raises EngineError if it was not."""
+        """Advance by a token. Raises EngineError if it was not allowed."""
         if token_id not in self._stops and not self._matcher.consume_token(token_id):
             raise EngineError(f"grammar: token {token_id} was drawn and does not fit: {self._matcher.get_error()}")
 
     @property
     def over(self) -> bool:
-        """True if nothing but a stop token may come."""
+        """True if only a stop token is allowed next."""
         return bool(self._matcher.is_stopped())
 
 
 class StopStrings:
-    """Watches one turn for the token that completes one of some texts."""
+    """Detects the token of one turn that completes a stop string."""
 
     def __init__(self, texts: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         self._texts, self._decode = tuple(texts), decode
@@ -137,7 +136,7 @@ class StopStrings:
         text = self._decode(self._window)
         if any(stop in text for stop in self._texts):
             return True
-        # A stop string that is completed later begins in the last characters: the rest need not be decoded with every token.
+        # A stop string that is completed later begins in the last characters, so the rest need not be decoded every time.
         tail = self._window[len(self._window) // 2 :]
         if len(text) > 2 * self._enough and len(self._decode(tail)) >= self._enough:
             self._window = tail
