@@ -1,6 +1,4 @@
-"""Engines that answer with whole messages, for evaluation only.
-
-API models through litellm, Python functions, and scripted policies."""
+"""Evaluation engines that answer with whole messages: API models through litellm, Python functions, scripted policies."""
 
 from __future__ import annotations
 
@@ -50,13 +48,13 @@ from agentrl.utils.threads import DaemonThreads, in_thread
 
 log = logging.getLogger(__name__)
 MAX_WAIT = 60.0
-"""Seconds between two attempts; for a server that asks for more the call is given up."""
+"""Longest wait between two attempts, in seconds; a call is given up if the server asks for a longer one."""
 
 
 class Transcript:
-    """Numbers for messages, shared by the renderer and the engine of one API model. Equal messages have the same number.
+    """Numbered messages, shared by renderer and engine; equal messages have the same number.
 
-    An entry holds `tools`, or a `message` as it is sent; a sampled one also has the `turn` that the episode knows.
+    An entry holds `tools`, or a `message` as it is sent; a sampled one also holds the `turn` as recorded in the episode.
     """
 
     def __init__(self) -> None:
@@ -65,7 +63,7 @@ class Transcript:
         self._turns: dict[str, int] = {}
 
     def add(self, entry: dict[str, Json]) -> int:
-        """The number of the entry."""
+        """Add an entry and return its number."""
         number = self._numbers.setdefault(_text(entry), len(self._entries))
         if number == len(self._entries):
             self._entries.append(entry)
@@ -74,12 +72,12 @@ class Transcript:
         return number
 
     def message(self, message: Message) -> int:
-        """The number of a message of a conversation: of a sampled turn, the entry that has it as it came."""
+        """Return the number of a conversation's message; a sampled turn's entry holds it as the model returned it."""
         sampled = self._turns.get(_text(asdict(message))) if message.role == "assistant" else None
         return self.add({"message": row_of(message)}) if sampled is None else sampled
 
     def conversation(self, numbers: Sequence[int]) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
-        """The messages and the tools of these numbers. A tool's answer has the id that the model gave its call."""
+        """Return the messages and the tools of these numbers. Tool answers get the call ids that the model gave."""
         messages: list[dict[str, Json]] = []
         tools: list[dict[str, Json]] = []
         ids: dict[Json, Json] = {}
@@ -94,7 +92,7 @@ class Transcript:
         return messages, tools
 
     def get(self, number: int) -> dict[str, Json]:
-        """Raises EngineError for an id that is not in this transcript."""
+        """Return an entry. Raises EngineError for a number that is not in this transcript."""
         if not 0 <= number < len(self._entries):
             raise EngineError(f"{number} is not a message of this API model's transcript")
         return self._entries[number]
@@ -105,7 +103,7 @@ def _text(entry: Json) -> str:
 
 
 class ApiRenderer(Renderer):
-    """One id per message; see the module."""
+    """Renderer with one id per message, its number in the transcript."""
 
     def __init__(self, transcript: Transcript) -> None:
         self._transcript = transcript
@@ -130,31 +128,31 @@ class ApiRenderer(Renderer):
 
 
 class MessageEngine(Engine):
-    """An engine whose ids are numbers of messages in a transcript; a subclass answers a conversation."""
+    """Base of engines whose ids are numbers of messages in a transcript; subclasses answer a conversation."""
 
     def __init__(self, transcript: Transcript) -> None:
         self._transcript = transcript
         self.under_way: dict[str, set[asyncio.Task[Generation]]] = {}
-        """Requests by key; a key may have several."""
+        """Request key -> its running requests."""
 
     @abstractmethod
     async def _answer(
         self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], number: int, sampling: Sampling
     ) -> tuple[Message, dict[str, Json], Usage | None, Finish]:
-        """The policy's turn `number`, with call ids that are unique in the session; the message as it is sent again; its cost;
-        why it ended."""
+        """Sample turn `number`. Returns the turn, with call ids that are unique in the session; its message as it is to be sent
+        again; its usage; and why it ended."""
 
     async def start(self) -> None:
         return None
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """One id: the answer's message. Raises EngineError if none comes."""
+        """Sample a turn of one id, the answer's message. Raises EngineError if there was no answer."""
         task = asyncio.ensure_future(self._sample(token_ids, sampling))
         self.under_way.setdefault(request_key, set()).add(task)
         try:
             return await task
         except asyncio.CancelledError:
-            # Cancelled from outside (pass it on) or by `abort`? `cancelling` tells.
+            # `cancelling` is set if the cancellation came from outside (pass it on), not from `abort`.
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 task.cancel()
@@ -185,7 +183,7 @@ class MessageEngine(Engine):
 
 
 class LiteLlmEngine(MessageEngine):
-    """Calls an API model; `renderer` is the one to use with it."""
+    """Engine that calls an API model; use it with its `renderer`."""
 
     untrainable = "an API model returns no token ids and takes no weights; it can be evaluated: agentrl eval ENV --model api:NAME"
 
@@ -198,29 +196,29 @@ class LiteLlmEngine(MessageEngine):
         options: Mapping[str, Any] | None = None,
         transcript: Transcript | None = None,
     ) -> None:
-        """`model` in litellm's form, such as `openai/gpt-5-mini`. `options` are passed to litellm unchanged (`api_key`, ...).
-        Between attempts it waits as long as the server's Retry-After says, or else `backoff` seconds, doubled each time; if
-        that is longer than `MAX_WAIT`, it gives up. Raises DependencyError without the extra."""
+        """`model`: in litellm's form, such as `openai/gpt-5-mini`. `options` are passed to litellm unchanged (`api_key`, ...).
+        The wait between attempts is `backoff` seconds, doubled each time, or the server's Retry-After if longer; above
+        `MAX_WAIT` the call fails. Raises DependencyError without litellm."""
         if importlib.util.find_spec("litellm") is None:
             raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
         super().__init__(transcript or Transcript())
         self._model, self._cfg, self._backoff = model, cfg, backoff
         self._options = dict(options or {})
-        self.request([], [], Sampling(max_tokens=1))  # so that an address that none can be made of is refused now
+        self.request([], [], Sampling(max_tokens=1))  # to reject an invalid address now
         self._gate = asyncio.Semaphore(cfg.concurrency)
         self._prompt_tokens = self._sampled_tokens = self._attempts = 0
         self._unheard = self._heard = False
         self.renderer = ApiRenderer(self._transcript)
 
     async def start(self) -> None:
-        # In a thread, because litellm takes seconds to import and other engines can start meanwhile.
+        # In a thread, since litellm takes seconds to import, and other engines can start in that time.
         litellm = await in_thread("load", load_litellm)
         litellm.telemetry = False
 
     async def _answer(
         self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], number: int, sampling: Sampling
     ) -> tuple[Message, dict[str, Json], Usage, Finish]:
-        """Raises EngineError if the API fails after its retries."""
+        """Call the API. Raises EngineError if it fails after all retries."""
         if sampling.top_k:
             raise EngineError("API models take no top_k")
         answer = await self._ask(self.request(messages, tools, sampling))
@@ -238,7 +236,7 @@ class LiteLlmEngine(MessageEngine):
         elif used.prompt_tokens:
             litellm, names = load_litellm(), (self._model, self._model.partition("/")[2])
             known = next((name for name in names if "input_cost_per_token" in litellm.model_cost.get(name, {})), None)
-            # litellm's own calculation also knows the lower prices of cached prompt tokens.
+            # litellm's calculation includes the lower price of cached prompt tokens.
             usd = None if known is None else float(litellm.completion_cost(answer, model=known))
         usage = Usage(used.prompt_tokens or 0, used.completion_tokens or 0, usd)
         self._prompt_tokens += usage.prompt_tokens
@@ -257,7 +255,7 @@ class LiteLlmEngine(MessageEngine):
     def request(
         self, messages: Sequence[dict[str, Json]], tools: Sequence[dict[str, Json]], sampling: Sampling
     ) -> dict[str, Any]:
-        """The keyword arguments of one call of litellm's."""
+        """Return the keyword arguments of a litellm call."""
         own = {
             **self._options,
             **NO_RETRIES,
@@ -273,15 +271,15 @@ class LiteLlmEngine(MessageEngine):
         return request_of(own, self._cfg.args, self._cfg.base, args_key="api.args", base_key="api.base")
 
     async def _ask(self, request: dict[str, Any]) -> Any:
-        """The first answer. Raises ConfigError for a refused key, account or model, else EngineError, begun by its class."""
+        """Call the API until it answers. Raises ConfigError for a refused key, account or model, else EngineError."""
         for attempt in range(self._cfg.retries + 1):
             try:
                 async with self._gate:
                     self._attempts += 1
                     return await load_litellm().acompletion(**request)
-            except Exception as problem:  # litellm's errors have no common base class of their own
+            except Exception as problem:  # litellm's errors have no common base class
                 refused = refusal(problem, request, self._cfg.base)
-                # Once it has answered, these may be of one request: a filter, or one of a router's models.
+                # After a first answer, 403 and 404 may concern one request only: a filter, or one of a router's models.
                 if refused is not None and not (self._heard and getattr(problem, "status_code", None) in (403, 404)):
                     raise ConfigError(f"API model {refused}") from problem
                 wait = self._wait(problem, attempt)
@@ -297,21 +295,21 @@ class LiteLlmEngine(MessageEngine):
         raise AssertionError("the last attempt returns or raises")
 
     def _wait(self, problem: Exception, attempt: int) -> float | None:
-        """Seconds until the next attempt; None if none is left or another would not help."""
+        """Return the seconds until the next attempt; None if no retry is left or it would not help."""
         import openai  # a dependency of litellm, whose errors are subclasses of openai's
 
         if attempt == self._cfg.retries or not is_temporary(problem):
             return None
         wait = self._backoff * 2**attempt * random.uniform(0.75, 1.25)
         if isinstance(problem, openai.APIStatusError):
-            # litellm replaces the response; if the server sent headers, they are in this attribute.
+            # litellm replaces the response; the server's headers, if any, are in this attribute.
             headers = vars(problem).get("litellm_response_headers") or problem.response.headers
             wait = max(wait, retry_after(headers) or 0.0)
         return wait if wait <= MAX_WAIT else None
 
 
 def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
-    """Seconds to wait according to a Retry-After header (RFC 9110, section 10.2.3: seconds or a date); None without one."""
+    """Return the seconds to wait by a Retry-After header (RFC 9110, section 10.2.3: seconds or a date); None without one."""
     text = headers.get("retry-after")
     if text is None:
         return None
@@ -344,7 +342,7 @@ PolicyFunction = Callable[[list[dict[str, Any]], list[dict[str, Any]]], Any]
 
 
 class FunctionEngine(MessageEngine):
-    """Calls the policy. `failed`: what it raised first, if it did; the episode is then unscored."""
+    """Engine that calls a Python function as the policy."""
 
     untrainable = "a Python policy has no weights; it can be evaluated: agentrl.evaluate(policy, env)"
 
@@ -355,7 +353,7 @@ class FunctionEngine(MessageEngine):
     async def _answer(
         self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], number: int, sampling: Sampling
     ) -> tuple[Message, dict[str, Json], None, Finish]:
-        """Raises EngineError if the policy raises, or returns no message."""
+        """Call the policy. Raises EngineError if it raises or returns no message."""
         said = await run_contained(self._ask([dict(row) for row in messages], tools), f"policy {self._name}", EngineError)
         message = number_calls(said, number)
         return message, row_of(message), None, "stop"
@@ -365,7 +363,7 @@ class FunctionEngine(MessageEngine):
         try:
             if inspect.iscoroutinefunction(inspect.unwrap(self._policy)):
                 answer = await self._policy(messages, tools)
-            else:  # in a thread: it may call a server, or think
+            else:  # in a thread, since it may block
                 async with CALLS.slot():
                     answer = await CALLS.call(self._name, self._policy, messages, tools)
                 answer = await answer if inspect.isawaitable(answer) else answer
@@ -382,7 +380,7 @@ class FunctionEngine(MessageEngine):
             return said
         except RequestError as problem:
             raise EngineError(f"policy {self._name}: it returned no message: {problem}") from problem
-        except Exception as problem:  # the user's own code may raise anything
+        except Exception as problem:  # user code may raise anything
             raise EngineError(f"policy {self._name} {raised_text(problem, self._policy)}") from problem
 
     async def stats(self) -> EngineStats:
@@ -393,7 +391,7 @@ class FunctionEngine(MessageEngine):
 
 
 class ScriptedEngine(FunctionEngine):
-    """Plays the script `name`; who plays episodes tells it their environments (`meet`)."""
+    """Engine that plays the script `name`; players pass it each episode's environment with `meet`."""
 
     untrainable = "a scripted policy has no weights; it can be evaluated: agentrl eval ENV --policy NAME"
 
@@ -401,7 +399,7 @@ class ScriptedEngine(FunctionEngine):
         super().__init__(name, self._next, transcript)
         self.script = name
         self.lines: dict[str, Iterator[Message]] = {}
-        """Of the episodes under way, by their request keys."""
+        """Request key -> remaining turns of a running episode."""
 
     def meet(self, env: ToolEnv, request_key: str) -> ToolEnv:
         return _Seated(env, self, request_key)
@@ -411,7 +409,7 @@ class ScriptedEngine(FunctionEngine):
 
 
 class _Seated(GoldUser):
-    """An episode's environment, as the engine sees it. A reset raises ConfigError if it has no such script."""
+    """Wrapper that starts the script at the environment's reset. The reset raises ConfigError if it has no such script."""
 
     def __init__(self, env: ToolEnv, engine: ScriptedEngine, key: str) -> None:
         super().__init__(env)
@@ -424,7 +422,7 @@ class _Seated(GoldUser):
         script = self._engine.script
         lines = endless_turns(script, self.env, np.random.default_rng(self.env.task.seed))
         try:
-            first = await in_thread("load", next, lines)  # a solution may be looked for, or be asked of a server
+            first = await in_thread("load", next, lines)  # a solution may take a search, or a call to a server
         except NotImplementedError as problem:
             raise ConfigError(f"--policy {script}: {problem}") from problem
         self._engine.lines[self._key] = chain([first], lines)

@@ -1,6 +1,6 @@
-"""Makers of the engines that need no server: API models, Python functions, scripted policies, the embedded engine.
+"""Makers of engines without a server: API models, Python functions, scripted policies, the embedded engine.
 
-A maker is what a run must know of an engine before it exists; importing it loads no engine."""
+Importing a maker loads no engine."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ API = "api:"
 """Prefix of an API model's name, wherever a model is named."""
 
 UNBOUNDED = 2**31 - 1
-"""An API model's ids are messages, so their number is not limited; the provider's own context limit applies."""
+"""Context of an API model in ids, which are messages; the provider's limit applies instead."""
 
 
 def api_name(model: str | None) -> str | None:
-    """The model in litellm's form if `model` is `api:NAME`; None for a folder or hub name."""
+    """Return NAME, in litellm's form, if `model` is `api:NAME`; None for a folder or hub name."""
     return model.removeprefix(API) if model is not None and model.startswith(API) else None
 
 
 class TranscriptMaker(EngineMaker):
-    """Of an engine whose ids are numbers of messages in a transcript; a subclass has `make_with`."""
+    """Maker of an engine whose ids are numbers of messages in a transcript; subclasses define `make_with`."""
 
     prefix: ClassVar[str]
-    """With which a model's name begins that this engine runs."""
+    """Prefix of the names of models that this engine serves."""
     made: ClassVar[str]
-    """The engine's class in `api_models`."""
+    """Name of the engine's class in `api_models`."""
 
     @classmethod
     def engine(cls) -> type[Engine]:
@@ -65,7 +65,7 @@ class TranscriptMaker(EngineMaker):
 
 @ENGINES.register("api", traits={"messages"})
 class ApiMaker(TranscriptMaker):
-    """The model of `api:NAME`, called as the section `api` says."""
+    """API model `api:NAME`, configured by [api]."""
 
     prefix, made = API, "LiteLlmEngine"
 
@@ -79,7 +79,7 @@ class ApiMaker(TranscriptMaker):
             raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
 
     def make_with(self, transcript: Transcript) -> LiteLlmEngine:
-        """The engine over the caller's transcript; its `renderer` is the one to use."""
+        """Make the engine over the caller's transcript; use it with its `renderer`."""
         from agentrl.engines.api_models import LiteLlmEngine
 
         name = api_name(self.config.model.path)
@@ -92,7 +92,7 @@ class ApiMaker(TranscriptMaker):
 
 @ENGINES.register("python_function", traits={"messages"})
 class PythonMaker(TranscriptMaker):
-    """The function that was given under the model's name."""
+    """Python function registered with `agentrl.give` under the model's name."""
 
     prefix, made = GIVEN, "FunctionEngine"
 
@@ -104,7 +104,7 @@ class PythonMaker(TranscriptMaker):
             raise ConfigError("rollout.top_k, rollout.top_p: a Python policy draws by itself")
 
     def make_with(self, transcript: Transcript) -> FunctionEngine:
-        """The engine over the caller's transcript."""
+        """Make the engine over the caller's transcript."""
         from agentrl.engines.api_models import FunctionEngine
 
         name = str(self.config.model.path)
@@ -119,7 +119,7 @@ POLICY = "policy:"
 
 @ENGINES.register("scripted_policy", traits={"messages"})
 class ScriptedMaker(TranscriptMaker):
-    """The script of that name, which plays each environment's own episodes: gold, idle, refuse, echo or spam."""
+    """Scripted policy: gold, idle, refuse, echo or spam."""
 
     prefix, made = POLICY, "ScriptedEngine"
 
@@ -131,7 +131,7 @@ class ScriptedMaker(TranscriptMaker):
             raise ConfigError("rollout.top_k, rollout.top_p: a scripted policy draws nothing")
 
     def make_with(self, transcript: Transcript) -> ScriptedEngine:
-        """The engine over the caller's transcript."""
+        """Make the engine over the caller's transcript."""
         from agentrl.engines.api_models import ScriptedEngine
 
         return ScriptedEngine(str(self.config.model.path).removeprefix(POLICY), transcript)
@@ -140,14 +140,14 @@ class ScriptedMaker(TranscriptMaker):
 # The embedded engine
 
 TOKEN_ID = 8
-"""Bytes of a token without a cache: its id, in the place of a key and of a value (RecomputedModel)."""
+"""Bytes of a token without a cache: its id takes the place of a key and a value (RecomputedModel)."""
 
 
 @ENGINES.register("embedded", traits={"sleeps", "judges", "experts", "transformers", "vision", "fills"})
 class EmbeddedMaker(EngineMaker):
-    """Runs in the driver's own process, on every machine. `cache = false`: each token costs a pass over its whole prefix, for
+    """Engine in the driver's process, for every machine. `cache = false`: each token costs a pass over its whole prefix, for
     families that keep more than keys and values (recurrent layers, convolutions). `kv_cache_mib`: upper limit of the cache; by
-    default what the run's other roles leave of the GPU, or a part of host memory."""
+    default the GPU memory that the run's other roles leave, or a part of host memory."""
 
     def __init__(self, config: TrainConfig, *, cache: bool = True, kv_cache_mib: int | None = None) -> None:
         super().__init__(config)
@@ -176,7 +176,7 @@ class EmbeddedMaker(EngineMaker):
 
         layers = None if found is None else getattr(found.get_text_config(), "layer_types", None)
         if others := sorted(set(layers or ()) - ATTENDING):
-            # Said here too, since the engine itself can only say so once it has read the weights.
+            # Checked here too, since the engine checks only after it has loaded the weights.
             raise ModelError(
                 f"model.path = {self.config.model.path}: its layers are of the types {', '.join(others)}, and the embedded "
                 f"engine's cache holds keys and values alone; {INSTEAD}"
@@ -208,11 +208,11 @@ class EmbeddedMaker(EngineMaker):
         from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 
         rollout = self.config.rollout
-        # One slot per episode, so that its cache is still there for its next turn. `max_context` is also bounded by the
-        # model's positions: an episode whose conversation is rewritten may have more tokens in total than any one prompt.
+        # One slot per episode, to keep its cache for the next turn. `max_context` is also bounded by the model's positions,
+        # since an episode whose conversation is rewritten may have more tokens in total than any single prompt.
         return EmbeddedEngine(
             model,
-            dtype=self.config.model.computes_in(torch.cuda.is_available()),  # in this process, wherever the actors are
+            dtype=self.config.model.computes_in(torch.cuda.is_available()),  # of this process, wherever the actors are
             threads=self.threads(),
             max_slots=rollout.max_episodes,
             max_context=min(rollout.max_episode_tokens, positions),
@@ -226,7 +226,7 @@ class EmbeddedMaker(EngineMaker):
 
 
 def _architecture(model: ModelConfig) -> Any:
-    """transformers' config of the model in `model.path`; None of one that is built."""
+    """Load the transformers config of `model.path`; None for a model that is built from [model.init]."""
     from transformers import AutoConfig
 
     return None if model.path is None else AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
