@@ -2,7 +2,7 @@
 
     python benchmarks/cascade.py
 
-Rows are `groups` x 8, each with a prompt that its group shares and as many tokens of its own. `WORTH` of
+Rows are `groups` x 8, each with a prompt that its group shares and as many tokens of its own. `MIN_SAVED_BYTES` of
 agentrl/engines/embedded/kv_cache.py is about where the ratio passes 1.
 """
 
@@ -66,7 +66,7 @@ def measure(groups: int, prompt: int, own: int, queries: int) -> tuple[int, floa
 
 def main() -> None:
     torch.set_num_threads(1)
-    cascade.WORTH = 0
+    cascade.MIN_SAVED_BYTES = 0
     print("groups  prompt  own  queries  KiB saved  plain us  shared us  ratio")
     for groups, prompt, own, queries in (
         (1, 64, 64, 2), (1, 256, 64, 2), (1, 1024, 64, 2), (2, 256, 64, 2), (8, 64, 64, 4), (8, 64, 128, 2), (8, 128, 64, 2),

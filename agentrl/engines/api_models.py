@@ -402,13 +402,13 @@ class ScriptedEngine(FunctionEngine):
         """Request key -> remaining turns of a running episode."""
 
     def meet(self, env: ToolEnv, request_key: str) -> ToolEnv:
-        return _Seated(env, self, request_key)
+        return _ScriptedEnv(env, self, request_key)
 
     async def _next(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
         return next(self.lines[EPISODE.get()])
 
 
-class _Seated(GoldUser):
+class _ScriptedEnv(GoldUser):
     """Wrapper that starts the script at the environment's reset. The reset raises ConfigError if it has no such script."""
 
     def __init__(self, env: ToolEnv, engine: ScriptedEngine, key: str) -> None:

@@ -172,14 +172,14 @@ class EmbeddedMaker(EngineMaker):
                 "engine_args.cache: the model takes images, which the embedded engine's cache does not know; set "
                 "engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
             )
-        from agentrl.engines.embedded.embedded_model import ATTENDING, INSTEAD
+        from agentrl.engines.embedded.embedded_model import ATTENDING, CACHE_ADVICE
 
         layers = None if found is None else getattr(found.get_text_config(), "layer_types", None)
         if others := sorted(set(layers or ()) - ATTENDING):
             # Checked here too, since the engine checks only after it has loaded the weights.
             raise ModelError(
                 f"model.path = {self.config.model.path}: its layers are of the types {', '.join(others)}, and the embedded "
-                f"engine's cache holds keys and values alone; {INSTEAD}"
+                f"engine's cache holds keys and values alone; {CACHE_ADVICE}"
             )
 
     @classmethod

@@ -20,7 +20,7 @@ from agentrl.data.trajectory import Group, Trajectory
 from agentrl.rollout.deadlines import Quiet, Watch
 from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import EpisodeSpec, score_group
-from agentrl.rollout.group_ledger import GroupLedger, GroupState, more
+from agentrl.rollout.group_ledger import GroupLedger, GroupState, extra_count
 from agentrl.rollout.mixtures import MixedTasks
 from agentrl.rollout.player import Job, Player, RunEnv, end_of, success_rate
 from agentrl.rollout.samplers import TaskChoice
@@ -173,12 +173,12 @@ class Collector:
         self.envs = {env.name: env for env in envs}
         self.watch = Watch(min(LONGEST, config.stall_timeout / 8))
         self.seed = seed
-        self.ledger = GroupLedger(config.groups, config.max_staleness, more(config.groups, config.oversample))
+        self.ledger = GroupLedger(config.groups, config.max_staleness, extra_count(config.groups, config.oversample))
         self.stats = RolloutStats(config, self.watch, None if accept is None else accept.name, say)
         self._greedy = frozenset(greedy)
         self._accept, self._on_group = accept, on_group
         self.slots = asyncio.Semaphore(config.max_episodes)
-        self._numbers = range(config.group_size + more(config.group_size, config.oversample_members))
+        self._numbers = range(config.group_size + extra_count(config.group_size, config.oversample_members))
         self.play = None if config.branch is None else MEMBERS.entry("branch").make(config.branch)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()

@@ -159,7 +159,7 @@ def recent(messages: Sequence[Message], turns: int) -> list[Message]:
 
 # truncate
 
-WORTH = 0.25
+MIN_FREED_SHARE = 0.25
 """Minimum share of the conversation that markers must free. Less would start a new ledger, whose whole prompt is recomputed,
 every few turns, and finally free nothing."""
 
@@ -185,7 +185,7 @@ class Truncate(ContextPolicy):
         messages = [*elide_outputs(moment.messages[:old]), *moment.messages[old:]]
         before, after = _length(moment.messages[starts[0] :]), _length(messages[starts[0] :])
         turns = max(self.keep, len(starts) // 2, 1)
-        if before - after < WORTH * before and turns < len(starts):
+        if before - after < MIN_FREED_SHARE * before and turns < len(starts):
             messages = recent(messages, turns)
         # An unchanged conversation must not start a ledger: its whole prompt would be computed and stored a second time.
         return None if messages == list(moment.messages) else messages

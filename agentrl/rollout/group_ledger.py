@@ -17,7 +17,7 @@ from agentrl.data.trajectory import Group, Trajectory
 # Facts of a group
 
 
-def alike(group: Group) -> bool:
+def zero_variance(group: Group) -> bool:
     """Return True if all scored members, and the greedy baseline if any, have the same reward (zero variance).
 
     Compared as float32, the trainer's type: rewards that differ only by a rounding error give no learning signal."""
@@ -31,7 +31,7 @@ def unscored_cause(trajectory: Trajectory) -> str:
     return trajectory.stop.value if trajectory.stop.infrastructure else "reward_spec"
 
 
-def more(count: int, factor: float) -> int:
+def extra_count(count: int, factor: float) -> int:
     """Return the extra number that an oversampling factor adds to `count`, rounded up (1e-9 absorbs 1.1 x 10 = 11.000..01)."""
     return math.ceil(count * (factor - 1.0) - 1e-9)
 

@@ -242,7 +242,7 @@ def summarize(trajectories: list[Trajectory]) -> Evaluation:
     )
 
 
-def together(found: Mapping[str, Evaluation], weights: Mapping[str, float]) -> Evaluation:
+def combine_evaluations(found: Mapping[str, Evaluation], weights: Mapping[str, float]) -> Evaluation:
     """Combine the evaluations of several environments: success and reward are weighted means over them.
 
     A mean is None if any environment with a weight above 0 lacks the value: the others' mean would measure something else.

@@ -13,7 +13,7 @@ from agentrl.config import RolloutConfig
 from agentrl.data.trajectory import Group, StopReason, Trajectory
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, EngineStats
-from agentrl.rollout.group_ledger import GroupState, alike, unscored_cause
+from agentrl.rollout.group_ledger import GroupState, unscored_cause, zero_variance
 from agentrl.rollout.player import fault_of
 from agentrl.utils.errors import NothingScoredError, StalledError
 
@@ -138,7 +138,7 @@ class RolloutStats:
         """Return True if a group is to be filtered because all its rewards are equal. Beyond `max_filtered` such groups are
         trained, with zero advantage: a policy that solves every task would otherwise never fill a batch."""
         most = math.ceil(self._config.max_filtered * self._config.groups - 1e-9)
-        return self._config.filter_zero_variance and alike(group) and self._filtered < most
+        return self._config.filter_zero_variance and zero_variance(group) and self._filtered < most
 
     def count_drop(self, index: int, env: str, state: GroupState, reason: str, version: int = 0, complete: int = 0) -> None:
         """Count a dropped group; of a CANCELLED one, only its tokens. `version`: the update being collected; `complete`:
@@ -188,7 +188,7 @@ class RolloutStats:
         self._thrown[GroupState.CANCELLED.value] += cut
         row = {
             "groups_filtered": float(self._filtered),
-            "groups_zero_variance": float(sum(map(alike, groups))),
+            "groups_zero_variance": float(sum(map(zero_variance, groups))),
             **{key: float(self._played[key]) for key in ("episodes_played", "episodes_unscored")},
             **({} if self._accept is None else {"groups_refused": float(self._refused)}),
             **({f"env/{env}/groups_{state}": float(n) for (state, env), n in self._dropped.items()} if several else {}),

@@ -21,7 +21,7 @@ from agentrl.config.envs import eval_weights, own_advantages
 from agentrl.data.rows import collate
 from agentrl.data.trajectory import Group
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.player import Evaluation, together
+from agentrl.rollout.player import Evaluation, combine_evaluations
 from agentrl.rollout.stats import EngineMeter
 from agentrl.run.display import Count, percent
 from agentrl.run.interrupt import Interrupt
@@ -138,7 +138,7 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
         for env in config.envs:
             own = config.alone(env).eval
             found[env.called] = await evaluate_env(session, env.called, own, on_episode=count, watch=watch)
-    result = next(iter(found.values())) if len(found) == 1 else together(found, eval_weights(config.envs))
+    result = next(iter(found.values())) if len(found) == 1 else combine_evaluations(found, eval_weights(config.envs))
     await forget_evaluation(session)
     row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began, session.services.values())
     await run_log.evaluation(phase, session.collector.ledger.version, result, row)

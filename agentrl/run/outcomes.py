@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from agentrl.data.trajectory import Group, Trajectory
-from agentrl.rollout.group_ledger import alike, unscored_cause
+from agentrl.rollout.group_ledger import unscored_cause, zero_variance
 from agentrl.rollout.player import RunEnv
 
 # Horizons
@@ -159,7 +159,7 @@ def group_values(groups: Sequence[Group]) -> Row:
     thin = sum(len(own) < THIN and 2 * len(own) <= len(of.trajectories) for own, of in zip(rewards, groups, strict=True))
     return {
         "reward_std": statistics.fmean(spreads) if spreads else None,
-        "zero_variance": sum(map(alike, groups)) / len(groups) if groups else None,
+        "zero_variance": sum(map(zero_variance, groups)) / len(groups) if groups else None,
         "thin_groups": thin / len(groups) if groups else None,
     }
 

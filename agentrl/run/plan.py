@@ -15,7 +15,7 @@ from agentrl.config.keys import inline
 from agentrl.config.schema import InitModelConfig, TrainConfig
 from agentrl.data.schedule import shuffle_parts
 from agentrl.env.catalog import EnvRef, find_spec
-from agentrl.rollout.group_ledger import more
+from agentrl.rollout.group_ledger import extra_count
 from agentrl.rollout.mixtures import MixedTasks, parts_of
 from agentrl.run.checks import RunStart, check_config, run_checks
 from agentrl.run.checks.model_checks import check_router_replay
@@ -312,8 +312,8 @@ class Planner:
         return Batches(
             groups=rollout.groups,
             group_size=rollout.group_size,
-            started=(rollout.groups + more(rollout.groups, rollout.oversample))
-            * (rollout.group_size + more(rollout.group_size, rollout.oversample_members) + greedy),
+            started=(rollout.groups + extra_count(rollout.groups, rollout.oversample))
+            * (rollout.group_size + extra_count(rollout.group_size, rollout.oversample_members) + greedy),
             episodes=episodes,
             minibatches=parts,
             epochs=algorithm.epochs,

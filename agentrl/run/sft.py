@@ -14,7 +14,7 @@ from agentrl.data.rows import Ragged, collate
 from agentrl.data.schedule import Mode, with_trees
 from agentrl.data.trajectory import Trajectory
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.player import Evaluation, summarize, together
+from agentrl.rollout.player import Evaluation, combine_evaluations, summarize
 from agentrl.rollout.warm_start import MixedTranscripts, Transcripts
 from agentrl.run.assembly import longest_row
 from agentrl.run.display import Count
@@ -168,4 +168,4 @@ async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluatio
     if config.rollout.colocate:
         await session.rest()
     one = next(iter(found.values()))
-    return one if len(found) == 1 else together(found, dict.fromkeys(found, 1.0)), ", ".join(shut)
+    return one if len(found) == 1 else combine_evaluations(found, dict.fromkeys(found, 1.0)), ", ".join(shut)

@@ -14,7 +14,7 @@ from agentrl.config.load import with_absolute_paths
 from agentrl.config.schema import EnvConfig, SftConfig
 from agentrl.env.catalog import EnvRef
 from agentrl.rollout.mixtures import MixedTasks, parts_of
-from agentrl.rollout.player import Evaluation, together
+from agentrl.rollout.player import Evaluation, combine_evaluations
 from agentrl.utils.errors import ConfigError, ResourceError
 
 TWO = """
@@ -189,11 +189,11 @@ def test_evaluations_of_several_environments_are_averaged_by_their_weights() -> 
         "sql": Evaluation(1.0, 0.5, 3, 1, {"done": 3, "env_error": 1}, []),
         "search": Evaluation(None, None, 0, 4, {"env_error": 4}, []),
     }
-    all_of = together(found, weights)
+    all_of = combine_evaluations(found, weights)
     assert (all_of.success, all_of.reward) == pytest.approx(((3 * 0.5 + 1.0) / 4, (3 * 0.1 + 0.5) / 4))
     assert (all_of.scored, all_of.unscored, all_of.stops) == (11, 5, {"done": 11, "env_error": 5}) and all_of.by_env == found
     # Without one that counts, a mean would be of something else, and no checkpoint may be the best by it.
-    assert together({**found, "sql": found["search"]}, weights).success is None
+    assert combine_evaluations({**found, "sql": found["search"]}, weights).success is None
 
 
 def test_the_warm_start_is_of_those_named_or_of_those_with_a_weight() -> None:

@@ -50,7 +50,7 @@ def by_hand(query: Any, kv: Any, slot: int, keys: int, scale: float) -> Any:
 @pytest.mark.parametrize("slots", [[0, 1, 2, 3], [0, 1, 2, 5], [0, 4, 9, 17]], ids=["dense", "one idle slot", "far apart"])
 def test_rows_attend_to_what_they_would_alone(slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of three and of one, behind the depth that saves most: two blocks; whatever slots they lie in."""
-    monkeypatch.setattr(cascade, "WORTH", 0)
+    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", 0)
     rows = [held(tokens, slot) for tokens, slot in zip(prompts(), slots, strict=True)]
     pool = attention.Pool(SHAPE, 96)
     torch.manual_seed(0)
@@ -94,11 +94,11 @@ def test_several_groups_of_unequal_size() -> None:
 def test_it_is_used_where_enough_bytes_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [held(tokens, slot) for slot, tokens in enumerate(prompts())]
     saved = 3 * 32 * SHAPE.token_bytes
-    monkeypatch.setattr(cascade, "WORTH", saved)
+    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", saved)
     assert cascade_of(rows, range(4), 4, SHAPE) is not None
-    monkeypatch.setattr(cascade, "WORTH", saved + 1)
+    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", saved + 1)
     assert cascade_of(rows, range(4), 4, SHAPE) is None
-    monkeypatch.setattr(cascade, "WORTH", 0)
+    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", 0)
     half = KvShape(1, 2, 8, torch.bfloat16, torch.device("cpu"))
     assert cascade_of(rows, range(4), 4, half) is None, "in half precision the fused kernel reads keys and values"
     assert cascade_of([held(list(range(9)), 0), rows[0]], range(2), 2, SHAPE) is None, "no block in common"
@@ -107,7 +107,7 @@ def test_it_is_used_where_enough_bytes_are_saved(monkeypatch: pytest.MonkeyPatch
 async def episodes(folder: str, worth: float, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[list[int], list[float]]], int]:
     """Three groups of four episodes of two turns, the second of which begins with a rewritten history for every other episode;
     and how many layers' steps shared a prompt."""
-    monkeypatch.setattr(cascade, "WORTH", worth)
+    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", worth)
     count, plain = [0], cascade.Cascade.attend
     monkeypatch.setattr(cascade.Cascade, "attend", lambda *args: (count.__setitem__(0, count[0] + 1), plain(*args))[1])
     engine = EmbeddedEngine(folder, device="cpu", max_slots=32)

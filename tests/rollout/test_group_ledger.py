@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Task, Trajectory
-from agentrl.rollout.group_ledger import GroupLedger, GroupState, alike
+from agentrl.rollout.group_ledger import GroupLedger, GroupState, zero_variance
 from tests.conftest import examples
 
 
@@ -40,7 +40,7 @@ def test_rewards_that_differ_by_rounding_teach_nothing(rewards: tuple[float, ...
     group = group_of(0, *[[[0]]] * len(rewards))
     for member, reward in zip(group.trajectories, rewards, strict=True):
         member.reward = reward
-    assert alike(group) is same
+    assert zero_variance(group) is same
 
 
 @settings(max_examples=examples(100), deadline=None)

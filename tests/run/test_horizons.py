@@ -13,7 +13,7 @@ from agentrl.cli.main import main
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Message, StopReason, Task, Trajectory, Turn
 from agentrl.env.catalog import make_env
-from agentrl.rollout.player import summarize, together
+from agentrl.rollout.player import combine_evaluations, summarize
 from agentrl.run.evaluate import make_report, print_report
 from agentrl.run.outcomes import label_of, labels_of, order, summary_of
 from agentrl.run.run_log import episodes_row, evaluation_row
@@ -105,7 +105,7 @@ def test_several_environments_keep_theirs_apart() -> None:
         "b": summarize([episode(3, False, env="b")]),
         "bare": summarize([episode(None, True, env="bare")]),
     }
-    row = evaluation_row(together(played, dict.fromkeys(played, 1.0)), {}, 1.0)
+    row = evaluation_row(combine_evaluations(played, dict.fromkeys(played, 1.0)), {}, 1.0)
     assert not labels_of(row), "none of all together: a 3 of one is no 3 of the other"
     assert (labels_of(row, "a"), labels_of(row, "b"), labels_of(row, "bare")) == (["3", "9-12"], ["3"], [])
     assert (row["env/a/horizon/3/success"], row["env/b/horizon/3/success"]) == (1.0, 0.0)

@@ -13,7 +13,7 @@ from rich.console import Console
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward import compile_spec
-from agentrl.rollout.player import summarize, together
+from agentrl.rollout.player import combine_evaluations, summarize
 from agentrl.run.display import PLAIN_DETAILS, Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.outcomes import draw_curve, episode_values, group_values, kinds_of, points
@@ -156,7 +156,7 @@ def test_an_evaluation_of_two_environments_says_of_each_over_how_many() -> None:
         "a": summarize([episode(1.0, {"right": 1.0}, env="a", success=True), episode(None, env="a", stop=StopReason.ENV_ERROR)]),
         "b": summarize([episode(None, {"other": 0.5}, env="b", success=False)]),  # compares members: success, and no reward
     }
-    both = together(played, {"a": 3.0, "b": 1.0})
+    both = combine_evaluations(played, {"a": 3.0, "b": 1.0})
     row = evaluation_row(both, {"a": {"right": "term"}, "b": {"other": "metric"}}, 2.0)
     assert row["success"] == 0.75 and row["reward"] is None, "means over environments; that of b is unknown"
     assert (row["scored"], row["unscored"], row["time/eval_s"]) == (2, 1, 2.0)

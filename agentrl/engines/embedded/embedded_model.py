@@ -33,7 +33,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 SHAPES = "agentrl_shapes"
 """Name in transformers of an attention function that only records its arguments' shapes."""
-INSTEAD = "use engine = vllm, or engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
+CACHE_ADVICE = "use engine = vllm, or engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
 
 
 class EmbeddedModel:
@@ -64,7 +64,7 @@ class EmbeddedModel:
                 if not weight.isfinite().all():
                     fix = "Fetch the model again, or take an earlier checkpoint"
                     raise ModelError(f"{path}: its weight {name} has numbers that are not finite. {fix}") from None
-            raise ModelError(f"the embedded engine cannot run {path}: {problem}; {INSTEAD}") from problem
+            raise ModelError(f"the embedded engine cannot run {path}: {problem}; {CACHE_ADVICE}") from problem
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int], spans: Sequence[Span], last: list[int]) -> Tensor:

@@ -234,7 +234,7 @@ def common_prefix(left: list[int], right: list[int]) -> int:
 
 # Decode attention over a shared prompt
 
-WORTH = 6 << 20
+MIN_SAVED_BYTES = 6 << 20
 """Bytes of a layer's keys and values that sharing must save per step; below this, regrouping queries and scores takes longer than
 reading them (`python benchmarks/cascade.py`)."""
 
@@ -265,25 +265,25 @@ class Cascade:
         own_key, own_value = (part.reshape(-1, keys, dim) for part in own)
         bias = mask.expand(-1, kv_heads, -1, -1).reshape(-1, 1, keys)
         scores = query.new_empty(rows, kv_heads, queries, length + keys)
-        by_group = torch.bmm(self._together(by_head * scale), key.transpose(1, 2))
-        scores[..., :length] = self._apart(by_group, by_head.shape)
+        by_group = torch.bmm(self._regroup(by_head * scale), key.transpose(1, 2))
+        scores[..., :length] = self._ungroup(by_group, by_head.shape)
         scores[..., length:] = torch.baddbmm(bias, by_head.reshape(-1, queries, dim), own_key.transpose(1, 2), alpha=scale).view(
             rows, kv_heads, queries, keys
         )
         weights = torch.softmax(scores, dim=-1)
         out = torch.bmm(weights.view(-1, queries, length + keys)[..., length:], own_value).view(by_head.shape)
-        out.add_(self._apart(torch.bmm(self._together(weights[..., :length]), value), by_head.shape))
+        out.add_(self._ungroup(torch.bmm(self._regroup(weights[..., :length]), value), by_head.shape))
         return out.reshape(query.shape)
 
-    def _together(self, rows: Tensor) -> Tensor:
+    def _regroup(self, rows: Tensor) -> Tensor:
         """Regroup [rows, heads, queries, n] -> [groups x heads, members x queries, n]."""
         heads, queries, n = rows.shape[1:]
         by_group = rows if self.members is None else rows[self.members]
-        apart = by_group.view(len(self.leaders), -1, heads, queries, n)
-        return apart.transpose(1, 2).reshape(len(self.leaders) * heads, -1, n)
+        split = by_group.view(len(self.leaders), -1, heads, queries, n)
+        return split.transpose(1, 2).reshape(len(self.leaders) * heads, -1, n)
 
-    def _apart(self, groups: Tensor, shape: torch.Size) -> Tensor:
-        """Invert `_together`."""
+    def _ungroup(self, groups: Tensor, shape: torch.Size) -> Tensor:
+        """Invert `_regroup`."""
         heads, queries = shape[1:3]
         by_head = groups.view(len(self.leaders), heads, -1, queries, groups.shape[-1]).transpose(1, 2)
         if self.members is None:
@@ -304,7 +304,7 @@ def cascade_of(sequences: Seq[CachedSequence], rows: Seq[int], count: int, shape
         if saved > best:
             best, blocks = saved, number
     length = blocks * BLOCK
-    if not blocks or best * BLOCK * shape.token_bytes // shape.layers < WORTH:
+    if not blocks or best * BLOCK * shape.token_bytes // shape.layers < MIN_SAVED_BYTES:
         return None
     groups: dict[int, list[int]] = {}
     for at, sequence in enumerate(sequences):
@@ -503,8 +503,8 @@ def _by_key_head(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tenso
     # and keeps all scores: tens of GB for 50 rows of 8,000 tokens.
     rows, heads, width, dim = query.shape
     group = heads // kv.shape[2]
-    together = query.reshape(rows, -1, group * width, dim)
-    out = F.scaled_dot_product_attention(together, kv[0], kv[1], attn_mask=mask.repeat(1, 1, group, 1), scale=scale)
+    stacked = query.reshape(rows, -1, group * width, dim)
+    out = F.scaled_dot_product_attention(stacked, kv[0], kv[1], attn_mask=mask.repeat(1, 1, group, 1), scale=scale)
     return out.reshape(rows, heads, width, dim)
 
 
