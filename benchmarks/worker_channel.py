@@ -29,9 +29,9 @@ from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
-from agentrl.rollout.workers.channel import Channel, Door
+from agentrl.rollout.workers.channel import Channel, Endpoint
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
-from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerPool
+from agentrl.rollout.workers.worker_pool import WorkerPool, WorkerProcess, WorkerProcesses
 from agentrl.trainer.pretrained import packaged_tokenizer
 
 ENV = EnvRef("key_value")
@@ -59,19 +59,19 @@ class Parts:
         await self.engine.close()
 
 
-def work(name: str, door: Door, near: bool) -> None:
+def work(name: str, endpoint: Endpoint, near: bool) -> None:
     async def build(channel: Channel) -> Parts:
         return Parts(channel, near)
 
-    asyncio.run(WorkerCore(name, build).run(door))
+    asyncio.run(WorkerCore(name, build).run(endpoint))
 
 
-class Process(Seat):
-    def __init__(self, name: str, door: Door, near: bool) -> None:
-        self._process = multiprocessing.get_context("fork").Process(target=work, args=(name, door, near), daemon=True)
+class Process(WorkerProcess):
+    def __init__(self, name: str, endpoint: Endpoint, near: bool) -> None:
+        self._process = multiprocessing.get_context("fork").Process(target=work, args=(name, endpoint, near), daemon=True)
         self._process.start()
 
-    async def over(self) -> str:
+    async def wait(self) -> str:
         while self._process.is_alive():
             await asyncio.sleep(0.1)
         return "its process ended"
@@ -80,15 +80,15 @@ class Process(Seat):
         self._process.kill()
 
 
-class Processes(Seats):
+class Processes(WorkerProcesses):
     def __init__(self, near: bool) -> None:
         self._near = near
 
     def host(self) -> str:
         return "127.0.0.1"
 
-    def begin(self, name: str, door: Door) -> Seat:
-        return Process(name, door, self._near)
+    def begin(self, name: str, endpoint: Endpoint) -> WorkerProcess:
+        return Process(name, endpoint, self._near)
 
 
 async def measured(workers: int, near: bool, episodes: int) -> str:

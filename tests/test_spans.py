@@ -109,7 +109,7 @@ def test_a_workers_spans_are_in_the_drivers_time(
     found.clear()
     clock = 1_000_000_000_000
     behind = clock - ahead
-    box = traces.Outbox()
+    box = traces.SpanSender()
     box._all = False  # its listeners are this process's here, which would hear everything twice
     monkeypatch.setattr(traces, "now", lambda: behind + 2_000_000)
     place = box.place({**fields, "sent": clock})
@@ -123,7 +123,7 @@ def test_a_workers_spans_are_in_the_drivers_time(
     assert box.frame() is None
     monkeypatch.setattr(traces, "machine", spans.machine)
     monkeypatch.setattr(traces, "now", lambda: clock + 40 + 6_000_000)
-    traces.Inbox("worker 0").notify(frame)
+    traces.SpanReceiver("worker 0").notify(frame)
     [arrived] = found
     off = 0 if ahead == 0 else (6_000_000 - 2_000_000) // 2
     assert (arrived.begin, arrived.end) == (clock + 10 + off, clock + 30 + off)

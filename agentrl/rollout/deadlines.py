@@ -28,16 +28,16 @@ class Watch:
     """Registry of the episodes' current waits, with progress counters.
 
     `moves` counts every result: tokens, tool calls, turns, episodes; `heard` counts only the engine's signs of life. `cut`:
-    tokens sampled in episodes that were then cancelled, in finished turns only. `look`: interval in seconds at which a wait in
+    tokens sampled in episodes that were then cancelled, in finished turns only. `poll_s`: interval in seconds at which a wait in
     progress is polled for new tokens and tool calls.
     """
 
-    def __init__(self, look: float = LONGEST) -> None:
-        self.moves, self.heard, self.cut, self.look = 0, 0, 0, look
+    def __init__(self, poll_s: float = LONGEST) -> None:
+        self.moves, self.heard, self.cut, self.poll_s = 0, 0, 0, poll_s
         self.number = next(_NUMBERS)
         """Identifies this watch to other processes."""
         self._waits: dict[str, tuple[Callable[[], str], float]] = {}
-        self.elsewhere: dict[str, tuple[list[tuple[str, str, float]], int, float]] = {}
+        self.remote: dict[str, tuple[list[tuple[str, str, float]], int, float]] = {}
         """Name of another process -> the result of its `oldest`, and when it was reported (monotonic)."""
 
     def hear(self) -> None:
@@ -65,9 +65,9 @@ class Watch:
         """Describe the `most` longest waits of all processes; "" without any. May be called from any thread."""
         now = time.monotonic()
         waits, more = self.oldest(most)
-        for process, (there, more_there, when) in list(self.elsewhere.items()):
-            waits += [(key, f"{what} (in {process})", seconds + now - when) for key, what, seconds in there]
-            more += more_there
+        for process, (remote, more_remote, when) in list(self.remote.items()):
+            waits += [(key, f"{what} (in {process})", seconds + now - when) for key, what, seconds in remote]
+            more += more_remote
         waits.sort(key=lambda wait: -wait[2])
         more += max(len(waits) - most, 0)
         shown = [f"episode {key} for {seconds:.0f} s on {what}" for key, what, seconds in waits[:most]]
@@ -125,21 +125,21 @@ class Waits:
         """Await a result of the environment. Raises EnvError after `limit` seconds, CutError if the episode's time is used up.
 
         Time does not count while the environment, or every tool call in progress, is queued. Other time is charged to the party
-        that `running` derives from the running calls, or to `blame` if none is running."""
+        that `blame_of_running` derives from the running calls, or to `blame` if none is running."""
         calls, spent = list(env.waiting), 0.0
 
         def spend(passed: float) -> float:
             nonlocal calls, spent
             # A call that has just ended still decides: it was running during the interval.
-            whose_it_was = running(now := list(env.waiting)) or running(calls) or blame
+            party = blame_of_running(now := list(env.waiting)) or blame_of_running(calls) or blame
             if calls != now:
                 calls = now
                 self.watch.moves += 1
             at_work = not env.queued and (not calls or any(call.running for call in calls))
             counted = passed if at_work else 0.0
             spent += counted
-            self.used[whose_it_was] += counted
-            return min(limit - spent, self.limit - self.used[whose_it_was])
+            self.used[party] += counted
+            return min(limit - spent, self.limit - self.used[party])
 
         def doing() -> str:
             own = "; ".join(map(str, env.waiting)) or f"{what} of environment {env.id}"
@@ -148,7 +148,7 @@ class Waits:
         def late() -> Exception:
             if spent >= limit:
                 return EnvError(f"environment {env.id}: {doing()} did not end within {limit:g} s (rollout.env_timeout)")
-            cut = self.over(doing())
+            cut = self.out_of_time(doing())
             env.cut(cut.stop)
             return cut
 
@@ -156,7 +156,7 @@ class Waits:
         with self.watch.waits(self.key, doing):
             return await self._in_time(run_contained(work, name), name, spend, late)
 
-    def over(self, doing: str) -> CutError:
+    def out_of_time(self, doing: str) -> CutError:
         """Build the error for an episode whose time is used up; `doing` describes its last activity."""
         stop = StopReason.MAX_EPISODE_TIME if self.used["policy"] >= self.limit else StopReason.EPISODE_TIMEOUT
         return CutError(stop, f"{self.limit:g} s of active time are used up (rollout.episode_timeout), last on {doing}")
@@ -203,7 +203,7 @@ class Waits:
         """Run `work` as a task and return its result. Raises `late()` once `spend` leaves no time."""
         task = asyncio.create_task(work)
         try:
-            if not await in_time(task, spend, self.watch.look):
+            if not await in_time(task, spend, self.watch.poll_s):
                 # In this order: `late` gives the environment the stop reason (`cut`) before the cancellation reaches it, and
                 # the task has ended before the teardown begins.
                 fault = late()
@@ -215,14 +215,14 @@ class Waits:
         return task.result()
 
 
-def running(calls: Sequence[PendingCall]) -> Blame | None:
+def blame_of_running(calls: Sequence[PendingCall]) -> Blame | None:
     """Return the party responsible for the time of the running calls: the policy if all their tools are marked `policy_late`,
     else the infrastructure; None if no call is running."""
     tools = [call.tool for call in calls if call.running]
     return None if not tools else "policy" if all(tool.options.policy_late for tool in tools) else "infrastructure"
 
 
-def whose(env: ToolEnv, message: Message) -> Blame:
+def blame_of(env: ToolEnv, message: Message) -> Blame:
     """Return the party responsible for a step without a running call: the policy if all called tools are `policy_late`."""
     tools = [found for call in message.tool_calls if (found := env.toolbox.find(call.name))]
     return "policy" if tools and all(tool.options.policy_late for tool in tools) else "infrastructure"

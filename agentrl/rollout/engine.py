@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Finish = Literal["stop", "length", "abort", "stop_string"]
 """Why a turn ended: at a stop token, its last id; at `max_tokens`; by `abort`; at a stop string in its text."""
 
-Told = Callable[[Sequence[int], Sequence[float]], None]
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
 """Callback that receives the ids and logprobs of a turn's tokens as they are sampled; see `Engine.stream`."""
 
 
@@ -125,11 +125,11 @@ class Engine(ABC):
         Raises EngineError if the engine failed; cancelling the awaiting task frees the request's resources.
         """
 
-    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told) -> Generation:
+    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, emit: OnTokens) -> Generation:
         """Sample like `generate`, and pass the tokens to the callback as they are sampled: in order, once, before the return.
         By default all tokens are passed at the end."""
         generation = await self.generate(token_ids, sampling, request_key)
-        told(generation.token_ids, generation.logprobs)
+        emit(generation.token_ids, generation.logprobs)
         return generation
 
     def refusal(self, sampling: Sampling) -> str:
@@ -154,9 +154,9 @@ class Engine(ABC):
         return None
 
     def seats(self, workers: int, recipe: Callable[[EngineConnection | None], Any], host: Callable[[], str]) -> Any:
-        """Return the source of processes (`workers.worker_pool.Seats`) for `workers` rollout workers inside of this engine's
-        processes, or None if they get separate ones. `recipe` makes the workers' recipe from their connection to the engine;
-        `host` returns the driver's address as seen by other processes of the run."""
+        """Return the `workers.worker_pool.WorkerProcesses` of `workers` rollout workers inside of this engine's processes, or
+        None if they get separate ones. `recipe` makes the workers' recipe from their connection to the engine; `host` returns
+        the driver's address as seen by other processes of the run."""
         return None
 
     async def forget(self) -> None:
@@ -181,7 +181,9 @@ class StreamingEngine(Engine):
     """Base class of engines that pass tokens to a callback as they are sampled."""
 
     @abstractmethod
-    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation: ...
+    async def stream(
+        self, token_ids: Sequence[int], sampling: Sampling, request_key: str, emit: OnTokens | None
+    ) -> Generation: ...
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         return await self.stream(token_ids, sampling, request_key, None)

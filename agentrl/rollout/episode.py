@@ -21,7 +21,7 @@ from agentrl.env.authoring import check_answer
 from agentrl.render.base import Renderer
 from agentrl.reward import Score, Scorer
 from agentrl.rollout.context import ContextPolicy, Moment, Stop, elide_outputs
-from agentrl.rollout.deadlines import CutError, Waits, Watch, whose
+from agentrl.rollout.deadlines import CutError, Waits, Watch, blame_of
 from agentrl.rollout.engine import Engine, Generation, Sampling, derive
 from agentrl.rollout.starts import prefix_of, scripted_ids
 from agentrl.utils.errors import (
@@ -44,7 +44,7 @@ async def score_episode(trajectory: Trajectory, scorer: Scorer, key: str, watch:
     """Score the finished episode `key` on its own, once."""
     with watch.waits(key, lambda: f"its score by reward spec {scorer.name}"), span("scoring", scorer.name, track=key) as opened:
         try:
-            _apply(trajectory, await scorer.ascore(trajectory))
+            _record_score(trajectory, await scorer.ascore(trajectory))
         except (LateError, HungError) as fault:
             _mark_unscored(trajectory, scorer, str(fault))
         if opened is not None:
@@ -55,7 +55,7 @@ def _mark_unscored(trajectory: Trajectory, scorer: Scorer, error: str) -> None:
     """Mark an episode whose scoring failed as an infrastructure fault: without reward, so that it is retried."""
     trajectory.stop, trajectory.error = StopReason.ENV_ERROR, error
     trajectory.cause = {"blame": "infrastructure"}
-    _apply(trajectory, Score(None, evidence={"unscored": error}, metrics=dict.fromkeys(scorer.ids)))
+    _record_score(trajectory, Score(None, evidence={"unscored": error}, metrics=dict.fromkeys(scorer.ids)))
 
 
 async def score_group(trajectories: Sequence[Trajectory], scorer: Scorer) -> None:
@@ -68,10 +68,10 @@ async def score_group(trajectories: Sequence[Trajectory], scorer: Scorer) -> Non
             _mark_unscored(trajectory, scorer, str(fault))
         return
     for trajectory, score in zip(trajectories, scores, strict=True):
-        _apply(trajectory, score)
+        _record_score(trajectory, score)
 
 
-def _apply(trajectory: Trajectory, score: Score) -> None:
+def _record_score(trajectory: Trajectory, score: Score) -> None:
     trajectory.reward, trajectory.success = score.value, score.success
     trajectory.evidence = score.evidence
     trajectory.metrics = dict(score.metrics)
@@ -226,7 +226,7 @@ async def complete(
             trajectory.stop = StopReason.ENV_ERROR
             trajectory.error = f"environment {env.id}: its end failed: {fault_text(fault)}"
     timed = trajectory.stop in (StopReason.MAX_EPISODE_TIME, StopReason.EPISODE_TIMEOUT)
-    seconds: dict[str, Json] = {f"{who}_s": taken for who, taken in used.items()} if timed else {}
+    seconds: dict[str, Json] = {f"{party}_s": taken for party, taken in used.items()} if timed else {}
     blame = trajectory.stop.blame
     trajectory.cause = None if blame is None else {"blame": blame, **seconds}
     trajectory.seed, trajectory.member = spec.seed, spec.member
@@ -353,15 +353,15 @@ class RunningEpisode:
             if generation.token_ids:
                 record.messages.append(message)
                 record.turns.append(Turn(index=len(record.turns), message=message))
-                self._locate(record.turns[-1], generation, prompt_tokens)
+                self._record_tokens(record.turns[-1], generation, prompt_tokens)
             return reason
         try:
-            blame, answer = whose(self.env, message), self.env.astep(message)
+            blame, answer = blame_of(self.env, message), self.env.astep(message)
             observation, _, terminated, truncated, info = await self._env(ToolEnv.astep, answer, f"turn {turn}", blame)
         finally:
             # Even if the step was cut: the turn is in the record and may be scored, so it needs its token positions.
             if len(record.turns) > turn:
-                self._locate(record.turns[turn], generation, prompt_tokens)
+                self._record_tokens(record.turns[turn], generation, prompt_tokens)
         if terminated:
             # Cut at `max_turn_tokens`: the model did not stop by itself.
             cut = generation.finish == "length" and not message.tool_calls
@@ -514,7 +514,7 @@ class RunningEpisode:
             raise EngineError(f"the request was aborted in {purpose} {turn}")
         return generation
 
-    def _locate(self, turn: Turn, generation: Generation, prompt_tokens: int) -> None:
+    def _record_tokens(self, turn: Turn, generation: Generation, prompt_tokens: int) -> None:
         turn.ledger, turn.end = len(self.ledgers) - 1, len(self.ledgers[-1]) - 1
         turn.prompt_tokens, turn.sampled_tokens = prompt_tokens, len(generation.token_ids)
         turn.finish = generation.finish

@@ -14,9 +14,9 @@ from typing import Any
 from agentrl.cluster.machine import reachable_address
 from agentrl.cluster.placement import WORKER_CPUS, joins
 from agentrl.rollout.engine import Engine, EngineConnection
-from agentrl.rollout.workers.channel import Channel, Door
+from agentrl.rollout.workers.channel import Channel, Endpoint
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
-from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerPool
+from agentrl.rollout.workers.worker_pool import WorkerPool, WorkerProcess, WorkerProcesses
 from agentrl.run.assembly import Assembly, Inputs, tokenizer_of
 from agentrl.utils.event_loop import SLOW_LOOP
 from agentrl.utils.processor import raise_gc_threshold
@@ -72,22 +72,22 @@ def recipe_of(inputs: Inputs, connection: EngineConnection | None) -> Recipe:
 class RolloutWorker:
     """The actor: one process with one event loop, which runs a worker."""
 
-    async def run(self, name: str, door: Door, recipe: Recipe) -> str:
+    async def run(self, name: str, endpoint: Endpoint, recipe: Recipe) -> str:
         """Play until the driver says that it is enough, or is gone."""
         guard_process(recipe.inputs.config.model_dump(mode="json", exclude_none=True))
         raise_gc_threshold()
         share_the_lock()
-        await WorkerCore(name, recipe.build, SLOW_LOOP).run(door)
+        await WorkerCore(name, recipe.build, SLOW_LOOP).run(endpoint)
         return ENDED
 
 
-class ActorSeat(Seat):
+class ActorProcess(WorkerProcess):
     """An actor's process."""
 
     def __init__(self, actor: Any, ended: Any) -> None:
         self._actor, self._ended = actor, ended
 
-    async def over(self) -> str:
+    async def wait(self) -> str:
         from ray.exceptions import RayError
 
         try:
@@ -102,7 +102,7 @@ class ActorSeat(Seat):
             ray.kill(self._actor)
 
 
-class ActorSeats(Seats):
+class ActorProcesses(WorkerProcesses):
     """Ray actors, spread over the nodes. `recipe` is asked once, at the first start: Ray is up then, and the engine started.
     `joined`: the cluster was there before, and may get more nodes."""
 
@@ -116,12 +116,12 @@ class ActorSeats(Seats):
         # Nodes that join later could not reach the address that is enough for those that are there.
         return str(ray.util.get_node_ip_address()) if self._joined else reachable_address()
 
-    def begin(self, name: str, door: Door) -> Seat:
+    def begin(self, name: str, endpoint: Endpoint) -> WorkerProcess:
         import ray
 
         if self._recipe is None:
             self._recipe = ray.put(self._make())  # once: it holds a tokenizer, which is some megabytes
-        # Ray must not restart it by itself: its successor has another name at the door.
+        # Ray must not restart it by itself: its successor connects under another name.
         options: dict[str, Any] = {
             "num_cpus": WORKER_CPUS,
             "scheduling_strategy": "SPREAD",
@@ -129,7 +129,7 @@ class ActorSeats(Seats):
             "max_concurrency": 2,
         }
         actor = ray.remote(RolloutWorker).options(**options).remote()
-        return ActorSeat(actor, actor.run.remote(name, door, self._recipe))
+        return ActorProcess(actor, actor.run.remote(name, endpoint, self._recipe))
 
 
 def with_workers(inputs: Inputs, parts: Assembly, say: Callable[[str], None] = lambda line: None) -> Assembly:
@@ -138,7 +138,7 @@ def with_workers(inputs: Inputs, parts: Assembly, say: Callable[[str], None] = l
     inside = engine.seats(rollout.workers, partial(recipe_of, inputs), reachable_address)
     pool = WorkerPool(
         parts.envs,
-        inside or ActorSeats(lambda: recipe_of(inputs, engine.connection()), joins(cluster)),
+        inside or ActorProcesses(lambda: recipe_of(inputs, engine.connection()), joins(cluster)),
         count=rollout.workers,
         engine=engine,
         timeout=HEARD_S,

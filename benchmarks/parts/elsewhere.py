@@ -16,9 +16,9 @@ from agentrl.render import make_renderer
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
-from agentrl.rollout.workers.channel import Channel, Door
+from agentrl.rollout.workers.channel import Channel, Endpoint
 from agentrl.rollout.workers.rollout_worker import WorkerCore
-from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerPool
+from agentrl.rollout.workers.worker_pool import WorkerPool, WorkerProcess, WorkerProcesses
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.event_loop import SLOW_LOOP
 from agentrl.utils.processor import raise_gc_threshold
@@ -73,7 +73,7 @@ class Parts:
     async def close(self) -> None: ...
 
 
-def serve(name: str, door: Door, config: RolloutConfig, steps: int) -> None:
+def serve(name: str, endpoint: Endpoint, config: RolloutConfig, steps: int) -> None:
     """A worker's process."""
     raise_gc_threshold()
     share_the_lock()
@@ -81,14 +81,14 @@ def serve(name: str, door: Door, config: RolloutConfig, steps: int) -> None:
     async def build(channel: Channel) -> Parts:
         return Parts(LocalPlayer([part(config, steps)], asks=False))
 
-    asyncio.run(WorkerCore(name, build, slow_loop=SLOW_LOOP).run(door))
+    asyncio.run(WorkerCore(name, build, slow_loop=SLOW_LOOP).run(endpoint))
 
 
-class ProcessSeat(Seat):
+class SpawnedProcess(WorkerProcess):
     def __init__(self, process: Any) -> None:
         self._process = process
 
-    async def over(self) -> str:
+    async def wait(self) -> str:
         while self._process.is_alive():
             await asyncio.sleep(0.5)
         return f"exit code {self._process.exitcode}"
@@ -97,18 +97,18 @@ class ProcessSeat(Seat):
         self._process.kill()
 
 
-class ProcessSeats(Seats):
+class SpawnedProcesses(WorkerProcesses):
     def __init__(self, config: RolloutConfig, steps: int) -> None:
         self._config, self._steps = config, steps
 
     def host(self) -> str:
         return "127.0.0.1"
 
-    def begin(self, name: str, door: Door) -> Seat:
+    def begin(self, name: str, endpoint: Endpoint) -> WorkerProcess:
         spawn = multiprocessing.get_context("spawn")
-        process = spawn.Process(target=serve, args=(name, door, self._config, self._steps), daemon=True)
+        process = spawn.Process(target=serve, args=(name, endpoint, self._config, self._steps), daemon=True)
         process.start()
-        return ProcessSeat(process)
+        return SpawnedProcess(process)
 
 
 async def player_of(workers: int, config: RolloutConfig, steps: int) -> tuple[Player, RunEnv]:
@@ -118,7 +118,7 @@ async def player_of(workers: int, config: RolloutConfig, steps: int) -> tuple[Pl
         return LocalPlayer([env]), env
     engine: Engine = env.policy.engine
     pool = WorkerPool(
-        [env], ProcessSeats(config, steps), count=workers, engine=engine, timeout=60, startup_timeout=120, respawns=0
+        [env], SpawnedProcesses(config, steps), count=workers, engine=engine, timeout=60, startup_timeout=120, respawns=0
     )
     await pool.start()
     return pool, env

@@ -28,11 +28,11 @@ class Actor:
     def __getattr__(self, name):
         return Method(self, name)
 
-    async def hosted(self, name, door, recipe):
+    async def hosted(self, name, endpoint, recipe):
         """Host a worker, as VllmActor does."""
         HOST.set(Inside(self))
         core = WorkerCore(name, recipe.build)
-        task = asyncio.create_task(core.run(door))
+        task = asyncio.create_task(core.run(endpoint))
         while not task.done() and not self.dead:
             await asyncio.sleep(0.001)
         if self.dead:

@@ -12,7 +12,7 @@ import pytest
 from agentrl.config import RolloutConfig
 from agentrl.engines.vllm import replica_calls as local
 from agentrl.engines.vllm.replica_actor import VllmActor
-from agentrl.engines.vllm.replica_calls import LOOK, InReplica, LocalEngine, ReplicaDeadError
+from agentrl.engines.vllm.replica_calls import COUNTS_S, InReplica, LocalEngine, ReplicaDeadError
 from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
@@ -23,7 +23,7 @@ from agentrl.rollout.engine import Engine, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
-from agentrl.rollout.workers.channel import Channel, Hub
+from agentrl.rollout.workers.channel import Channel, ChannelServer
 from agentrl.rollout.workers.worker_pool import WorkerPool
 from agentrl.run.folder import lines
 from agentrl.utils.errors import EngineError, PromptTooLongError
@@ -191,14 +191,14 @@ def actor() -> VllmActor:
 
 
 async def test_a_dead_engine_ends_the_worker_in_its_process_and_answers_nobody() -> None:
-    made, hub, came = actor(), Hub(), list[Channel]()
-    door = await hub.open("127.0.0.1")
+    made, hub, came = actor(), ChannelServer(), list[Channel]()
+    endpoint = await hub.open("127.0.0.1")
     hub.expected["worker 0"] = came.append
 
     async def build(channel: Channel) -> Any:
         return parts_of(SimpleNamespace())  # type: ignore[arg-type]
 
-    playing = asyncio.create_task(made.play("worker 0", door, SimpleNamespace(build=build)))
+    playing = asyncio.create_task(made.play("worker 0", endpoint, SimpleNamespace(build=build)))
     await until(lambda: came)
     lost = asyncio.create_task(came[0].lost.wait())
 
@@ -290,8 +290,8 @@ async def test_progress_of_a_turn_is_read_in_the_same_process() -> None:
     turns = [asyncio.create_task(engine.generate([1], Sampling(4), key)) for key in "ef"]
     await asyncio.sleep(0)
     assert [engine.progress(key) for key in "efg"] == [7, 0, None]
-    assert len(looks) == 1  # one look for all that ask within LOOK seconds
-    engine._looked -= LOOK
+    assert len(looks) == 1  # one count for all calls within COUNTS_S seconds
+    engine._counted_at -= COUNTS_S
     engine.progress("e")
     assert len(looks) == 2
     going.set()
@@ -300,15 +300,15 @@ async def test_progress_of_a_turn_is_read_in_the_same_process() -> None:
 
 
 async def test_only_a_replicas_process_has_a_replica() -> None:
-    kept, local.HERE[:] = list(local.HERE), []
+    kept, local.LOCAL_ACTOR[:] = list(local.LOCAL_ACTOR), []
     try:
         with pytest.raises(EngineError, match="no vLLM replica"):
             InReplica(400).connect()
-        local.HERE[:] = [made := actor()]
+        local.LOCAL_ACTOR[:] = [made := actor()]
         connected = InReplica(400).connect()
         assert isinstance(connected, LocalEngine) and connected._actor is made
     finally:
-        local.HERE[:] = kept
+        local.LOCAL_ACTOR[:] = kept
 
 
 async def test_workers_that_end_by_themselves_again_and_again_are_not_begun_for_ever(

@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from agentrl.engines.vllm.replica_calls import Request, RequestBatcher, answer_batches
-from agentrl.rollout.engine import Generation, Sampling, Told
+from agentrl.rollout.engine import Generation, OnTokens, Sampling
 from agentrl.utils.errors import EngineError
 
 
@@ -37,9 +37,9 @@ class Local:
                 raise self.breaks[0]  # type: ignore[misc]
 
     @staticmethod
-    async def _one(ids: list[int], sampling: Sampling, key: str, request_id: str, told: Told | None = None) -> Generation:
-        for count in range(4 if told is not None else 0):
-            told([count, count], [-1.0, -2.0])  # type: ignore[misc]
+    async def _one(ids: list[int], sampling: Sampling, key: str, request_id: str, emit: OnTokens | None = None) -> Generation:
+        for count in range(4 if emit is not None else 0):
+            emit([count, count], [-1.0, -2.0])  # type: ignore[misc]
             await asyncio.sleep(0.002)
         await asyncio.sleep(0.002 * ids[0])
         if ids[0] == 3:
@@ -137,12 +137,12 @@ async def test_who_listens_is_told_of_the_tokens_in_order_and_before_the_answer(
     heard: dict[int, list[tuple[Sequence[int], Sequence[float]]]] = {1: [], 2: []}
     early = []
 
-    def listener(number: int) -> Told:
-        def told(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def listener(number: int) -> OnTokens:
+        def emit(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
             heard[number].append((token_ids, logprobs))
             early.append(not tasks[number].done())
 
-        return told
+        return emit
 
     tasks = {n: asyncio.create_task(request_batcher.generate(request(n), listener(n))) for n in heard}
     silent = asyncio.create_task(request_batcher.generate(request(0)))

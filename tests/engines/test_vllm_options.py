@@ -21,7 +21,7 @@ from agentrl.config.load import config_from
 from agentrl.config.schema import ModelConfig
 from agentrl.engines.vllm import options as engine_args
 from agentrl.engines.vllm.options import environment, leave_out_tied_head
-from agentrl.engines.vllm.replica_actor import StartStage, possible
+from agentrl.engines.vllm.replica_actor import StartStage, drop_missing_prefix_cache
 from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.run import engine_choice as engines
 from agentrl.run.assembly import RunStart
@@ -225,7 +225,7 @@ def test_every_argument_of_the_installed_vllm_can_be_reached(qwen3_8b: str) -> N
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     fields = {entry.name: entry for entry in dataclasses.fields(AsyncEngineArgs)}
-    own = engine_args.ELSEWHERE.keys() | engine_args.FIXED.keys()
+    own = engine_args.SET_BY_KEY.keys() | engine_args.FIXED.keys()
     assert own <= fields.keys() and set(options_of(qwen3_8b)) <= fields.keys()
     free = {
         name: entry.default
@@ -282,7 +282,7 @@ def test_states_are_cached_only_with_chunked_prefill(states: bool, chunked: bool
     """vLLM starts no recurrent model that is to cache prefixes without it."""
     model = SimpleNamespace(has_inner_state=states)
     args = SimpleNamespace(enable_prefix_caching=True, enable_chunked_prefill=chunked, create_model_config=lambda: model)
-    assert possible(args).enable_prefix_caching is cached
+    assert drop_missing_prefix_cache(args).enable_prefix_caching is cached
 
 
 @pytest.mark.parametrize(

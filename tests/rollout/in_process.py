@@ -6,9 +6,9 @@ from typing import Any
 
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
-from agentrl.rollout.workers.channel import Channel, Door
+from agentrl.rollout.workers.channel import Channel, Endpoint
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
-from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerPool
+from agentrl.rollout.workers.worker_pool import WorkerPool, WorkerProcess, WorkerProcesses
 
 Make = Callable[[Engine], Sequence[RunEnv]]
 
@@ -24,14 +24,14 @@ class Parts:
         await self.engine.close()
 
 
-class TaskSeat(Seat):
+class TaskProcess(WorkerProcess):
     """`kill` is what a SIGKILL is to the driver: the connection ends, and nothing else is said."""
 
-    def __init__(self, core: WorkerCore, door: Door) -> None:
+    def __init__(self, core: WorkerCore, endpoint: Endpoint) -> None:
         self.core = core
-        self.task = asyncio.create_task(core.run(door))
+        self.task = asyncio.create_task(core.run(endpoint))
 
-    async def over(self) -> str:
+    async def wait(self) -> str:
         await asyncio.wait([self.task])
         return "its task ended"
 
@@ -42,26 +42,26 @@ class TaskSeat(Seat):
         self.task.cancel()
 
 
-class TaskSeats(Seats):
+class TaskProcesses(WorkerProcesses):
     def __init__(self, make: Make, slow_loop: float = 0.0) -> None:
         self.make, self.slow_loop = make, slow_loop
-        self.seats: dict[str, TaskSeat] = {}
+        self.seats: dict[str, TaskProcess] = {}
 
     def host(self) -> str:
         return "127.0.0.1"
 
-    def begin(self, name: str, door: Door) -> Seat:
+    def begin(self, name: str, endpoint: Endpoint) -> WorkerProcess:
         async def build(channel: Channel) -> Parts:
             engine = DriverEngine(channel)
             return Parts(LocalPlayer(self.make(engine), asks=False), engine)
 
-        self.seats[name] = seat = TaskSeat(WorkerCore(name, build, self.slow_loop), door)
+        self.seats[name] = seat = TaskProcess(WorkerCore(name, build, self.slow_loop), endpoint)
         return seat
 
 
 def pool_in_process(
     engine: Engine, make: Make, count: int, *, timeout: float = 60.0, respawns: int = 2, slow_loop: float = 0.0, **more: Any
-) -> tuple[WorkerPool, TaskSeats]:
-    seats = TaskSeats(make, slow_loop=slow_loop)
+) -> tuple[WorkerPool, TaskProcesses]:
+    seats = TaskProcesses(make, slow_loop=slow_loop)
     more |= {"count": count, "timeout": timeout, "startup_timeout": 20.0, "respawns": respawns}
     return WorkerPool(make(engine), seats, engine=engine, **more), seats

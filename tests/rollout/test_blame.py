@@ -476,6 +476,6 @@ async def test_a_group_whose_comparison_hangs_is_unscored() -> None:
 
 def test_the_longest_wait_is_named_first_whatever_process_it_is_in() -> None:
     watch = Watch()
-    watch.elsewhere["worker 1"] = ([("e9", "the tool", 50.0)], 0, time.monotonic())
+    watch.remote["worker 1"] = ([("e9", "the tool", 50.0)], 0, time.monotonic())
     with watch.waits("e1", lambda: "the engine"):
         assert watch.waiting(1) == "episode e9 for 50 s on the tool (in worker 1); and 1 more"

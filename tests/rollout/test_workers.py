@@ -25,14 +25,14 @@ from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, RunEnv
-from agentrl.rollout.workers.channel import Channel, Door, Hub, dial, fault_fields, fault_of
+from agentrl.rollout.workers.channel import Channel, ChannelServer, Endpoint, connect_to_driver, dump_fault, load_fault
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
 from agentrl.rollout.workers.worker_pool import WorkerPool
 from agentrl.run.folder import lines
 from agentrl.utils.errors import ModelError, RenderError, WorkerDiedError, WorkerError
 from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine, until
-from tests.rollout.in_process import Make, TaskSeats, pool_in_process
+from tests.rollout.in_process import Make, TaskProcesses, pool_in_process
 from tests.run.test_services import MARKED, plant
 
 ENV = EnvRef("key_value")
@@ -97,7 +97,7 @@ def job_of(member: int = 0, group: int = 0) -> Job:
 @asynccontextmanager
 async def pooled(
     engine: Engine, make: Make, count: int, caches: bool = False, **more: Any
-) -> AsyncIterator[tuple[WorkerPool, TaskSeats]]:
+) -> AsyncIterator[tuple[WorkerPool, TaskProcesses]]:
     """Workers that have started, until the end of the block."""
     pool, seats = pool_in_process(engine, make, count, **more)
     seats.caches = caches
@@ -108,12 +108,12 @@ async def pooled(
         await pool.close()
 
 
-async def opened() -> tuple[Hub, Door, list[Channel]]:
+async def opened() -> tuple[ChannelServer, Endpoint, list[Channel]]:
     """A driver that expects one worker; its end of the channel comes into the list."""
-    hub, came = Hub(), list[Channel]()
-    door = await hub.open("127.0.0.1")
+    hub, came = ChannelServer(), list[Channel]()
+    endpoint = await hub.open("127.0.0.1")
     hub.expected["worker 0"] = came.append
-    return hub, door, came
+    return hub, endpoint, came
 
 
 async def updates(make: Make, engine: SeededEngine, workers: int, count: int = 2, **more: Any) -> tuple[list[Any], Any]:
@@ -206,7 +206,7 @@ async def test_a_dead_worker_gives_its_episodes_back_with_the_same_seed_and_atte
         await until(lambda: len(engine.asked) >= 6)
         victim = pool.workers[0]
         killed.append(victim.running)
-        victim.seat.kill()
+        victim.process.kill()
         await until(lambda: engine.cancelled >= 3)  # what it asked for is freed at the engine
         engine.gate.set()
         await until(lambda: len(pool.workers) == 2 and all(worker.settled.done() for worker in pool.workers))
@@ -246,7 +246,7 @@ async def test_with_no_worker_left_the_run_ends_with_a_typed_error(renderer: Ren
         for left in (2, 1):
             await until(lambda: engine.asked and pool.workers[0].running)
             assert len(pool.workers) == left
-            pool.workers[0].seat.kill()
+            pool.workers[0].process.kill()
             await until(lambda left=left: len(pool.workers) < left)
 
     said = r"no rollout worker is left: rollout worker 0 .* its process ended; rollout worker 1"
@@ -340,18 +340,18 @@ async def test_jobs_go_where_the_fewest_run_and_groups_stay_together_if_workers_
 
 
 async def test_nobody_without_the_secret_becomes_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub, door, came = await opened()
+    hub, endpoint, came = await opened()
     with pytest.raises(WorkerDiedError, match="did not let it in"):
-        await dial(Door(door.host, door.port, b"guessed"), "worker 0", {})
+        await connect_to_driver(Endpoint(endpoint.host, endpoint.port, b"guessed"), "worker 0", {})
     with pytest.raises(WorkerDiedError, match="did not let it in"):
-        await dial(door, "worker 1", {})
+        await connect_to_driver(endpoint, "worker 1", {})
     assert came == []
-    channel = await dial(door, "worker 0", {})
+    channel = await connect_to_driver(endpoint, "worker 0", {})
     assert len(came) == 1
     with pytest.raises(WorkerDiedError, match="did not let it in"):
-        await dial(door, "worker 0", {})  # a second one of that name
+        await connect_to_driver(endpoint, "worker 0", {})  # a second one of that name
     # A stranger cannot make the driver hold what it sends.
-    reader, writer = await asyncio.open_connection(door.host, door.port)
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     writer.write((1 << 20).to_bytes(4, "little") + b"x" * 100)
     while await asyncio.wait_for(reader.read(100), 5):  # the nonce, and the end
         pass
@@ -359,7 +359,7 @@ async def test_nobody_without_the_secret_becomes_a_worker(monkeypatch: pytest.Mo
     # Nor is anything of a stranger's unpickled.
     unpickled: list[bytes] = []
     monkeypatch.setattr(pickle, "loads", unpickled.append)
-    _, writer = await asyncio.open_connection(door.host, door.port)
+    _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     frame = pickle.dumps(("name", {"name": "worker 0"}))
     writer.write(len(frame).to_bytes(4, "little") + frame)
     await writer.drain()
@@ -383,14 +383,14 @@ async def test_what_cannot_be_built_is_the_error_of_the_start(name: str, rendere
 
 
 async def test_a_worker_that_waits_for_a_driver_that_is_gone_ends() -> None:
-    hub, door, came = await opened()
+    hub, endpoint, came = await opened()
     begun = asyncio.Event()
 
     async def build(channel: Channel) -> Any:
         begun.set()
         await asyncio.Event().wait()
 
-    running = asyncio.create_task(WorkerCore("worker 0", build).run(door))
+    running = asyncio.create_task(WorkerCore("worker 0", build).run(endpoint))
     await begun.wait()
     came[0].abort()
     async with asyncio.timeout(5):
@@ -413,21 +413,21 @@ async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     (lambda *_: None, r"rollout worker 0: the program that listens at .* does not answer as the driver"),
 ])  # fmt: skip
 async def test_another_program_at_the_drivers_address_is_not_believed(program: Any, said: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("agentrl.rollout.workers.channel.GREETING_S", 0.05 if program is not impostor else 5.0)
+    monkeypatch.setattr("agentrl.rollout.workers.channel.AUTHENTICATION_S", 0.05 if program is not impostor else 5.0)
     server = await asyncio.start_server(program, "127.0.0.1", 0)
-    door = Door("127.0.0.1", server.sockets[0].getsockname()[1], b"secret")
+    endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1], b"secret")
     with pytest.raises(WorkerDiedError, match=said):
-        await asyncio.wait_for(dial(door, "worker 0", {}), 5)
+        await asyncio.wait_for(connect_to_driver(endpoint, "worker 0", {}), 5)
     server.close()
 
 
 def test_a_fault_arrives_as_it_was() -> None:
-    assert isinstance(fault_of(fault_fields(ModelError("no folder")), "w"), ModelError)
-    assert str(fault_of(fault_fields(RenderError("drift")), "rollout worker 1")) == "drift"
-    full = fault_of(fault_fields(OSError(errno.ENOSPC, "No space left on device")), "rollout worker 1")
+    assert isinstance(load_fault(dump_fault(ModelError("no folder")), "w"), ModelError)
+    assert str(load_fault(dump_fault(RenderError("drift")), "rollout worker 1")) == "drift"
+    full = load_fault(dump_fault(OSError(errno.ENOSPC, "No space left on device")), "rollout worker 1")
     assert isinstance(full, OSError) and full.errno == errno.ENOSPC and "rollout worker 1" in str(full)  # as the driver's own
-    assert isinstance(fault_of(fault_fields(OSError(errno.ECONNRESET, "reset")), "rollout worker 1"), WorkerError)
-    other = fault_of(fault_fields(ZeroDivisionError("by 0")), "rollout worker 1")
+    assert isinstance(load_fault(dump_fault(OSError(errno.ECONNRESET, "reset")), "rollout worker 1"), WorkerError)
+    other = load_fault(dump_fault(ZeroDivisionError("by 0")), "rollout worker 1")
     assert type(other) is WorkerError and "rollout worker 1: ZeroDivisionError: by 0" in str(other)
 
 

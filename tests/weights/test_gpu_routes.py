@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.schema import ClusterConfig, WeightsConfig
-from agentrl.engines.vllm.transfer import TRANSFERS, IpcTransfer, open_end
+from agentrl.engines.vllm.transfer import TRANSFERS, IpcTransfer, open_receiving_end
 from agentrl.engines.weights import base as routes
 from agentrl.engines.weights import distributed_routes as ipc
 from agentrl.engines.weights import distributed_routes as nccl
@@ -235,7 +235,7 @@ def test_vllms_processes_end_a_route_between_gpus_in_its_own_engine_and_join_the
 ) -> None:
     worker = SimpleNamespace(parallel_config=None, model_config=None)
     offer, device = ipc.IpcSender(ROOM, 1).open(), SimpleNamespace(index=5)
-    assert isinstance(open_end(offer, 0, worker, device, None), IpcTransfer)  # type: ignore[arg-type]
+    assert isinstance(open_receiving_end(offer, 0, worker, device, None), IpcTransfer)  # type: ignore[arg-type]
     offer = routes.Offer("nccl", ROOM, 1, ("127.0.0.1", "1"))
     with pytest.raises(ConfigError, match=r"weights.route = nccl: only the processes of a vLLM engine"):
         routes.open_receiver(offer, 0)

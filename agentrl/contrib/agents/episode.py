@@ -22,8 +22,8 @@ from agentrl.data.trajectory import Blame, Json, Message, StopReason, ToolResult
 from agentrl.engines.chat_format import RequestError
 from agentrl.env import ToolEnv
 from agentrl.reward import Scorer
-from agentrl.rollout.deadlines import CutError, Waits, Watch, whose
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told, derive
+from agentrl.rollout.deadlines import CutError, Waits, Watch, blame_of
+from agentrl.rollout.engine import Engine, EngineStats, Generation, OnTokens, Sampling, derive
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, complete, play_and_score, sampling_attributes
 from agentrl.rollout.player import AGENTS
 from agentrl.utils.errors import (
@@ -55,9 +55,9 @@ class EpisodeEngine(Engine):
         ids = list(token_ids)
         return await self._episode.sample(lambda s: self._engine.generate(ids, s, request_key), ids, sampling, request_key)
 
-    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told) -> Generation:
+    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, emit: OnTokens) -> Generation:
         ids = list(token_ids)
-        return await self._episode.sample(lambda s: self._engine.stream(ids, s, request_key, told), ids, sampling, request_key)
+        return await self._episode.sample(lambda s: self._engine.stream(ids, s, request_key, emit), ids, sampling, request_key)
 
     def refusal(self, sampling: Sampling) -> str:
         return self._engine.refusal(sampling)
@@ -194,9 +194,9 @@ class AgentEpisode:
 
         try:
             with self.watch.waits(f"{self.spec.key} (agent)", lambda: "its agent"):
-                if not await in_time(first, left, self.watch.look):
+                if not await in_time(first, left, self.watch.poll_s):
                     if self._quiet < self.config.idle_timeout:
-                        raise self.waits.over("its agent")
+                        raise self.waits.out_of_time("its agent")
                     said = f"no request, tool call or end for {self.config.idle_timeout:g} s (agent.idle_timeout)"
                     raise AgentFaultError(f"the agent did nothing: {said}")
             if self._over.done():
@@ -236,7 +236,7 @@ class AgentEpisode:
         self._check_asked("the agent ended without a turn of the policy; does it use OPENAI_BASE_URL?", said)
         last = self.record.answer(ended.output if self.config.answer == "output" else None)
         if last is not None and not self.env.has_finished:
-            await self._env(self.env.areply(last), "the user's reply", whose(self.env, last.message))
+            await self._env(self.env.areply(last), "the user's reply", blame_of(self.env, last.message))
         return StopReason.MAX_TOKENS if last is not None and last.finish == "length" else StopReason.DONE
 
     def _check_asked(self, *words: str | None) -> None:
@@ -309,7 +309,7 @@ class AgentEpisode:
         async with self._gate.hold(shared=not alone):
             self._check_open()
             work = self.env.acall(turn, call)
-            result = await self._note_answer(work, f"tool {name}", whose(self.env, Message("assistant", tool_calls=(call,))))
+            result = await self._note_answer(work, f"tool {name}", blame_of(self.env, Message("assistant", tool_calls=(call,))))
         turn.seconds += result.seconds
         if self.env.has_finished:
             self._stop(OverError(StopReason.DONE))

@@ -16,7 +16,7 @@ from agentrl.data.trajectory import Json, Message, Turn
 from agentrl.engines.chat_format import RequestError, number_calls
 from agentrl.render.base import Renderer
 from agentrl.render.syntaxes import SYNTAXES
-from agentrl.rollout.engine import Engine, Generation, Sampling, Told, derive
+from agentrl.rollout.engine import Engine, Generation, OnTokens, Sampling, derive
 from agentrl.utils.errors import AgentrlError, EngineError, PromptTooLongError, RenderError, fault_text
 from agentrl.utils.event_loop import OwnedTasks
 from agentrl.utils.threads import in_thread
@@ -302,7 +302,7 @@ class AgentSession:
         return max(fitting, key=lambda branch: (len(branch.shown), -branch.busy), default=None)
 
     async def _sample(
-        self, position: Position, samplings: Sequence[Sampling], keys: Sequence[str], told: Sequence[Told] | None
+        self, position: Position, samplings: Sequence[Sampling], keys: Sequence[str], told: Sequence[OnTokens] | None
     ) -> list[Generation]:
         """One turn for each key; if one fails, the others are given up."""
         engine, prompt = self._served.engine, position.prompt
@@ -404,7 +404,7 @@ class AgentSession:
         return derive(self._seed, "seed", ask.seed, choice)
 
 
-def _teller(choice: int, reader: TurnReader, hear: Hear) -> Told:
+def _teller(choice: int, reader: TurnReader, hear: Hear) -> OnTokens:
     return lambda token_ids, logprobs: hear(Heard(choice, reader.read(token_ids), token_ids, logprobs))
 
 

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from agentrl.contrib.moe.routers import Computed, ExpertLog
 from agentrl.data.expert_routing import narrow
-from agentrl.engines.vllm.replica_actor import ASKED
+from agentrl.engines.vllm.replica_actor import EXPERTS_KEY
 from agentrl.engines.vllm.vllm_worker import WeightReceiver
 
 Plain = tuple[bytes, list[int], str]
@@ -62,7 +62,7 @@ class _Watched:
                 stop = start + scheduler_output.num_scheduled_tokens[name]
                 blocks = np.asarray(state.block_ids[self._group][: -(-stop // self._block)], dtype=np.int64)
                 slots = (blocks[:, None] * self._block + np.arange(self._block)).reshape(-1)[:stop]
-                asked = bool((getattr(state.sampling_params, "extra_args", None) or {}).get(ASKED))
+                asked = bool((getattr(state.sampling_params, "extra_args", None) or {}).get(EXPERTS_KEY))
                 step.append(Computed(name, start, scheduler_output.num_scheduled_tokens[name], slots, asked))
             # Not waited for: the host would stand still until the step is computed. The next step comes after the copy.
             rows, done = self._capturer.snapshot_routing_data(sum(part.count for part in step)), None

@@ -24,7 +24,7 @@ from agentrl.engines.token_text import StopStrings, Words, check_request
 from agentrl.engines.weights.base import Adapter, Bucket, Offer, Receiver, WakeStage, WeightTarget, open_receiver
 from agentrl.engines.weights.parameters import Arrivals, apply_adapter
 from agentrl.render.modality import modality_in
-from agentrl.rollout.engine import EngineStats, Generation, Sampling, StreamingEngine, Told
+from agentrl.rollout.engine import EngineStats, Generation, OnTokens, Sampling, StreamingEngine
 from agentrl.utils.errors import EngineError, ModelError, ResourceError
 from agentrl.utils.processor import own_threads, threads_for
 from agentrl.utils.threads import in_thread
@@ -104,7 +104,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
             raise ResourceError(f"max_context = {context}, but the model supports only {model.positions} positions")
         self._context = context
         size = sum(parameter.numel() for parameter in model.module.parameters())
-        self._apart, self._threads = size > ON_LOOP, self._threads or threads_for(size)
+        self._in_thread, self._threads = size > ON_LOOP, self._threads or threads_for(size)
         own_threads(self._threads)
         slots = Slots(model.shape, context, limit)
         self._model = model
@@ -114,7 +114,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
     def refusal(self, sampling: Sampling) -> str:
         return self._words.refusal(sampling)
 
-    async def stream(self, token_ids: Seq[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
+    async def stream(self, token_ids: Seq[int], sampling: Sampling, request_key: str, emit: OnTokens | None) -> Generation:
         _, model = self._running_parts(fit=True)
         check_request(token_ids, sampling, self._context, model.vocab)
         prompt = model.prompt(token_ids, images_in(token_ids))
@@ -130,7 +130,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
             sampling=sampling,
             uniforms=stream.random(budget),
             done=asyncio.get_running_loop().create_future(),
-            told=told,
+            emit=emit,
             stops=StopStrings(sampling.stop, self._words.decode) if sampling.stop else None,
             constraint=None if sampling.grammar is None else self._words.constraint(sampling, model.vocab),
         )
@@ -286,7 +286,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
                     self._fail_all(self._unfit)
                 elif runs:
                     try:
-                        batcher.settle(await in_thread("engine", advance) if self._apart else batcher.advance())
+                        batcher.settle(await in_thread("engine", advance) if self._in_thread else batcher.advance())
                     except Exception as problem:  # every caller gets the error
                         self._fail_all(f"a step of the embedded engine failed: {problem!r}", problem)
                         batcher.reset()
@@ -295,7 +295,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
                 await self._wake.wait()
                 continue
             # Only here do tools and new requests get to run; otherwise they would wait for the end of the batch.
-            for _ in range(ITERATIONS if self._apart else 1):
+            for _ in range(ITERATIONS if self._in_thread else 1):
                 await asyncio.sleep(0)
 
     def _fail_all(self, reason: str, cause: Exception | None = None) -> None:

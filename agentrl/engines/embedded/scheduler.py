@@ -20,7 +20,7 @@ from agentrl.engines.embedded.embedded_model import EmbeddedModel
 from agentrl.engines.embedded.kv_cache import CachedSequence as Sequence
 from agentrl.engines.embedded.kv_cache import PrefixIndex, Slots, Span, common_prefix
 from agentrl.engines.token_text import Constraint, StopStrings
-from agentrl.rollout.engine import Finish, Generation, Sampling, Told
+from agentrl.rollout.engine import Finish, Generation, OnTokens, Sampling
 from agentrl.utils.errors import EngineError
 
 # Sampling
@@ -86,7 +86,7 @@ def kept_set(logp: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 @dataclass(eq=False, slots=True)
 class Request:
     """A running `generate` call. `tokens`: the prompt and the tokens sampled so far; `uniforms`: one random number per token that
-    may be sampled. `experts`: of tokens whose cache was dropped, as first computed. `told` receives each token as it is sampled;
+    may be sampled. `experts`: of tokens whose cache was dropped, as first computed. `emit` receives each token as it is sampled;
     `stops`, `constraint`: stop strings and grammar of the turn's text."""
 
     key: str
@@ -100,7 +100,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: list[npt.NDArray[Any]] = field(default_factory=list)
-    told: Told | None = None
+    emit: OnTokens | None = None
     stops: StopStrings | None = None
     constraint: Constraint | None = None
 
@@ -196,8 +196,8 @@ class Batcher:
             request.tokens.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self.version)
-            if request.told is not None:
-                request.told([token], [logprob])
+            if request.emit is not None:
+                request.emit([token], [logprob])
             full, ends = len(request.logprobs) == len(request.uniforms), request.sampling.stop_token_ids
             if token in ends:
                 self.finish(request, "stop")

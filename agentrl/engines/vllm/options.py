@@ -94,7 +94,7 @@ def check_version(version: str | None) -> None:
 
 # The section vllm.args
 
-ELSEWHERE = {
+SET_BY_KEY = {
     "model": "model.path",
     "tokenizer": "model.path",
     "trust_remote_code": "model.trust_remote_code",
@@ -126,8 +126,8 @@ def check_args(args: Mapping[str, Any], cuda: bool) -> None:
     """Check `vllm.args`. Raises ConfigError for a name that the installed vLLM lacks, a value of a wrong type, and an argument
     that cannot be set here. Imports vLLM, which takes seconds, unless `args` is empty."""
     for name in args:
-        if name in ELSEWHERE:
-            raise ConfigError(f"vllm.args.{name}: set {ELSEWHERE[name]} instead")
+        if name in SET_BY_KEY:
+            raise ConfigError(f"vllm.args.{name}: set {SET_BY_KEY[name]} instead")
         if name in FIXED:
             raise ConfigError(f"vllm.args.{name} cannot be set: {FIXED[name]}")
         if name == "enable_chunked_prefill" and not cuda:
@@ -233,7 +233,7 @@ CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the actor's process serves only the engine anyway; halves the start time
 }
 PROCESSORS = tuple(f"agentrl.engines.vllm.logprobs:{name}" for name in ("BeforeTemperature", "AfterTemperature"))
-OWN = {
+REQUIRED_ARGS = {
     # Token ids go in and come out; a tokenizer would only produce text, which must never be tokenized again.
     "skip_tokenizer_init": True,
     "enable_prefix_caching": True,
@@ -265,7 +265,7 @@ def engine_options(
     ConfigError for sizes that vLLM cannot run with.
     """
     options: dict[str, Any] = {
-        **OWN,
+        **REQUIRED_ARGS,
         "dtype": dtype,
         "tensor_parallel_size": cfg.tensor_parallel,
         "max_model_len": cfg.max_model_len,

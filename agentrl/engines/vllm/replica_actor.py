@@ -24,12 +24,12 @@ from agentrl.data.images import Image
 from agentrl.data.token_ledger import images_in
 from agentrl.engines.token_text import StopStrings, Words
 from agentrl.engines.vllm.options import GRAMMAR, settle_scratch
-from agentrl.engines.vllm.replica_calls import HERE, Answers, Paced, ReplicaDeadError, Request, answer_batches
+from agentrl.engines.vllm.replica_calls import LOCAL_ACTOR, Answers, ReplicaDeadError, Request, TokenCounts, answer_batches
 from agentrl.engines.weights.base import Adapter, Bucket, Offer
 from agentrl.engines.weights.parameters import write_adapter
 from agentrl.render.modality import modality_in
-from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling, Told
-from agentrl.rollout.workers.channel import Door
+from agentrl.rollout.engine import EngineStats, Finish, Generation, OnTokens, Sampling
+from agentrl.rollout.workers.channel import Endpoint
 from agentrl.rollout.workers.rollout_worker import WorkerCore
 from agentrl.rollout.workers.worker_pool import WorkerRecipe
 from agentrl.utils.errors import EngineError, ModelError
@@ -77,14 +77,14 @@ class StartStage:
 class TurnWatch:
     """Tracks the tokens of one turn. `end`: number of tokens to keep if a stop string ended it."""
 
-    def __init__(self, told: Told | None, stops: StopStrings | None) -> None:
-        self._told, self._stops = told, stops
-        self.listens = told is not None or stops is not None
+    def __init__(self, emit: OnTokens | None, stops: StopStrings | None) -> None:
+        self._emit, self._stops = emit, stops
+        self.listens = emit is not None or stops is not None
         """Whether tokens are needed before the turn's end."""
         self.count = 0
         self.end: int | None = None
 
-    def heard(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> bool:
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> bool:
         """Take the turn's next tokens. Returns True if a stop string ends the turn in them; later tokens, which vLLM samples
         until it is aborted, are ignored."""
         if self.end is not None or not token_ids:
@@ -95,21 +95,21 @@ class TurnWatch:
             if kept <= len(token_ids):
                 self.end = self.count + kept
         self.count += len(token_ids)
-        if self._told is not None:
-            self._told(token_ids[:kept], logprobs[:kept])
+        if self._emit is not None:
+            self._emit(token_ids[:kept], logprobs[:kept])
         return self.end is not None
 
 
 # The actor
 
-ASKED = "agentrl_experts"
+EXPERTS_KEY = "agentrl_experts"
 """Key of a request's extra arguments: record its experts (contrib/moe)."""
-DEATH_LOOK = 0.5
+DEATH_POLL_S = 0.5
 """Seconds between two checks for a dead engine."""
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def possible(args: Any) -> Any:
+def drop_missing_prefix_cache(args: Any) -> Any:
     """Turn the prefix cache off in AsyncEngineArgs if vLLM has none for the model: states of recurrent layers are cached at the
     ends of prompt chunks, and CPUs compute prompts in one chunk (options.py)."""
     if args.enable_prefix_caching and args.enable_chunked_prefill is False and args.create_model_config().has_inner_state:
@@ -164,18 +164,18 @@ class VllmActor:
         modality = modality_in(model, bool(self._options.get("trust_remote_code")))
         self._prompt = text_prompt if modality is None else partial(resolve_name(modality.vllm_prompt), modality)
         self._stage.imported = True
-        self._engine = AsyncLLM.from_engine_args(possible(AsyncEngineArgs(**self._options)))
+        self._engine = AsyncLLM.from_engine_args(drop_missing_prefix_cache(AsyncEngineArgs(**self._options)))
         self._watching = asyncio.create_task(self._watch())
         self.context = int(self._engine.model_config.max_model_len)
         await self._set_version(0)
-        HERE[:] = [self]
+        LOCAL_ACTOR[:] = [self]
         return os.getpid()
 
-    async def play(self, name: str, door: Door, recipe: WorkerRecipe) -> bool:
+    async def play(self, name: str, endpoint: Endpoint, recipe: WorkerRecipe) -> bool:
         """Host a rollout worker until the driver dismisses it (True) or its connection is lost (False). Raises ReplicaDeadError
         if the engine dies first; the worker then ends too."""
         core = WorkerCore(name, recipe.build)
-        playing, died = asyncio.create_task(core.run(door)), asyncio.create_task(self._dead.wait())
+        playing, died = asyncio.create_task(core.run(endpoint)), asyncio.create_task(self._dead.wait())
         await asyncio.wait([playing, died], return_when=asyncio.FIRST_COMPLETED)
         if not playing.done():
             core.abandon()
@@ -192,7 +192,7 @@ class VllmActor:
     async def _watch(self) -> None:
         """Poll for the death of the engine's processes, which vLLM does not report."""
         while not self._engine.errored:
-            await asyncio.sleep(DEATH_LOOK)
+            await asyncio.sleep(DEATH_POLL_S)
         self.note_death("a process of its engine is gone")
 
     async def _call(self, method: str, *args: Any, **keywords: Any) -> Any:
@@ -209,14 +209,14 @@ class VllmActor:
             call.cancel()
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, request_key: str, request_id: str, told: Told | None = None
+        self, token_ids: Sequence[int], sampling: Sampling, request_key: str, request_id: str, emit: OnTokens | None = None
     ) -> Generation:
-        """Sample a turn. `told` receives the tokens as they are sampled."""
+        """Sample a turn. `emit` receives the tokens as they are sampled."""
         stops = None
         if sampling.stop:
             await in_thread("load", self.words.load)
             stops = StopStrings(sampling.stop, self.words.decode)
-        watch = TurnWatch(told, stops)
+        watch = TurnWatch(emit, stops)
         running = self._requests.setdefault(request_key, set())
         running.add(request_id)
         try:
@@ -254,7 +254,7 @@ class VllmActor:
                 self._prompt(list(token_ids), images_in(token_ids)), params, request_id, lora_request=self._lora
             ):
                 final = output
-                if watch.listens and watch.heard(*_columns(output, watch.count)):
+                if watch.listens and watch.take(*_columns(output, watch.count)):
                     await self._engine.abort(request_id)
         except EngineError:
             raise
@@ -349,7 +349,7 @@ class VllmActor:
         if self._engine is not None:  # else closed, and its requests with it
             await self._engine.abort(request_id)
 
-    def progress(self) -> Paced:
+    def progress(self) -> TokenCounts:
         """Return request id -> number of sampled tokens."""
         states = self._engine.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
@@ -392,7 +392,7 @@ def _params(sampling: Sampling, *, each: bool) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    extra: dict[str, Any] = {} if sampling.experts_from is None else {ASKED: True}
+    extra: dict[str, Any] = {} if sampling.experts_from is None else {EXPERTS_KEY: True}
     if sampling.grammar is not None:
         extra[GRAMMAR] = sampling.grammar
     return SamplingParams(

@@ -13,7 +13,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RayError
 
 from agentrl.engines.token_text import check_request
-from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling, StreamingEngine, Told
+from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, OnTokens, Sampling, StreamingEngine
 from agentrl.utils.errors import EngineError
 from agentrl.utils.event_loop import OwnedTasks
 
@@ -46,16 +46,16 @@ class RequestBatcher:
     def __init__(self, actor: Any) -> None:
         """`actor`: a handle whose `generate_many` applies `answer_batches` to its `generate`."""
         self._actor = actor
-        self._waiting: list[tuple[Request, asyncio.Future[Generation], Told | None]] = []
+        self._waiting: list[tuple[Request, asyncio.Future[Generation], OnTokens | None]] = []
         self._tasks = OwnedTasks()
         self._closed = False
 
-    async def generate(self, request: Request, told: Told | None = None) -> Generation:
-        """Sample a turn. `told` receives the tokens as they are sampled. Raises the request's EngineError, or RayError."""
+    async def generate(self, request: Request, emit: OnTokens | None = None) -> Generation:
+        """Sample a turn. `emit` receives the tokens as they are sampled. Raises the request's EngineError, or RayError."""
         if self._closed:
             raise EngineError(CLOSED)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, answer, told))
+        self._waiting.append((request, answer, emit))
         if len(self._waiting) == 1:
             self._tasks.start(self._send(), "requests to a vLLM replica")
         return await answer
@@ -91,14 +91,14 @@ class RequestBatcher:
         answers = [answer for _, answer, _ in alive]
         problem: Exception = EngineError(CLOSED)
         try:
-            requests, live = [request for request, _, _ in alive], [told is not None for _, _, told in alive]
+            requests, live = [request for request, _, _ in alive], [emit is not None for _, _, emit in alive]
             async for part in self._actor.generate_many.options(num_returns="streaming").remote(requests, live):
                 for index, result in await part:
-                    told = alive[index][2]
+                    emit = alive[index][2]
                     if not isinstance(result, FreshTokens):
                         _resolve(answers[index], result)
-                    elif told is not None and not answers[index].done():
-                        told(result.token_ids, result.logprobs)
+                    elif emit is not None and not answers[index].done():
+                        emit(result.token_ids, result.logprobs)
             problem = EngineError("the replica stopped before all requests were answered")
         except Exception as failure:  # of any kind: a caller without an answer waits forever
             problem = failure
@@ -162,13 +162,13 @@ async def answer_batches(
 
 # This process's replica as an engine
 
-Paced = dict[str, int]
+TokenCounts = dict[str, int]
 """Request id -> number of sampled tokens."""
 
-LOOK = 0.1
+COUNTS_S = 0.1
 """Seconds for which the progress of all requests is cached."""
 
-HERE: list[Any] = []
+LOCAL_ACTOR: list[Any] = []
 """This process's VllmActor, once started."""
 
 
@@ -184,9 +184,9 @@ class InReplica(EngineConnection):
 
     def connect(self) -> Engine:
         """Return the replica as an engine. Raises EngineError in any other process."""
-        if not HERE:
+        if not LOCAL_ACTOR:
             raise EngineError("this process is no vLLM replica")
-        return LocalEngine(HERE[0], self.vocab)
+        return LocalEngine(LOCAL_ACTOR[0], self.vocab)
 
 
 class LocalEngine(StreamingEngine):
@@ -198,8 +198,8 @@ class LocalEngine(StreamingEngine):
         self._actor, self._vocab = actor, vocab
         self._numbers = itertools.count()
         self._ids: dict[str, str] = {}
-        self._told: Paced = {}
-        self._looked = -LOOK
+        self._counts: TokenCounts = {}
+        self._counted_at = -COUNTS_S
 
     async def start(self) -> None:
         """Do nothing: the replica has started."""
@@ -207,14 +207,14 @@ class LocalEngine(StreamingEngine):
     def refusal(self, sampling: Sampling) -> str:
         return str(self._actor.words.refusal(sampling))
 
-    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
+    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, emit: OnTokens | None) -> Generation:
         check_request(token_ids, sampling, self._actor.context, self._vocab)
         if self._actor.unfit:
             raise EngineError(f"no generation until a publish succeeds: {self._actor.unfit}")
         request_id = f"{request_key}@{next(self._numbers)}"
         self._ids[request_key] = request_id
         try:
-            answer: Generation = await self._actor.generate(token_ids, sampling, request_key, request_id, told)
+            answer: Generation = await self._actor.generate(token_ids, sampling, request_key, request_id, emit)
             return answer
         except ReplicaDeadError as problem:
             self._actor.note_death(str(problem))
@@ -227,13 +227,13 @@ class LocalEngine(StreamingEngine):
                 del self._ids[request_key]
 
     def progress(self, request_key: str) -> int | None:
-        """Return the progress of `VllmEngine.progress`, at most LOOK seconds old."""
+        """Return the progress of `VllmEngine.progress`, at most COUNTS_S old."""
         request_id = self._ids.get(request_key)
         if request_id is None:
             return None
-        if (now := time.monotonic()) - self._looked >= LOOK:  # `progress` visits all requests
-            self._looked, self._told = now, self._actor.progress()
-        return self._told.get(request_id, 0)
+        if (now := time.monotonic()) - self._counted_at >= COUNTS_S:  # `progress` visits all requests
+            self._counted_at, self._counts = now, self._actor.progress()
+        return self._counts.get(request_id, 0)
 
     async def abort(self, request_key: str) -> None:
         await self._actor.abort(request_key)

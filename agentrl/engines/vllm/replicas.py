@@ -17,10 +17,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from agentrl.config.schema import VllmConfig
 from agentrl.engines.vllm.options import Scratch, environment
 from agentrl.engines.vllm.replica_actor import EVERY_S, GROUP, PROCESS, VllmActor
-from agentrl.engines.vllm.replica_calls import Paced, ReplicaDeadError, Request, RequestBatcher
-from agentrl.rollout.engine import EngineStats, Generation, Need, Placed, RequestRouter, Told, block_names
-from agentrl.rollout.workers.channel import Door
-from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerRecipe
+from agentrl.engines.vllm.replica_calls import ReplicaDeadError, Request, RequestBatcher, TokenCounts
+from agentrl.rollout.engine import EngineStats, Generation, Need, OnTokens, Placed, RequestRouter, block_names
+from agentrl.rollout.workers.channel import Endpoint
+from agentrl.rollout.workers.worker_pool import WorkerProcess, WorkerProcesses, WorkerRecipe
 from agentrl.utils.errors import EngineError
 from agentrl.utils.event_loop import OwnedTasks, run_contained
 
@@ -72,18 +72,18 @@ class Replicas:
         self.every: list[Replica] = []
         self._started = False
         self._scratch = Scratch()
-        self.coming, self._asking = OwnedTasks(), OwnedTasks()
+        self.starting, self._asking = OwnedTasks(), OwnedTasks()
         self.router: RequestRouter[Replica] = RequestRouter()
         self._requests: dict[str, Placed[Replica]] = {}
-        self._polls, self._paces = OwnedTasks(), Paced()
+        self._polls, self._counts = OwnedTasks(), TokenCounts()
         self.past: list[Replica] = []
-        self.news = asyncio.Event()
-        self.on_news: Callable[[], None] = lambda: None
+        self.changed = asyncio.Event()
+        self.on_change: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
         """Start all replicas. Raises EngineError if one fails; the others are then stopped too."""
         self.every = [self._spawn(number) for number in range(self._cfg.replicas)]
-        starting = [self.coming.start(self._boot(replica), f"start {replica.name}") for replica in self.every]
+        starting = [self.starting.start(self._boot(replica), f"start {replica.name}") for replica in self.every]
         try:
             await asyncio.gather(*starting)
         except BaseException:
@@ -96,7 +96,7 @@ class Replicas:
         self._started = False
         await self._polls.close()
         # First the starting ones: a replica that joins after the list below was made would be left running.
-        await self.coming.close()
+        await self.starting.close()
         replicas, self.every = self.every, []
         for replica in (*self.past, *replicas):
             await replica.request_batcher.close()
@@ -116,8 +116,8 @@ class Replicas:
         """Choose a replica for a request and add the request to its load until `end_request`. Waits for a replica with the
         current weights. Raises EngineError if no replica is alive or starting."""
         while not (able := [one for one in self.alive() if one.current]):
-            self._check_hope()
-            await self.news.wait()
+            self._require_replica()
+            await self.changed.wait()
         token_ids, sampling, key, request_id = request
         expected = self.router.forecast(sampling.max_tokens)
         placed = self.router.begin(Need(key, len(token_ids), expected, partial(block_names, token_ids)), able)
@@ -133,13 +133,13 @@ class Replicas:
         """Record that every live replica has the engine's weights."""
         for replica in self.alive():
             replica.current = True
-        self._tell()
+        self._wake()
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         """Wake the requests that wait for a replica."""
-        self.news.set()
-        self.news.clear()
-        self.on_news()
+        self.changed.set()
+        self.changed.clear()
+        self.on_change()
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every live replica and return the answers of those that survive. Raises EngineError if a call fails,
@@ -154,7 +154,7 @@ class Replicas:
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ReplicaDeadError):
                 raise answer
-        self._check_hope()
+        self._require_replica()
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def ask(self, replica: Replica, method: str, *args: Any) -> Any:
@@ -163,10 +163,10 @@ class Replicas:
             name = f"{method} of {replica.name}"
             return await run_contained(self._asking.start(_answer(getattr(replica.actor, method), args), name), name, EngineError)
 
-    async def generate(self, replica: Replica, request: Request, told: Told | None = None) -> Generation:
-        """Sample a turn on a replica; concurrent requests share one call. `told` receives tokens as they are sampled."""
+    async def generate(self, replica: Replica, request: Request, emit: OnTokens | None = None) -> Generation:
+        """Sample a turn on a replica; concurrent requests share one call. `emit` receives tokens as they are sampled."""
         with self._failures(replica):
-            return await replica.request_batcher.generate(request, told)
+            return await replica.request_batcher.generate(request, emit)
 
     @contextlib.contextmanager
     def _failures(self, replica: Replica) -> Iterator[None]:
@@ -189,42 +189,42 @@ class Replicas:
         async with asyncio.timeout(self._cfg.call_timeout):
             return await self.ask(replica, method, *args)
 
-    def pace(self, request_id: str) -> int:
+    def progress(self, request_id: str) -> int:
         """Return the number of tokens sampled by a request, up to ASK_S old; the first call starts the polling."""
         if not self._polls:
             self._polls.start(self._poll(), "progress of vLLM requests")
-        return self._paces.get(request_id, 0)
+        return self._counts.get(request_id, 0)
 
     async def _poll(self) -> None:
         # Ends with the last request, so that an idle engine is not polled.
         while self._requests:
             asked = [self._in_time(replica, "progress") for replica in self.alive()]
-            paces = Paced()
+            counts = TokenCounts()
             for answer in await asyncio.gather(*asked, return_exceptions=True):
-                paces |= {} if isinstance(answer, BaseException) else answer
+                counts |= {} if isinstance(answer, BaseException) else answer
             # Replaced, not merged, so that requests of a dead replica do not seem to continue. Only after all answers: a count
             # that vanished in between would look like new tokens when it returns.
-            self._paces = paces
-            for request_id, tokens in paces.items():
+            self._counts = counts
+            for request_id, tokens in counts.items():
                 if (placed := self._requests.get(request_id)) is not None:
                     self.router.note_sampled(placed, tokens)
             await asyncio.sleep(ASK_S)
 
-    def _check_hope(self) -> None:
-        if not self.alive() and not self.coming:
+    def _require_replica(self) -> None:
+        if not self.alive() and not self.starting:
             deaths = "; ".join(replica.cause or "" for replica in self.every) or "the engine is closed"
             raise EngineError(f"no replica of the vLLM engine is alive: {deaths}")
 
-    def hopeful(self) -> bool:
+    def expects_more(self) -> bool:
         """Return True if a replica is starting or waits for weights."""
-        return self._started and (bool(self.coming) or any(not replica.current for replica in self.alive()))
+        return self._started and (bool(self.starting) or any(not replica.current for replica in self.alive()))
 
     def join(self, replica: Replica) -> None:
         """Put a started replica in its predecessor's place."""
         place = next(at for at, one in enumerate(self.every) if one.number == replica.number)
         self.past.append(self.every[place])
         self.every[place] = replica
-        self._tell()
+        self._wake()
         does = "takes requests" if replica.current else "waits for a publish"
         log.warning("%s has replaced the one that died and %s", replica.name, does)
 
@@ -242,14 +242,14 @@ class Replicas:
         replica.stage = PROCESS
         try:
             async with asyncio.timeout(self._cfg.startup_timeout), OwnedTasks() as tasks:
-                tasks.start(self._follow_start(replica), f"stages of {replica.name}")
+                tasks.start(self._watch_start(replica), f"stages of {replica.name}")
                 replica.pid = await self.ask(replica, "start")
         except TimeoutError:
             limit = f"{self._cfg.startup_timeout:g} s (vllm.startup_timeout; it waited for: {replica.stage})"
             raise EngineError(f"vLLM did not start within {limit}") from None
         replica.stage = ""
 
-    async def _follow_start(self, replica: Replica) -> None:
+    async def _watch_start(self, replica: Replica) -> None:
         stage = replica.actor.stage.options(concurrency_group=GROUP)
         with contextlib.suppress(RayError):  # of a dead replica, which `start` reports
             while True:
@@ -270,11 +270,11 @@ class Replicas:
                 log.warning("%s; its %d requests move on, and it is started again (%d of max_respawns = %d)",
                             replica.cause, moved, self.respawns, self._cfg.max_respawns)  # fmt: skip
                 fresh = self._spawn(replica.number)
-                self.coming.start(self._bring(fresh), f"start {fresh.name}").add_done_callback(lambda _: self._tell())
+                self.starting.start(self._bring(fresh), f"start {fresh.name}").add_done_callback(lambda _: self._wake())
             elif self._started:
                 log.error("%s; %d of %d replicas are alive and no more are started (max_respawns = %d)", replica.cause,
                           len(self.alive()), self._cfg.replicas, self._cfg.max_respawns)  # fmt: skip
-            self._tell()
+            self._wake()
         return ReplicaDeadError(replica.cause)
 
     async def _bring(self, fresh: Replica) -> None:
@@ -302,11 +302,11 @@ def _kill(replica: Replica) -> None:
 
 PATIENCE = 10.0
 """Seconds for a worker to end after its connection is closed; then its replica is killed."""
-ENDINGS = 3
+MAX_ENDS = 3
 """A live replica gets no more workers after this many have ended unasked."""
 
 
-class ReplicaSeat(Seat):
+class WorkerInReplica(WorkerProcess):
     """Rollout worker inside of a replica. `replica`: None if no replica was free."""
 
     def __init__(self, replicas: Replicas, replica: Replica | None, name: str, *args: Any) -> None:
@@ -329,7 +329,7 @@ class ReplicaSeat(Seat):
     def busy(self) -> bool:
         return not self.playing.done()
 
-    async def over(self) -> str:
+    async def wait(self) -> str:
         return await asyncio.shield(self.playing)
 
     def kill(self) -> None:
@@ -343,7 +343,7 @@ class ReplicaSeat(Seat):
             self._replicas.record_death(self.replica, f"its rollout worker did not end within {PATIENCE:g} s")
 
 
-class ReplicaSeats(Seats):
+class WorkersInReplicas(WorkerProcesses):
     """Places rollout workers in replicas. `recipe` is called once, for the first worker, when the engine has started."""
 
     renews = True
@@ -352,43 +352,45 @@ class ReplicaSeats(Seats):
     def __init__(self, replicas: Replicas, recipe: Callable[[], WorkerRecipe], host: Callable[[], str]) -> None:
         self._replicas, self._make, self._host = replicas, recipe, host
         self._recipe: Any = None
-        self._seats: list[ReplicaSeat] = []
+        self._workers: list[WorkerInReplica] = []
         self._vacated: set[Replica] = set()
         self._endings: Counter[Replica] = Counter()
-        replicas.on_news = self._look
+        replicas.on_change = self._report_free
 
     def host(self) -> str:
         return self._host()
 
-    def begin(self, name: str, door: Door) -> Seat:
+    def begin(self, name: str, endpoint: Endpoint) -> WorkerProcess:
         if self._recipe is None:
             self._recipe = ray.put(self._make())
         replica = next(iter(self._free()), None)
         if replica is not None:
             self._vacated.discard(replica)
-        seat = ReplicaSeat(self._replicas, replica, name, door, self._recipe)
-        self._seats = [one for one in self._seats if one.busy] + [seat]
-        seat.playing.add_done_callback(lambda task: None if task.cancelled() else self._leave(seat))
-        return seat
+        worker = WorkerInReplica(self._replicas, replica, name, endpoint, self._recipe)
+        self._workers = [one for one in self._workers if one.busy] + [worker]
+        worker.playing.add_done_callback(lambda task: None if task.cancelled() else self._leave(worker))
+        return worker
 
-    def _leave(self, seat: ReplicaSeat) -> None:
-        replica = seat.replica
+    def _leave(self, worker: WorkerInReplica) -> None:
+        replica = worker.replica
         if replica is not None and replica.cause is None:  # else its successor gets a new worker
             self._endings[replica] += 1
-            if seat.dismissed or self._endings[replica] == ENDINGS:
+            if worker.dismissed or self._endings[replica] == MAX_ENDS:
                 self._vacated.add(replica)
-            if not seat.dismissed:
-                log.error("a rollout worker in %s ended by itself (time %d of %d)", replica.name, self._endings[replica], ENDINGS)
-        self._look()
+            if not worker.dismissed:
+                log.error(
+                    "a rollout worker in %s ended by itself (time %d of %d)", replica.name, self._endings[replica], MAX_ENDS
+                )
+        self._report_free()
 
-    def hopeful(self) -> bool:
-        # A worker's end is noticed before its replica's; `on_news` reports what follows from the latter.
-        return any(seat.busy for seat in self._seats) or self._replicas.hopeful()
+    def expects_more(self) -> bool:
+        # A worker's end is noticed before its replica's; `on_free` reports what follows from the latter.
+        return any(worker.busy for worker in self._workers) or self._replicas.expects_more()
 
     def _free(self) -> list[Replica]:
-        taken = {seat.replica for seat in self._seats if seat.busy}
+        taken = {worker.replica for worker in self._workers if worker.busy}
         return [replica for replica in self._replicas.alive() if replica.current and replica not in taken]
 
-    def _look(self) -> None:
+    def _report_free(self) -> None:
         if self._recipe is not None:  # else the pool has not started
-            self.on_news(sum(replica not in self._vacated for replica in self._free()))
+            self.on_free(sum(replica not in self._vacated for replica in self._free()))

@@ -111,7 +111,7 @@ TRANSFERS: dict[type[Receiver], type[Transfer]] = {IpcReceiver: IpcTransfer, Ncc
 """Receiver of a route -> its replacement in vLLM's processes."""
 
 
-def open_end(offer: Offer, index: int, vllm_config: Any, device: torch.device, model: Any) -> Receiver | Transfer:
+def open_receiving_end(offer: Offer, index: int, vllm_config: Any, device: torch.device, model: Any) -> Receiver | Transfer:
     """Open this process's end of a route. Raises ConfigError with the reason if it cannot attach."""
     receiver = ROUTES.entry(offer.route).make.receiver
     transfer = TRANSFERS.get(receiver)

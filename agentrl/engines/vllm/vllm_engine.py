@@ -18,7 +18,7 @@ from agentrl.data.token_ledger import own
 from agentrl.engines.token_text import Words, check_request
 from agentrl.engines.vllm.options import UNUSED_IDS, engine_options
 from agentrl.engines.vllm.replica_calls import InReplica, ReplicaDeadError
-from agentrl.engines.vllm.replicas import Replica, Replicas, ReplicaSeats
+from agentrl.engines.vllm.replicas import Replica, Replicas, WorkersInReplicas
 from agentrl.engines.weights.base import (
     Adapter,
     Bucket,
@@ -31,8 +31,8 @@ from agentrl.engines.weights.base import (
 )
 from agentrl.engines.weights.parameters import Arrivals, Expected, expected_parameters
 from agentrl.render.modality import Modality
-from agentrl.rollout.engine import EngineConnection, EngineStats, Generation, Sampling, StreamingEngine, Told
-from agentrl.rollout.workers.worker_pool import Seats, WorkerRecipe
+from agentrl.rollout.engine import EngineConnection, EngineStats, Generation, OnTokens, Sampling, StreamingEngine
+from agentrl.rollout.workers.worker_pool import WorkerProcesses, WorkerRecipe
 from agentrl.utils.errors import ConfigError, DependencyError, EngineError
 from agentrl.utils.processor import size_of_folder, threads_for
 from agentrl.utils.threads import in_thread
@@ -127,7 +127,7 @@ class VllmEngine(StreamingEngine, WeightTarget):
         stages = Counter(one.stage for one in self._replicas.every if one.stage and one.cause is None)
         return ", ".join(stage if count == 1 else f"{count} x {stage}" for stage, count in stages.items())
 
-    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
+    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, emit: OnTokens | None) -> Generation:
         """Sample a turn; if the replica dies, sample it again on another one from the same ids. Requests wait while weights
         arrive. Raises EngineError if the replica dies after tokens were passed on, since they cannot be taken back."""
         begun = False
@@ -135,8 +135,8 @@ class VllmEngine(StreamingEngine, WeightTarget):
         def tell(fresh: Sequence[int], logprobs: Sequence[float]) -> None:
             nonlocal begun
             begun = True
-            if told is not None:
-                told(fresh, logprobs)
+            if emit is not None:
+                emit(fresh, logprobs)
 
         while True:
             request_id = f"{request_key}#{next(self._numbers)}"
@@ -151,7 +151,7 @@ class VllmEngine(StreamingEngine, WeightTarget):
                 check_request(token_ids, sampling, self._context, expected.vocab)
                 request = own(token_ids), sampling, request_key, request_id
                 replica = await self._replicas.route(request)
-                answer = await self._replicas.generate(replica, request, None if told is None else tell)
+                answer = await self._replicas.generate(replica, request, None if emit is None else tell)
                 return answer
             except ReplicaDeadError:
                 if begun:
@@ -172,7 +172,7 @@ class VllmEngine(StreamingEngine, WeightTarget):
     def progress(self, request_key: str) -> int | None:
         """Return the progress of a request, up to half a second old."""
         request_id = self._under_way.get(request_key)
-        return None if request_id is None else self._replicas.pace(request_id)
+        return None if request_id is None else self._replicas.progress(request_id)
 
     async def pause(self) -> None:
         async with self._update_lock:
@@ -207,15 +207,15 @@ class VllmEngine(StreamingEngine, WeightTarget):
 
     def seats(
         self, workers: int, recipe: Callable[[EngineConnection | None], WorkerRecipe], host: Callable[[], str]
-    ) -> Seats | None:
+    ) -> WorkerProcesses | None:
         """Return the replicas as places for workers, if there are as many of both."""
         if workers != self._count:
             return None
-        return ReplicaSeats(self._replicas, lambda: recipe(InReplica(self._running().vocab)), host)
+        return WorkersInReplicas(self._replicas, lambda: recipe(InReplica(self._running().vocab)), host)
 
     async def wait_until_starved(self) -> None:
         while all(replica.current for replica in self._replicas.alive()):
-            await self._replicas.news.wait()
+            await self._replicas.changed.wait()
 
     def members(self) -> tuple[str, ...]:
         workers = [f"{r.number}.{r.pid}.{rank}" for r in self._replicas.alive() for rank in range(self._workers)]

@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from agentrl.engines.vllm.options import leave_out_tied_head
-from agentrl.engines.vllm.transfer import Transfer, open_end
+from agentrl.engines.vllm.transfer import Transfer, open_receiving_end
 from agentrl.engines.weights.base import Bucket, Offer, Receiver
 from agentrl.utils.errors import ConfigError
 
@@ -62,7 +62,7 @@ class WeightReceiver:
         """Open this worker's receiver of a route, with index `base` + rank. Returns the reason if it is impossible, or ""."""
         offer: Offer = pickle.loads(plain)
         try:
-            receiver = open_end(offer, base + self.rank, self.vllm_config, self.device, self._model())
+            receiver = open_receiving_end(offer, base + self.rank, self.vllm_config, self.device, self._model())
         except ConfigError as problem:
             # Returned, not raised: vLLM's calls across processes keep the text of an exception, not its class.
             return str(problem)

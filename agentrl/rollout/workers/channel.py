@@ -28,14 +28,14 @@ Fields = dict[str, Any]
 Handler = Callable[[Fields], None]
 
 _HEAD = struct.Struct("<I")
-STRANGER_BYTES = 4096
+UNTRUSTED_FRAME_BYTES = 4096
 """Longest frame accepted before authentication, in bytes."""
-GREETING_S = 20.0
+AUTHENTICATION_S = 20.0
 """Seconds for a new connection to authenticate."""
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Endpoint:
     """Address to which workers connect, and the shared secret with which both sides authenticate."""
 
     host: str
@@ -43,7 +43,7 @@ class Door:
     secret: bytes
 
 
-class GoneError(Exception):
+class PeerClosedError(Exception):
     """The peer ended or closed the connection during a call."""
 
 
@@ -79,9 +79,9 @@ class Channel(asyncio.Protocol):
         self._unsent += (_HEAD.pack(len(body)), body)
 
     async def call(self, kind: str, *, waits: bool = False, **fields: Any) -> Any:
-        """Call a function of the peer and return its answer. Raises the peer's fault (`fault_of`), GoneError if the peer ended
-        during the call, or the error of `fail`. Cancellation also cancels the peer's task; with `waits` it propagates only
-        after that task has ended."""
+        """Call a function of the peer and return its answer. Raises the peer's fault (`load_fault`), PeerClosedError if the peer
+        ended during the call, or the error of `fail`. Cancellation also cancels the peer's task; with `waits` it propagates
+        only after that task has ended."""
         number, sent = next(self._numbers), pickle.dumps(fields)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         self.send("call", id=number, what=kind, fields=sent)
@@ -122,9 +122,9 @@ class Channel(asyncio.Protocol):
             return
         try:
             if "fault" in fields:
-                raise fault_of(fields["fault"], self.peer)
+                raise load_fault(fields["fault"], self.peer)
             if "result" not in fields:  # cancelled without a request from here: the peer is shutting down
-                raise GoneError("the worker ended")
+                raise PeerClosedError("the worker ended")
             answer.set_result(pickle.loads(fields["result"]))
         except Exception as problem:
             answer.set_exception(problem)
@@ -136,7 +136,7 @@ class Channel(asyncio.Protocol):
         except asyncio.CancelledError:
             raise
         except BaseException as problem:  # of any kind: without an answer the peer waits forever
-            return {"fault": fault_fields(problem)}
+            return {"fault": dump_fault(problem)}
 
     def _answer(self, number: int, task: asyncio.Task[Fields]) -> None:
         """Answer a call that has ended with its result or fault; with neither if it was cancelled."""
@@ -174,8 +174,8 @@ class Channel(asyncio.Protocol):
         start = 0
         while len(self._received) >= start + _HEAD.size:
             (length,) = _HEAD.unpack_from(self._received, start)
-            if not self.trusted and length > STRANGER_BYTES:
-                log.error("a frame of %d bytes, where %d are allowed; the connection is closed", length, STRANGER_BYTES)
+            if not self.trusted and length > UNTRUSTED_FRAME_BYTES:
+                log.error("a frame of %d bytes, where %d are allowed; the connection is closed", length, UNTRUSTED_FRAME_BYTES)
                 self.abort()
                 break
             begin, stop = start + _HEAD.size, start + _HEAD.size + length
@@ -189,7 +189,7 @@ class Channel(asyncio.Protocol):
         del self._received[:start]
 
 
-class Hub:
+class ChannelServer:
     """Driver's listening socket for workers: `expected[name]` is called with the channel of the first process that connects
     under this name and knows the secret."""
 
@@ -197,14 +197,14 @@ class Hub:
         self._secret = secrets.token_bytes(32)
         self.expected: dict[str, Callable[[Channel], None]] = {}
         self._server: asyncio.Server | None = None
-        self.door: Door | None = None
+        self.endpoint: Endpoint | None = None
 
-    async def open(self, host: str) -> Door:
+    async def open(self, host: str) -> Endpoint:
         """Listen on a free port. `host`: the driver's address as seen by the worker processes."""
         # Bound to that address only, so that other networks of this machine cannot reach it.
-        self._server = await asyncio.get_running_loop().create_server(self._visitor, host, 0)
-        self.door = Door(host, self._server.sockets[0].getsockname()[1], self._secret)
-        return self.door
+        self._server = await asyncio.get_running_loop().create_server(self._accept, host, 0)
+        self.endpoint = Endpoint(host, self._server.sockets[0].getsockname()[1], self._secret)
+        return self.endpoint
 
     def close(self) -> None:
         """Stop listening; open channels stay connected."""
@@ -212,12 +212,12 @@ class Hub:
             self._server.close()
             self._server = None
 
-    def _visitor(self) -> Channel:
+    def _accept(self) -> Channel:
         channel, nonce = Channel(), secrets.token_hex(16)
-        late = asyncio.get_running_loop().call_later(GREETING_S, channel.abort)
+        timer = asyncio.get_running_loop().call_later(AUTHENTICATION_S, channel.abort)
 
         def greet(fields: Fields) -> None:
-            late.cancel()
+            timer.cancel()
             name = str(fields.get("name"))
             arrived = self.expected.get(name)
             if arrived is None or not hmac.compare_digest(str(fields.get("proof")), proof(self._secret, nonce, name)):
@@ -240,42 +240,42 @@ def proof(secret: bytes, nonce: str, name: str) -> str:
     return hmac.new(secret, f"{nonce}/{name}".encode(), hashlib.sha256).hexdigest()
 
 
-async def dial(door: Door, name: str, on: dict[str, Handler]) -> Channel:
+async def connect_to_driver(endpoint: Endpoint, name: str, on: dict[str, Handler]) -> Channel:
     """Connect to the driver and return the worker's end of the channel, with the handlers `on`. Raises WorkerDiedError if
     nothing listens at the address, or the driver rejects this process."""
-    channel, let_in, nonce = Channel(), asyncio.Event(), secrets.token_hex(16)
-    channel.on = on
+    channel, admitted, nonce = Channel(), asyncio.Event(), secrets.token_hex(16)
+    channel.on, address = on, f"{endpoint.host}:{endpoint.port}"
 
     def answer(fields: Fields) -> None:
-        channel.send("name", name=name, proof=proof(door.secret, fields["nonce"], name), nonce=nonce)
+        channel.send("name", name=name, proof=proof(endpoint.secret, fields["nonce"], name), nonce=nonce)
 
     def welcome(fields: Fields) -> None:
-        if not hmac.compare_digest(str(fields.get("proof")), proof(door.secret, nonce, "driver")):
+        if not hmac.compare_digest(str(fields.get("proof")), proof(endpoint.secret, nonce, "driver")):
             return channel.abort()
         channel.trusted = True
-        let_in.set()
+        admitted.set()
 
     channel.on |= {"nonce": answer, "welcome": welcome}
-    channel.on_lost = let_in.set
+    channel.on_lost = admitted.set
     try:
-        await asyncio.get_running_loop().create_connection(lambda: channel, door.host, door.port)
+        await asyncio.get_running_loop().create_connection(lambda: channel, endpoint.host, endpoint.port)
     except OSError as problem:
-        raise WorkerDiedError(f"rollout {name}: the driver does not listen at {door.host}:{door.port}: {problem}") from None
+        raise WorkerDiedError(f"rollout {name}: the driver does not listen at {address}: {problem}") from None
     try:
-        await asyncio.wait_for(let_in.wait(), 3 * GREETING_S)  # the driver may be busy
+        await asyncio.wait_for(admitted.wait(), 3 * AUTHENTICATION_S)  # the driver may be busy
     except TimeoutError:
         channel.abort()
-        silent = f"rollout {name}: the program that listens at {door.host}:{door.port} does not answer as the driver of a run"
+        silent = f"rollout {name}: the program that listens at {address} does not answer as the driver of a run"
         raise WorkerDiedError(f"{silent}. It may be another one; start the run again") from None
     if channel.lost.is_set():
-        raise WorkerDiedError(f"rollout {name}: the driver at {door.host}:{door.port} did not let it in")
+        raise WorkerDiedError(f"rollout {name}: the driver at {address} did not let it in")
     return channel
 
 
 # Faults
 
 
-def fault_fields(error: BaseException) -> Fields:
+def dump_fault(error: BaseException) -> Fields:
     """Serialize an exception as text: its class may not exist in the peer, and a traceback cannot be pickled."""
     return {
         "error": type(error).__name__,
@@ -285,8 +285,8 @@ def fault_fields(error: BaseException) -> Fields:
     }
 
 
-def fault_of(fields: Mapping[str, Any], who: str) -> AgentrlError | OSError:
-    """Rebuild an exception from `fault_fields`: an agentrl error in its class, a full disk as OSError, any other as WorkerError
+def load_fault(fields: Mapping[str, Any], who: str) -> AgentrlError | OSError:
+    """Rebuild an exception from `dump_fault`: an agentrl error in its class, a full disk as OSError, any other as WorkerError
     with the remote traceback. `who`: the process in which it was raised."""
     kind = getattr(errors, fields["error"], None)
     if isinstance(kind, type) and issubclass(kind, AgentrlError):

@@ -15,13 +15,12 @@ from typing import Any
 
 from agentrl.data.trajectory import Trajectory
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, StreamingEngine, Told
+from agentrl.rollout.engine import Engine, EngineStats, Generation, OnTokens, Sampling, StreamingEngine
 from agentrl.rollout.player import Job, Player
-from agentrl.rollout.workers.channel import Channel, Door, Fields, dial, fault_fields
+from agentrl.rollout.workers.channel import Channel, Endpoint, Fields, connect_to_driver, dump_fault
 from agentrl.utils.errors import EngineError
 from agentrl.utils.event_loop import LoopWatchdog
-from agentrl.utils.spans import TracePlace, TraceSpan, add_listener, at, here, listens_to_all, machine, now
-from agentrl.utils.spans import receive_span as told
+from agentrl.utils.spans import TracePlace, TraceSpan, add_listener, at, here, listens_to_all, machine, now, receive_span
 from agentrl.utils.threads import in_thread
 
 # Spans
@@ -37,25 +36,25 @@ def span_fields() -> SpanFields | None:
     return {"place": place, "all": listens_to_all(), "sent": now()}
 
 
-class Outbox:
+class SpanSender:
     """Collects a worker's spans to be sent to the driver."""
 
     def __init__(self) -> None:
         self._found: list[TraceSpan] = []
         self._all: bool | None = None
-        self.leave: Callable[[], None] = lambda: None
-        self._least: int | None = None
+        self.remove_listener: Callable[[], None] = lambda: None
+        self._least_delay: int | None = None
 
     def place(self, fields: SpanFields | None) -> TracePlace | None:
         """Return the trace position of a job's `span_fields`, and start to collect spans for the driver."""
         if fields is None:
             return None
-        late = now() - fields["sent"]
-        self._least = late if self._least is None else min(late, self._least)
+        delay = now() - fields["sent"]
+        self._least_delay = delay if self._least_delay is None else min(delay, self._least_delay)
         if fields["all"] is not self._all:
-            self.leave()
+            self.remove_listener()
             self._all = fields["all"]
-            self.leave = add_listener(self._found.append, all=fields["all"])
+            self.remove_listener = add_listener(self._found.append, all=fields["all"])
         place: TracePlace = fields["place"]
         return place
 
@@ -65,23 +64,23 @@ class Outbox:
             return None
         found = list(self._found)
         self._found.clear()  # the listener appends to this very list
-        return {"spans": found, "machine": machine(), "sent": now(), "least": self._least}
+        return {"spans": found, "machine": machine(), "sent": now(), "least": self._least_delay}
 
 
-class Inbox:
+class SpanReceiver:
     """Receives the spans of one worker in the driver."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._least: int | None = None
+        self._least_delay: int | None = None
 
     def notify(self, fields: SpanFields) -> None:
         """Pass the spans to this process's listeners, converted to its clock."""
-        late = now() - fields["sent"]
-        self._least = late if self._least is None else min(late, self._least)
-        ahead = 0 if fields["machine"] == machine() else (self._least - fields["least"]) // 2
+        delay = now() - fields["sent"]
+        self._least_delay = delay if self._least_delay is None else min(delay, self._least_delay)
+        ahead = 0 if fields["machine"] == machine() else (self._least_delay - fields["least"]) // 2
         for one in fields["spans"]:
-            told(replace(one, place=self._name, begin=one.begin + ahead, end=one.end + ahead))
+            receive_span(replace(one, place=self._name, begin=one.begin + ahead, end=one.end + ahead))
 
 
 # The worker
@@ -113,7 +112,7 @@ class WorkerCore:
 
     def __init__(self, name: str, build: Callable[[Channel], Awaitable[Any]], slow_loop: float = 0.0) -> None:
         self.name, self._build = name, build
-        self._channel, self._outbox = Channel(), Outbox()
+        self._channel, self._spans = Channel(), SpanSender()
         self._parts: Any = None
         self._watchdog = LoopWatchdog(
             slow_loop, lambda line: self._channel.send("slow", line=line), f"the event loop of rollout {name}"
@@ -123,10 +122,10 @@ class WorkerCore:
         """Whether the driver asked this worker to end."""
         self._watched: dict[int, _Watched] = {}
 
-    async def run(self, door: Door) -> None:
+    async def run(self, endpoint: Endpoint) -> None:
         """Connect, play the requested episodes, and return once the driver asks for it or disconnects. An error of `build` is
         sent to the driver, which raises it."""
-        self._channel = channel = await dial(door, self.name, {"end": self._end})
+        self._channel = channel = await connect_to_driver(endpoint, self.name, {"end": self._end})
         channel.serves["play"] = self._play
         # If the driver dies, this process must end too.
         channel.on_lost = self._over.set
@@ -138,7 +137,7 @@ class WorkerCore:
         problem = building.exception() if building.done() else None
         if problem is not None:
             log.error("rollout %s cannot be built", self.name, exc_info=problem)
-            channel.send("unfit", **fault_fields(problem))
+            channel.send("unfit", **dump_fault(problem))
         elif building.done():
             channel.send("ready", pid=os.getpid())
             with self._watchdog:
@@ -154,7 +153,7 @@ class WorkerCore:
             await asyncio.wait(playing, timeout=CLOSE_S)
         if self._parts is not None:
             await self._parts.close()
-        self._outbox.leave()
+        self._spans.remove_listener()
         channel.close()
 
     async def _begin(self, channel: Channel) -> None:
@@ -169,11 +168,11 @@ class WorkerCore:
         self.dismissed = True
         self._over.set()
 
-    async def _play(self, job: Job, watch: int, look: float, trace: SpanFields | None) -> list[Trajectory]:
-        watched = self._watched.setdefault(watch, _Watched(Watch(look)))
+    async def _play(self, job: Job, watch: int, poll_s: float, trace: SpanFields | None) -> list[Trajectory]:
+        watched = self._watched.setdefault(watch, _Watched(Watch(poll_s)))
         watched.playing += 1
         try:
-            with at(self._outbox.place(trace)):
+            with at(self._spans.place(trace)):
                 player: Player = self._parts.player
                 return await player.play(job, watched.watch)
         finally:
@@ -181,7 +180,7 @@ class WorkerCore:
             self._send_spans()
 
     def _send_spans(self) -> None:
-        if (found := self._outbox.frame()) is not None:
+        if (found := self._spans.frame()) is not None:
             self._channel.send("spans", **found)
 
     # -- reports -----------------------------------------------------------------------------------
@@ -207,11 +206,11 @@ class WorkerCore:
 
 # The driver's engine
 
-LOOK_S = 0.5
+PROGRESS_S = 0.5
 """Seconds between two updates of the request progress that a worker knows."""
 
 
-ASKED: dict[str, dict[str, Any]] = {"stop": {"stop": ("a",)}, "grammar": {"grammar": 'start: "a"'}}
+FEATURES: dict[str, dict[str, Any]] = {"stop": {"stop": ("a",)}, "grammar": {"grammar": 'start: "a"'}}
 """Optional features of an engine -> sampling parameters that request the feature."""
 
 
@@ -235,7 +234,7 @@ def serve_engine(channel: Channel, engine: Engine, owner: str) -> None:
 
     async def refusals() -> dict[str, str]:
         # In a thread: an engine that knows the text of its tokens loads a tokenizer on the first check.
-        asked = {name: Sampling(1, **more) for name, more in ASKED.items()}
+        asked = {name: Sampling(1, **more) for name, more in FEATURES.items()}
         return {name: await in_thread("load", engine.refusal, one) for name, one in asked.items()}
 
     async def progress(keys: Sequence[str]) -> dict[str, int | None]:
@@ -257,9 +256,9 @@ class DriverEngine(StreamingEngine):
         self._channel = channel
         self._numbers = itertools.count()
         self._under_way: dict[str, int] = {}
-        self._streams: dict[int, Told] = {}
+        self._streams: dict[int, OnTokens] = {}
         self._known: dict[str, int | None] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
         self._refused: dict[str, str] = {}
         channel.peer = "the engine, in the driver"
         channel.on["engine.part"] = self._part
@@ -268,13 +267,13 @@ class DriverEngine(StreamingEngine):
         """Ask the driver's engine, which is already started, which features it lacks."""
         self._refused = await self._channel.call("engine.refusals")
 
-    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
+    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, emit: OnTokens | None) -> Generation:
         number = self._under_way[request_key] = next(self._numbers)
-        if told is not None:
-            self._streams[number] = told
+        if emit is not None:
+            self._streams[number] = emit
         asked: Fields = {"key": request_key, "token_ids": token_ids, "sampling": sampling}
         try:
-            found: Generation = await self._channel.call("engine.ask", **asked, stream=None if told is None else number)
+            found: Generation = await self._channel.call("engine.ask", **asked, stream=None if emit is None else number)
             return found
         finally:
             self._streams.pop(number, None)
@@ -284,14 +283,14 @@ class DriverEngine(StreamingEngine):
 
     def refusal(self, sampling: Sampling) -> str:
         """Return why the driver's engine lacks a requested feature, or "". An invalid grammar fails only when sampling starts."""
-        return next((self._refused[name] for name in ASKED if getattr(sampling, name)), "")
+        return next((self._refused[name] for name in FEATURES if getattr(sampling, name)), "")
 
     def progress(self, request_key: str) -> int | None:
-        """Return the progress of a request, at most about LOOK_S old; None before the first report or if the engine has none."""
+        """Return the progress of a request, about PROGRESS_S old; None before the first report or if the engine has none."""
         if request_key not in self._under_way:
             return None
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look(), name="progress of turns")
+        if self._polling is None or self._polling.done():
+            self._polling = asyncio.create_task(self._poll(), name="progress of turns")
         return self._known.get(request_key)
 
     async def abort(self, request_key: str) -> None:
@@ -304,17 +303,17 @@ class DriverEngine(StreamingEngine):
 
     async def close(self) -> None:
         """Fail this worker's requests; the driver's engine keeps running."""
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._polling is not None:
+            self._polling.cancel()
         self._channel.fail(EngineError("the engine was closed"))
 
     def _part(self, fields: Fields) -> None:
-        if (told := self._streams.get(fields["stream"])) is not None:
-            told(fields["ids"], fields["logprobs"])
+        if (emit := self._streams.get(fields["stream"])) is not None:
+            emit(fields["ids"], fields["logprobs"])
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         # Ends with the last request, so that an idle engine is not polled; `progress` starts it again.
         while self._under_way:
             known = await self._channel.call("engine.progress", keys=list(self._under_way))
             self._known = {key: tokens for key, tokens in known.items() if key in self._under_way}
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(PROGRESS_S)

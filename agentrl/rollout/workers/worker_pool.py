@@ -18,8 +18,8 @@ from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, Need, RequestRouter
 from agentrl.rollout.episode import score_episode
 from agentrl.rollout.player import Job, Player, RunEnv
-from agentrl.rollout.workers.channel import Channel, Door, Fields, GoneError, Hub, fault_of
-from agentrl.rollout.workers.rollout_worker import Inbox, serve_engine, span_fields
+from agentrl.rollout.workers.channel import Channel, ChannelServer, Endpoint, Fields, PeerClosedError, load_fault
+from agentrl.rollout.workers.rollout_worker import SpanReceiver, serve_engine, span_fields
 from agentrl.utils.errors import WorkerDiedError
 from agentrl.utils.event_loop import OwnedTasks
 
@@ -32,11 +32,11 @@ class WorkerRecipe(Protocol):
     def build(self, channel: Channel) -> Awaitable[Any]: ...
 
 
-class Seat(ABC):
+class WorkerProcess(ABC):
     """Handle of one worker process. The process itself connects to the driver's address."""
 
     @abstractmethod
-    async def over(self) -> str:
+    async def wait(self) -> str:
         """Wait until the process has ended. Returns why it ended."""
 
     @abstractmethod
@@ -44,19 +44,19 @@ class Seat(ABC):
         """Kill the process if it still runs; idempotent."""
 
 
-class Seats(ABC):
+class WorkerProcesses(ABC):
     """Source of worker processes.
 
-    `renews`: the source replaces dead processes itself and calls `on_news` with the number of processes without a worker; the
+    `renews`: the source replaces dead processes itself and calls `on_free` with the number of processes without a worker; the
     pool then replaces none. `caches`: each worker has its own prefix cache, so that the choice of the worker for an episode
     matters.
     """
 
     renews = False
     caches = False
-    on_news: Callable[[int], None] = staticmethod(lambda free: None)
+    on_free: Callable[[int], None] = staticmethod(lambda free: None)
 
-    def hopeful(self) -> bool:
+    def expects_more(self) -> bool:
         """Return True if a process without a worker may still appear."""
         return False
 
@@ -65,8 +65,8 @@ class Seats(ABC):
         """Return the driver's address as seen by the worker processes."""
 
     @abstractmethod
-    def begin(self, name: str, door: Door) -> Seat:
-        """Start a process that runs `WorkerCore.run(door)` under this name, without waiting for it."""
+    def begin(self, name: str, endpoint: Endpoint) -> WorkerProcess:
+        """Start a process that runs `WorkerCore.run(endpoint)` under this name, without waiting for it."""
 
 
 # The driver's view of a worker
@@ -76,46 +76,46 @@ RECENT = 64
 
 
 class RemoteWorker:
-    """Driver's view of one worker. `settled` is done once the worker is ready or has ended; `gone`: why it ended, else None."""
+    """Driver's view of one worker. `settled` is done once it is ready or has ended; `end_cause`: why it ended, else None."""
 
-    def __init__(self, name: str, number: int, seat: Seat, watches: MutableMapping[int, Watch]) -> None:
+    def __init__(self, name: str, number: int, process: WorkerProcess, watches: MutableMapping[int, Watch]) -> None:
         """`watches`: number -> watch of the driver's players, as referred to by workers, while in use."""
-        self.name, self.number, self.seat = name, number, seat
+        self.name, self.number, self.process = name, number, process
         self.pid = 0
-        self.gone: str | None = None
-        self.unfit: Exception | None = None
+        self.end_cause: str | None = None
+        self.build_error: Exception | None = None
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.running = 0
         self.silent_s = self.lag_s = self.blocked_s = 0.0
         self.episodes = self.turns = 0
         self.turn_s: deque[float] = deque(maxlen=RECENT)
-        self.on_gone: Callable[[RemoteWorker], None] = lambda worker: None
+        self.on_end: Callable[[RemoteWorker], None] = lambda worker: None
         self.on_slow: Callable[[str], None] = lambda line: None
-        self._watches, self._inbox = watches, Inbox(name)
+        self._watches, self._spans = watches, SpanReceiver(name)
         self._channel: Channel | None = None
 
     def attach(self, channel: Channel, engine: Engine) -> None:
         """Take over the connection of the worker's process and serve the driver's engine to it."""
         serve_engine(channel, engine, self.name)
         self._channel, channel.peer = channel, f"rollout {self.name}"
-        channel.on |= {"ready": self._ready, "unfit": self._unfit, "beat": self._beat}
-        channel.on |= {"spans": self._inbox.notify, "slow": lambda fields: self.on_slow(fields["line"])}
+        channel.on |= {"ready": self._ready, "unfit": self._fail, "beat": self._take_report}
+        channel.on |= {"spans": self._spans.notify, "slow": lambda fields: self.on_slow(fields["line"])}
         channel.on_lost = lambda: self.end("its process ended")
 
     def end(self, cause: str) -> None:
-        """Kill the worker for the reason `cause` and fail its jobs with GoneError; idempotent."""
-        if self.gone is not None:
+        """Kill the worker for the reason `cause` and fail its jobs with PeerClosedError; idempotent."""
+        if self.end_cause is not None:
             return
-        self.gone = cause
-        self.seat.kill()
+        self.end_cause = cause
+        self.process.kill()
         if self._channel is not None:
             self._channel.abort()
-            self._channel.fail(GoneError(cause))
+            self._channel.fail(PeerClosedError(cause))
         for watch in list(self._watches.values()):
-            watch.elsewhere.pop(self.name, None)
+            watch.remote.pop(self.name, None)
         if not self.settled.done():
             self.settled.set_result(None)
-        self.on_gone(self)
+        self.on_end(self)
 
     async def leave(self) -> None:
         """Ask the worker to end, and wait until it has disconnected."""
@@ -126,14 +126,14 @@ class RemoteWorker:
     # -- jobs --------------------------------------------------------------------------------------
 
     async def play(self, job: Job, watch: Watch) -> list[Trajectory]:
-        """Play a job on the worker and return its episodes. Raises GoneError if the worker is gone, or the worker's own error."""
+        """Play a job on the worker and return its episodes. Raises PeerClosedError if the worker ended, or its own error."""
         assert self._channel is not None
         self._watches[watch.number] = watch
         self.running += 1
         try:
             # With `waits`: a cancellation propagates after the teardown on the worker, as for an episode in this process.
             found: list[Trajectory] = await self._channel.call(
-                "play", waits=True, job=job, watch=watch.number, look=watch.look, trace=span_fields()
+                "play", waits=True, job=job, watch=watch.number, poll_s=watch.poll_s, trace=span_fields()
             )
         finally:
             self.running -= 1
@@ -153,31 +153,31 @@ class RemoteWorker:
         if not self.settled.done():
             self.settled.set_result(None)
 
-    def _unfit(self, fields: Fields) -> None:
-        self.unfit = fault_of(fields, f"rollout {self.name}")
+    def _fail(self, fields: Fields) -> None:
+        self.build_error = load_fault(fields, f"rollout {self.name}")
         self.end(f"it could not be built: {fields['message']}")
 
-    def _beat(self, fields: Fields) -> None:
+    def _take_report(self, fields: Fields) -> None:
         self.silent_s, self.lag_s = 0.0, max(self.lag_s, fields["lag"])
         self.blocked_s += fields["blocked"]
-        for told in fields["watches"]:
-            if (watch := self._watches.get(told["watch"])) is not None:
-                watch.moves += told["moves"]
-                watch.cut += told["cut"]
-                watch.elsewhere[self.name] = told["waits"], told["more"], time.monotonic()
+        for report in fields["watches"]:
+            if (watch := self._watches.get(report["watch"])) is not None:
+                watch.moves += report["moves"]
+                watch.cut += report["cut"]
+                watch.remote[self.name] = report["waits"], report["more"], time.monotonic()
 
 
 # The pool
 
 log = logging.getLogger(__name__)
 
-SLOW = 3.0
+SLOW_FACTOR = 3.0
 """A worker is reported as slow if its turns take this many times the median of the other workers."""
-SLOW_S = 0.005
+SLOW_TURN_S = 0.005
 """Turns shorter than this many seconds are never reported as slow."""
 LEAVE_S = 10.0
 """Seconds for a worker to end by itself."""
-OPENING, GROUPS = 512, 256
+PROMPT_TOKENS, REMEMBERED_TASKS = 512, 256
 """Assumed prompt length of a task in tokens before any is known; number of tasks whose cache location is remembered."""
 
 
@@ -194,7 +194,7 @@ class WorkerPool(Player):
     def __init__(
         self,
         envs: Iterable[RunEnv],
-        seats: Seats,
+        processes: WorkerProcesses,
         *,
         count: int,
         engine: Engine,
@@ -204,63 +204,63 @@ class WorkerPool(Player):
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._envs = {env.name: env for env in envs}
-        self._seats, self._engine = seats, engine
+        self._processes, self._engine = processes, engine
         self._count, self._timeout, self._startup, self._respawns = count, timeout, startup_timeout, respawns
         self._say = say
-        self._hub = Hub()
+        self._server = ChannelServer()
         self._watches: WeakValueDictionary[int, Watch] = WeakValueDictionary()
         self._numbers = itertools.count()
         self._workers: list[RemoteWorker] = []
-        self._coming, self._tasks = OwnedTasks(), OwnedTasks()
-        self._news = asyncio.Event()
+        self._starting, self._tasks = OwnedTasks(), OwnedTasks()
+        self._changed = asyncio.Event()
         self._closing = False
         self._deaths: list[str] = []
         self._named: set[str] = set()
-        self._router: RequestRouter[RemoteWorker] = RequestRouter(GROUPS)
-        self._opening = OPENING
+        self._router: RequestRouter[RemoteWorker] = RequestRouter(REMEMBERED_TASKS)
+        self._prompt_tokens = PROMPT_TOKENS
         self.respawned = self.returned = 0
 
     # -- workers -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start the workers. Raises the error of a worker that could not be built, or WorkerDiedError if one does not start."""
-        await self._hub.open(self._seats.host())
-        self._seats.on_news = self._places
+        await self._server.open(self._processes.host())
+        self._processes.on_free = self._use_processes
         self._tasks.start(self._watch_silence(), "rollout workers' reports")
         fresh = [self._begin(next(self._numbers)) for _ in range(self._count)]
         await asyncio.gather(*(self._wait_until_ready(worker) for worker in fresh))
 
     async def close(self) -> None:
         self._closing = True
-        await self._coming.close()
+        await self._starting.close()
         await self._tasks.close()
         workers, self._workers = self._workers, []
         async with OwnedTasks() as tasks:
-            there = [worker for worker in workers if worker.gone is None]
-            leaving = [tasks.start(worker.leave(), f"rollout {worker.name} leaves") for worker in there]
+            live = [worker for worker in workers if worker.end_cause is None]
+            leaving = [tasks.start(worker.leave(), f"rollout {worker.name} leaves") for worker in live]
             if leaving:
                 await asyncio.wait(leaving, timeout=LEAVE_S)
         for worker in workers:
             worker.end("it was dismissed")
         # Waiting for an end is a pending call to a Ray actor, and none may be pending when Ray is stopped.
-        overs = [self._tasks.start(worker.seat.over(), f"end of rollout {worker.name}") for worker in workers]
-        if overs:
-            await asyncio.wait(overs, timeout=LEAVE_S)
+        ends = [self._tasks.start(worker.process.wait(), f"end of rollout {worker.name}") for worker in workers]
+        if ends:
+            await asyncio.wait(ends, timeout=LEAVE_S)
         await self._tasks.close()
-        self._hub.close()
+        self._server.close()
 
     @property
     def workers(self) -> list[RemoteWorker]:
         """Workers that are running or starting."""
-        return [worker for worker in self._workers if worker.gone is None]
+        return [worker for worker in self._workers if worker.end_cause is None]
 
     def _begin(self, number: int) -> RemoteWorker:
         # One name per process, not per worker number: late frames of a dead process must not count for its successor.
         name = f"worker {number}" if all(one.number != number for one in self._workers) else f"worker {number}+{self.respawned}"
-        assert self._hub.door is not None
-        self._hub.expected[name] = lambda channel: worker.attach(channel, self._engine)
-        worker = RemoteWorker(name, number, self._seats.begin(name, self._hub.door), self._watches)
-        worker.on_gone, worker.on_slow = self._gone, self._warn
+        assert self._server.endpoint is not None
+        self._server.expected[name] = lambda channel: worker.attach(channel, self._engine)
+        worker = RemoteWorker(name, number, self._processes.begin(name, self._server.endpoint), self._watches)
+        worker.on_end, worker.on_slow = self._handle_end, self._warn
         self._workers = [one for one in self._workers if one.number != number] + [worker]
         self._workers.sort(key=lambda one: one.number)
         return worker
@@ -269,35 +269,35 @@ class WorkerPool(Player):
         """Wait until a worker is ready. Raises the error that prevented it."""
         try:
             async with OwnedTasks() as tasks:
-                over = tasks.start(worker.seat.over(), f"process of rollout {worker.name}")
-                both: set[asyncio.Future[Any]] = {over, worker.settled}
+                ended = tasks.start(worker.process.wait(), f"process of rollout {worker.name}")
+                both: set[asyncio.Future[Any]] = {ended, worker.settled}
                 await asyncio.wait(both, timeout=self._startup, return_when=asyncio.FIRST_COMPLETED)
                 if not worker.settled.done():
                     late = f"it did not start within {self._startup:g} s (cluster.startup_timeout)"
-                    worker.end(over.result() if over.done() else late)
+                    worker.end(ended.result() if ended.done() else late)
         finally:
-            self._hub.expected.pop(worker.name, None)
-        if worker.unfit is not None:
-            raise worker.unfit
-        if worker.gone is not None:
-            raise WorkerDiedError(f"rollout {worker.name}: {worker.gone}")
+            self._server.expected.pop(worker.name, None)
+        if worker.build_error is not None:
+            raise worker.build_error
+        if worker.end_cause is not None:
+            raise WorkerDiedError(f"rollout {worker.name}: {worker.end_cause}")
 
-    def _gone(self, worker: RemoteWorker) -> None:
+    def _handle_end(self, worker: RemoteWorker) -> None:
         self._router.leave(worker)
-        self._tell()
+        self._wake()
         if self._closing:  # a regular end
             return
-        line = f"rollout {worker.name} (pid {worker.pid or 'unknown'}) is gone: {worker.gone}"
+        line = f"rollout {worker.name} (pid {worker.pid or 'unknown'}) is gone: {worker.end_cause}"
         self._deaths.append(line)
         if not worker.pid:  # it was never ready: `_wait_until_ready` raises the error
             return
         line += f"; its {worker.running} episodes are played again elsewhere"
-        if self._seats.renews:
+        if self._processes.renews:
             line += "; its replica is restarted if possible"
         elif self.respawned < self._respawns:
             self.respawned += 1
             line += f", and it is started again ({self.respawned} of {self._respawns})"
-            self._follow(self._begin(worker.number))
+            self._watch_start(self._begin(worker.number))
         else:
             line += f"; {len(self.workers)} of {self._count} workers are left, and no more are started (after {self._respawns})"
         self._warn(line)
@@ -306,19 +306,19 @@ class WorkerPool(Player):
         log.warning(line)
         self._say(f"warning: {line}")
 
-    def _places(self, free: int) -> None:
+    def _use_processes(self, free: int) -> None:
         """Start workers on `free` new processes, in place of dead workers first. Also wakes jobs that wait for a worker."""
         for _ in range(0 if self._closing else free):
-            dead = next((worker.number for worker in self._workers if worker.gone is not None), None)
+            dead = next((worker.number for worker in self._workers if worker.end_cause is not None), None)
             self.respawned += dead is not None
-            self._follow(self._begin(next(self._numbers) if dead is None else dead))
-        self._tell()
+            self._watch_start(self._begin(next(self._numbers) if dead is None else dead))
+        self._wake()
 
-    def _follow(self, fresh: RemoteWorker) -> None:
+    def _watch_start(self, fresh: RemoteWorker) -> None:
         """Wait in the background until a new worker is ready."""
-        self._coming.start(self._came_up(fresh), f"start rollout {fresh.name}").add_done_callback(lambda _: self._tell())
+        self._starting.start(self._await_start(fresh), f"start rollout {fresh.name}").add_done_callback(lambda _: self._wake())
 
-    async def _came_up(self, fresh: RemoteWorker) -> None:
+    async def _await_start(self, fresh: RemoteWorker) -> None:
         try:
             await self._wait_until_ready(fresh)
         except asyncio.CancelledError:
@@ -327,10 +327,10 @@ class WorkerPool(Player):
         except Exception as problem:  # of any kind: the run continues with the other workers
             log.error("rollout %s could not be started: %s", fresh.name, problem)
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         """Wake the jobs that wait for a worker."""
-        self._news.set()
-        self._news.clear()
+        self._changed.set()
+        self._changed.clear()
 
     async def _watch_silence(self) -> None:
         """End each worker that sent nothing for `timeout` seconds, not counting time in which this event loop was blocked."""
@@ -354,22 +354,22 @@ class WorkerPool(Player):
         key, task = job.spec.key, (job.env, job.spec.split, job.spec.task_seed)
         most = self._envs[job.env].limits.max_episode_tokens
         while True:
-            able = await self._able(key, watch)
+            ready = await self._ready_workers(key, watch)
             need = Need(key, 0, 1.0, lambda: ())  # workers with a shared cache: each episode is a load of one
-            if self._seats.caches:  # estimated from earlier episodes: prompt length, and tokens sampled after it
-                need = Need(key, self._opening, self._router.forecast(most), lambda: [task], self._opening)
-            placed = self._router.begin(need, able)
+            if self._processes.caches:  # estimated from earlier episodes: prompt length, and tokens sampled after it
+                need = Need(key, self._prompt_tokens, self._router.forecast(most), lambda: [task], self._prompt_tokens)
+            placed = self._router.begin(need, ready)
             worker, found = placed.host, list[Trajectory]()
             try:
                 found = await worker.play(job, watch)
                 break
-            except GoneError:
+            except PeerClosedError:
                 self.returned += 1
                 log.warning("episode %s was on rollout %s: it is played again elsewhere", key, worker.name)
             finally:
                 self._router.end(placed, sum(map(self._count_computed, found)) if found else None)
                 self._router.over(key)
-                self._tell()
+                self._wake()
         watch.moves += 1
         scorer = self._envs[job.env].scorer
         if scorer.asks:
@@ -384,18 +384,18 @@ class WorkerPool(Player):
         if not trajectory.turns:
             return 0
         first = trajectory.turns[0].prompt_tokens
-        self._opening += round((first - self._opening) / 8)
+        self._prompt_tokens += round((first - self._prompt_tokens) / 8)
         return max(sum(len(ledger) for ledger in trajectory.ledgers) - first, 0)
 
-    async def _able(self, key: str, watch: Watch) -> list[RemoteWorker]:
+    async def _ready_workers(self, key: str, watch: Watch) -> list[RemoteWorker]:
         """Wait for workers that take jobs and return them. Raises WorkerDiedError once none can come."""
-        while not (able := [worker for worker in self.workers if worker.settled.done()]):
+        while not (ready := [worker for worker in self.workers if worker.settled.done()]):
             starting = any(not worker.settled.done() for worker in self.workers)
-            if self._closing or not (self._coming or starting or self._seats.hopeful()):
+            if self._closing or not (self._starting or starting or self._processes.expects_more()):
                 raise WorkerDiedError("no rollout worker is left: " + ("; ".join(self._deaths) or "the pool is closed"))
             with watch.waits(key, lambda: "a rollout worker; none is up"):
-                await self._news.wait()
-        return able
+                await self._changed.wait()
+        return ready
 
     # -- numbers -----------------------------------------------------------------------------------
 
@@ -426,7 +426,7 @@ class WorkerPool(Player):
         slow = set()
         for worker, turn in times.items():
             usual = statistics.median(other for one, other in times.items() if one is not worker)
-            if turn < SLOW_S or turn < SLOW * usual:
+            if turn < SLOW_TURN_S or turn < SLOW_FACTOR * usual:
                 continue
             slow.add(worker.name)
             if worker.name not in self._named:

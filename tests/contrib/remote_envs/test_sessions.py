@@ -24,7 +24,7 @@ from agentrl.env.address import EnvRequest
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
-from agentrl.rollout.deadlines import running
+from agentrl.rollout.deadlines import blame_of_running
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError, RemoteEnvError, ToolTimeoutError, UserError
 from tests.conftest import proof
 from tests.contrib.remote_envs.served import TOKEN, VARIABLE, Offer, Running, served
@@ -311,7 +311,7 @@ async def test_a_long_step_is_asked_for_again_and_shown_as_in_progress(toys: Toy
         await asyncio.sleep(0.01)
     waiting = list(env.toolbox.waiting)
     assert [(one.tool.name, one.call_id, one.running) for one in waiting] == [("nap", "call_0", True)]
-    assert running(waiting) == "policy"
+    assert blame_of_running(waiting) == "policy"
     await asyncio.sleep(0.2)
     assert env.toolbox.waiting[0] is waiting[0]  # the same call: nothing has moved
     toys.toys.made[-1].awake = True
@@ -323,9 +323,9 @@ async def test_while_the_server_does_not_answer_nobody_blames_the_policy(toys: T
     env = toys.env()
     await env.areset(seed=0)
     env._watch([{"name": "nap", "call_id": "call_0", "running": True}])
-    assert running(env.toolbox.waiting) == "policy"
+    assert blame_of_running(env.toolbox.waiting) == "policy"
     env._watch("ConnectError")
-    assert running(env.toolbox.waiting) == "infrastructure"
+    assert blame_of_running(env.toolbox.waiting) == "infrastructure"
     await env.aclose()
 
 
