@@ -163,7 +163,7 @@ class EmbeddedMaker(EngineMaker):
         if self.kv_cache_mib is not None and self.kv_cache_mib < 1:
             raise ConfigError(f"engine_args.kv_cache_mib = {self.kv_cache_mib}: a cache has at least 1 MiB. Raise or unset it")
         if self.config.rollout.router_replay and not self.cache:
-            raise ConfigError("engine_args.cache = false: the engine notes no experts then; unset it, or rollout.router_replay")
+            raise ConfigError("engine_args.cache = false: the engine records no experts then. Unset it, or rollout.router_replay")
         if not self.cache:
             return
         found = _architecture(self.config.model)

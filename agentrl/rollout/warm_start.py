@@ -171,6 +171,6 @@ class Transcripts:
                 log.warning("[sft]: transcript %d, of task %s, is left out: %d %s", index, made.task.id, made.tokens, limit)
             self.skipped += 1
         raise ConfigError(
-            f"[sft]: transcript {index}, of task {made.task.id!r}: {lengths[-1]} {limit}; so it is with all {TRIES} "
-            f"tasks drawn for it (the shortest: {min(lengths)} tokens)"
+            f"[sft]: transcript {index}, of task {made.task.id!r}: {lengths[-1]} {limit}; all {TRIES} tasks drawn for it "
+            f"are too long (the shortest: {min(lengths)} tokens)"
         )

@@ -302,7 +302,7 @@ async def test_progress_of_a_turn_is_read_in_the_same_process() -> None:
 async def test_only_a_replicas_process_has_a_replica() -> None:
     kept, local.LOCAL_ACTOR[:] = list(local.LOCAL_ACTOR), []
     try:
-        with pytest.raises(EngineError, match="no vLLM replica"):
+        with pytest.raises(EngineError, match="not a vLLM replica"):
             InReplica(400).connect()
         local.LOCAL_ACTOR[:] = [made := actor()]
         connected = InReplica(400).connect()

@@ -341,14 +341,14 @@ async def test_jobs_go_where_the_fewest_run_and_groups_stay_together_if_workers_
 
 async def test_nobody_without_the_secret_becomes_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     hub, endpoint, came = await opened()
-    with pytest.raises(WorkerDiedError, match="did not let it in"):
+    with pytest.raises(WorkerDiedError, match="rejected its connection"):
         await connect_to_driver(Endpoint(endpoint.host, endpoint.port, b"guessed"), "worker 0", {})
-    with pytest.raises(WorkerDiedError, match="did not let it in"):
+    with pytest.raises(WorkerDiedError, match="rejected its connection"):
         await connect_to_driver(endpoint, "worker 1", {})
     assert came == []
     channel = await connect_to_driver(endpoint, "worker 0", {})
     assert len(came) == 1
-    with pytest.raises(WorkerDiedError, match="did not let it in"):
+    with pytest.raises(WorkerDiedError, match="rejected its connection"):
         await connect_to_driver(endpoint, "worker 0", {})  # a second one of that name
     # A stranger cannot make the driver hold what it sends.
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
@@ -408,7 +408,7 @@ async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 @pytest.mark.parametrize(("program", "said"), [
-    (impostor, "did not let it in"),
+    (impostor, "rejected its connection"),
     # It says nothing, as most servers wait for a request; a worker waited until the run gave it up.
     (lambda *_: None, r"rollout worker 0: the program that listens at .* does not answer as the driver"),
 ])  # fmt: skip

@@ -93,7 +93,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
         if (modality := modality_in(self._path, self._trust)) is not None:
             if self._cache:
                 raise ModelError(
-                    f"{self._path} takes images, and the embedded engine's cache has none: engine_args = {{ cache = false }}"
+                    f"{self._path}: the embedded engine's cache does not support images. Set engine_args = {{ cache = false }}"
                 )
             kind = resolve_name(modality.embedded_model)
         model = kind(self._path, self._dtype, self._device, self._trust, self._router_replay)

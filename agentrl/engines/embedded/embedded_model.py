@@ -175,7 +175,7 @@ class RecomputedModel(EmbeddedModel):
     def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False, router_replay: bool = False) -> None:
         """Raises ModelError if the folder cannot be loaded, or for `router_replay`."""
         if router_replay:
-            raise ModelError("rollout.router_replay: the experts of a prefix that is computed again for each token are not noted")
+            raise ModelError("rollout.router_replay: experts are not recorded without a cache. Unset it, or engine_args.cache")
         super().__init__(path, dtype, device, trust)
 
     def _check(self, dtype: torch.dtype) -> None:

@@ -89,7 +89,7 @@ def check_version(version: str | None) -> None:
         return
     if (minor := (int(found[1]), int(found[2]))) != VERSION:
         age = "older" if minor < VERSION else "newer"
-        raise DependencyError(f"engine=vllm: vLLM {version} is {age} than the one that agentrl was tried with; {INSTALL}")
+        raise DependencyError(f"engine=vllm: vLLM {version} is {age} than the one that agentrl is tested with; {INSTALL}")
 
 
 # The section vllm.args

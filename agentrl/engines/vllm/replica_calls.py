@@ -185,7 +185,7 @@ class InReplica(EngineConnection):
     def connect(self) -> Engine:
         """Return the replica as an engine. Raises EngineError in any other process."""
         if not LOCAL_ACTOR:
-            raise EngineError("this process is no vLLM replica")
+            raise EngineError("this process is not a vLLM replica")
         return LocalEngine(LOCAL_ACTOR[0], self.vocab)
 
 

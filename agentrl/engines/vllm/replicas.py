@@ -226,7 +226,7 @@ class Replicas:
         self.every[place] = replica
         self._wake()
         does = "takes requests" if replica.current else "waits for a publish"
-        log.warning("%s has replaced the one that died and %s", replica.name, does)
+        log.warning("%s has replaced the dead one and %s", replica.name, does)
 
     def _spawn(self, number: int) -> Replica:
         anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if self._cuda else 0}

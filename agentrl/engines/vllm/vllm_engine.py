@@ -188,7 +188,7 @@ class VllmEngine(StreamingEngine, WeightTarget):
         """Free the GPUs' memory. Fully published weights are discarded (vLLM's level 2); with adapters, the base weights are kept
         in host memory (level 1)."""
         if not self._sleeps:
-            raise EngineError("the engine was started without a memory that can be freed (sleeps)")
+            raise EngineError("the engine cannot sleep: it was started without `sleeps`")
         async with self._update_lock:
             if not self._asleep:
                 await self._replicas.all("sleep", self._sleep_level)

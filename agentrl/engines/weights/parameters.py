@@ -145,7 +145,7 @@ class Saving:
         waiting: dict[str, Tensor] = {}
         for name, tensor in held:
             if name not in self._of:
-                raise ModelError(f"no place in a checkpoint for weights named {name}")
+                raise ModelError(f"a checkpoint of this model has no weights {name}")
             conversion = self._of[name]
             # A copy if the conversion needs further inputs, since the next tensor may use the same memory.
             waiting[name] = tensor if len(conversion.names()) == 1 else tensor.clone()

@@ -175,7 +175,9 @@ class Channel(asyncio.Protocol):
         while len(self._received) >= start + _HEAD.size:
             (length,) = _HEAD.unpack_from(self._received, start)
             if not self.trusted and length > UNTRUSTED_FRAME_BYTES:
-                log.error("a frame of %d bytes, where %d are allowed; the connection is closed", length, UNTRUSTED_FRAME_BYTES)
+                log.error(
+                    "closed a connection: a frame of %d bytes before authentication (limit %d)", length, UNTRUSTED_FRAME_BYTES
+                )
                 self.abort()
                 break
             begin, stop = start + _HEAD.size, start + _HEAD.size + length
@@ -265,10 +267,10 @@ async def connect_to_driver(endpoint: Endpoint, name: str, on: dict[str, Handler
         await asyncio.wait_for(admitted.wait(), 3 * AUTHENTICATION_S)  # the driver may be busy
     except TimeoutError:
         channel.abort()
-        silent = f"rollout {name}: the program that listens at {address} does not answer as the driver of a run"
-        raise WorkerDiedError(f"{silent}. It may be another one; start the run again") from None
+        silent = f"rollout {name}: the program that listens at {address} does not answer as the driver of this run"
+        raise WorkerDiedError(f"{silent}. It may be another program; start the run again") from None
     if channel.lost.is_set():
-        raise WorkerDiedError(f"rollout {name}: the driver at {address} did not let it in")
+        raise WorkerDiedError(f"rollout {name}: the driver at {address} rejected its connection")
     return channel
 
 
