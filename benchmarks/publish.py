@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
-from agentrl.engines.weights.base import ROUTES, Bucket, Offer, Receiver, Sender, make_sender, open_receiver, order
+from agentrl.engines.weights.base import ROUTES, Bucket, Offer, Receiver, Sender, auto_routes, make_sender, open_receiver
 
 TENSOR_MIB = 8
 Times = tuple[float, float]
@@ -149,12 +149,12 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--bucket-mib", type=float, default=64.0)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--route", choices=order(), action="append")
+    parser.add_argument("--route", choices=auto_routes(), action="append")
     args = parser.parse_args()
     torch.set_num_threads(1)
     ratios, rates, cpu = {}, {}, {}
     gpu = torch.cuda.is_available()
-    usual = [name for name in order() if gpu or "cuda" not in ROUTES.entry(name).traits]
+    usual = [name for name in auto_routes() if gpu or "cuda" not in ROUTES.entry(name).traits]
     for route in args.route or usual:
         found = measure(route, args)
         gib, ratio = args.mib / 1024, found["copy_s"] / found["publish_s"]

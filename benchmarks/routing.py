@@ -34,7 +34,7 @@ MEMBERS, MOST = 8, 2048
 class Routes(Protocol):
     """What decides where a request goes."""
 
-    def begin(self, need: Need, able: Sequence[int]) -> Placed[int]: ...
+    def begin(self, need: Need, hosts: Sequence[int]) -> Placed[int]: ...
 
     def end(self, placed: Placed[int], sampled: int | None) -> None: ...
 
@@ -50,8 +50,8 @@ class RoundRobin:
     def forecast(self, most: int) -> float:
         return float(most)
 
-    def begin(self, need: Need, able: Sequence[int]) -> Placed[int]:
-        return Placed(able[next(self._turn) % len(able)], need, 0.0)
+    def begin(self, need: Need, hosts: Sequence[int]) -> Placed[int]:
+        return Placed(hosts[next(self._turn) % len(hosts)], need, 0.0)
 
     def end(self, placed: Placed[int], sampled: int | None) -> None: ...
 
@@ -63,8 +63,8 @@ class Sticky(RoundRobin):
         self._homes: dict[str, int] = {}
         self._flying: dict[int, int] = {}
 
-    def begin(self, need: Need, able: Sequence[int]) -> Placed[int]:
-        host = self._homes.setdefault(need.key, min(able, key=lambda one: self._flying.get(one, 0)))
+    def begin(self, need: Need, hosts: Sequence[int]) -> Placed[int]:
+        host = self._homes.setdefault(need.key, min(hosts, key=lambda one: self._flying.get(one, 0)))
         self._flying[host] = self._flying.get(host, 0) + 1
         return Placed(host, need, 0.0)
 

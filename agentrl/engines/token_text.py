@@ -31,7 +31,7 @@ def check_request(token_ids: Sequence[int], sampling: Sampling, context: int, vo
         raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
 
 
-class Words:
+class LazyTokenizer:
     """Tokenizer of a model's folder, loaded on first use, since most runs never need it."""
 
     def __init__(self, model_path: str, *, trust: bool = False) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from agentrl.config import Choice, RolloutConfig
 from agentrl.config import envs as temperature
 from agentrl.data.trajectory import Group, Trajectory
-from agentrl.rollout.deadlines import Quiet, Watch
+from agentrl.rollout.deadlines import SilenceTimer, Watch
 from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import EpisodeSpec, score_group
 from agentrl.rollout.group_ledger import GroupLedger, GroupState, extra_count
@@ -210,7 +210,7 @@ class Collector:
             self.stats.check(self.ledger.version, self._names, self.ledger.waiting_count, shares)
             self._changed.clear()
             # While tokens or tool calls come back it is not a stall, however long the episodes are.
-            quiet = Quiet(self.watch, "moves", self.config.stall_timeout)
+            quiet = SilenceTimer(self.watch, "moves", self.config.stall_timeout)
             changed = asyncio.ensure_future(self._changed.wait())
             try:
                 if not await in_time(changed, quiet.remaining):

@@ -75,7 +75,7 @@ class Watch:
 
 
 @dataclass(slots=True)
-class Quiet:
+class SilenceTimer:
     """Timer of the seconds since a counter of `watch` last changed, with a `limit`. Time in which the event loop was blocked
     does not count."""
 
@@ -166,7 +166,7 @@ class Waits:
         gives an impossible answer, CutError if the engine is silent.
 
         A token or answer for any episode restarts the timer, since an engine that is slow or has a queue is still working."""
-        silent, waited = Quiet(self.watch, "heard", self.turn), 0.0
+        silent, waited = SilenceTimer(self.watch, "heard", self.turn), 0.0
         tokens: int | None = None
 
         def spend(passed: float) -> float:

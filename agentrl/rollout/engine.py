@@ -340,7 +340,7 @@ BLOCK = 64
 MOVE, SHED, SLACK = 4.0, 2.0, 0.25
 _KEYS_REMEMBERED = 65536
 _BLOCKS_REMEMBERED = 65536
-_EACH = 0.05
+_MEAN_RATE = 0.05
 """Weight of a new request in the running mean of sampled tokens."""
 
 Host = TypeVar("Host", bound=Hashable)
@@ -415,20 +415,20 @@ class RequestRouter(Generic[Host]):
         """Predict the number of sampled tokens of a request, at most `most`: the running mean, or `most` without one."""
         return float(most) if self._mean is None else min(self._mean, float(most))
 
-    def begin(self, need: Need, able: Collection[Host]) -> Placed[Host]:
-        """Choose one of the hosts `able` (not empty) for a request, and add the request to its load until `end`."""
-        for host in able:
+    def begin(self, need: Need, hosts: Collection[Host]) -> Placed[Host]:
+        """Choose one of the hosts `hosts` (not empty) for a request, and add the request to its load until `end`."""
+        for host in hosts:
             self._loads.setdefault(host, _Load())
         home = self._homes.pop(need.key, None)
         stays = False
-        if home is not None and home.host in able:
+        if home is not None and home.host in hosts:
             home.tokens = min(home.tokens, need.prompt)
-            least = min(self._loads[host].queued for host in able)
+            least = min(self._loads[host].queued for host in hosts)
             more_to_wait = self._loads[home.host].queued - least
             stays = more_to_wait <= MOVE * home.tokens + need.prompt + need.expected
         if home is None or not stays:
-            others = [host for host in able if home is None or host != home.host]
-            home = self._new(need, others or list(able))
+            others = [host for host in hosts if home is None or host != home.host]
+            home = self._new(need, others or list(hosts))
         placed = Placed(home.host, need, need.prompt - home.tokens + need.expected)
         self._loads[home.host].queued += placed.left
         # An LRU map (popped above, re-added here) drops sessions that ended without `over`.
@@ -454,7 +454,7 @@ class RequestRouter(Generic[Host]):
         placed.left = 0.0
         if sampled is None:
             return
-        self._mean = float(sampled) if self._mean is None else self._mean + _EACH * (sampled - self._mean)
+        self._mean = float(sampled) if self._mean is None else self._mean + _MEAN_RATE * (sampled - self._mean)
         home = self._homes.get(placed.need.key)
         if home is not None and home.host == placed.host:
             home.tokens = placed.need.prompt + sampled
@@ -463,16 +463,16 @@ class RequestRouter(Generic[Host]):
         """Forget a session that will send no more requests."""
         self._homes.pop(key, None)
 
-    def _new(self, need: Need, able: Sequence[Host]) -> _Home[Host]:
+    def _new(self, need: Need, hosts: Sequence[Host]) -> _Home[Host]:
         """Choose a home for a new session, or for one that leaves its home."""
         names = need.names()
         cached = {
             host: need.run * next((at for at, name in enumerate(names) if name not in self._loads[host].cached), len(names))
-            for host in able
+            for host in hosts
         }
-        queued = {host: self._loads[host].queued for host in able}
-        longest = min(able, key=lambda host: (-cached[host], queued[host]))
-        least = min(able, key=lambda host: queued[host] - cached[host])
+        queued = {host: self._loads[host].queued for host in hosts}
+        longest = min(hosts, key=lambda host: (-cached[host], queued[host]))
+        least = min(hosts, key=lambda host: queued[host] - cached[host])
         saved = cached[longest] - cached[least]
         spare = SHED * saved + SLACK * saved / max(need.prompt, 1) * queued[least]
         host = longest if queued[longest] - queued[least] <= spare else least

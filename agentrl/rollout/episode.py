@@ -144,7 +144,7 @@ class Policy:
         return replace(self, temperature=temperature, router_replay=self.router_replay and trained)
 
 
-class Course(Protocol):
+class EpisodeDriver(Protocol):
     """Driver of an episode: `RunningEpisode` goes turn by turn, `harness.episode` runs an external agent program."""
 
     error: str | None
@@ -159,7 +159,7 @@ class Course(Protocol):
 
 
 async def play_and_score(
-    episode: Course, env: ToolEnv, spec: EpisodeSpec, limits: Limits, scorer: Scorer | None, watch: Watch
+    episode: EpisodeDriver, env: ToolEnv, spec: EpisodeSpec, limits: Limits, scorer: Scorer | None, watch: Watch
 ) -> Trajectory:
     """Play an episode to its end and score it; see `run_episode`."""
     started = time.monotonic()

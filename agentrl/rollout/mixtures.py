@@ -402,11 +402,11 @@ class MixedTasks:
             source.load_json(state)
             self._places = {index: (next(iter(self.sources)), index) for index in source.drawn}
             return
-        there = sorted(state.get("samplers", {}))
-        if state.get("mixture") != self.name or there != sorted(self.sources):
+        saved = sorted(state.get("samplers", {}))
+        if state.get("mixture") != self.name or saved != sorted(self.sources):
             raise ConfigError(
                 f"env, rollout.mixture: the checkpoint was written with {state.get('mixture')!r} over "
-                f"{there or 'one environment'}, but the config has {self.name!r} over {sorted(self.sources)}"
+                f"{saved or 'one environment'}, but the config has {self.name!r} over {sorted(self.sources)}"
             )
         for name, source in self.sources.items():
             source.load_json(state["samplers"][name])

@@ -38,7 +38,7 @@ async def _ask_nobody(instruction: Message, tokens: int) -> str | None:
     return None
 
 
-def without_chance(ref: EnvRef) -> EnvRef:
+def without_random_faults(ref: EnvRef) -> EnvRef:
     """Return the environment as gold solutions expect it: no random tool faults, and their own user."""
     kept = [choice for choice in ref.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
     return replace(ref, wrappers=kept).with_gold_user()

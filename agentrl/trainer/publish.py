@@ -11,7 +11,7 @@ from pathlib import Path
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.placement import has_gpus
 from agentrl.config.schema import ClusterConfig, WeightsConfig
-from agentrl.engines.weights.base import ROUTES, Bucket, MembersChangedError, WeightTarget, order
+from agentrl.engines.weights.base import ROUTES, Bucket, MembersChangedError, WeightTarget, auto_routes
 from agentrl.rollout.engine import Engine
 from agentrl.trainer.actor import Actor
 from agentrl.utils.errors import ConfigError, EngineError, WorkerDiedError, WorkerError
@@ -145,7 +145,7 @@ class Publisher:
             return
         self.route = None
         reasons: list[str] = []
-        for name in order() if self._cfg.route == AUTO else (self._cfg.route,):
+        for name in auto_routes() if self._cfg.route == AUTO else (self._cfg.route,):
             try:
                 offer = await self._actors.arun(Actor.open_route, name, self._cfg, len(members), self._target.loads_saved)
                 await self._target.attach(offer)

@@ -15,7 +15,7 @@ import torch
 from gpu_common import clear, copy_gb_s, rounded, wait
 
 from agentrl.config.schema import WeightsConfig
-from agentrl.engines.weights.base import Bucket, Offer, Receiver, Sender, make_sender, open_receiver, order
+from agentrl.engines.weights.base import Bucket, Offer, Receiver, Sender, auto_routes, make_sender, open_receiver
 from agentrl.utils.errors import AgentrlError
 
 TENSOR_MIB = 16
@@ -33,7 +33,7 @@ def publish(device: torch.device, quick: bool) -> dict[str, Any]:
     """By route: GB/s of the best of three publishes, or why it cannot serve. What arrived is compared with what was sent."""
     mib = 64 if quick else 4096
     found: dict[str, Any] = {"mib": mib, "copy_gb_s": rounded(copy_gb_s(device, quick))}
-    for route in order():
+    for route in auto_routes():
         try:
             found[route] = {"gb_s": rounded(mib * 2**20 / _measure(route, mib, device) / 1e9)}
         except AgentrlError as problem:

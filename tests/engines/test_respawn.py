@@ -169,7 +169,7 @@ async def test_a_request_that_comes_while_weights_arrive_waits_for_them(started,
 
 
 async def test_the_driver_asks_for_progress_only_while_there_are_requests(started, spawned, monkeypatch):
-    monkeypatch.setattr(replicas, "ASK_S", 0.01)
+    monkeypatch.setattr(replicas, "POLL_S", 0.01)
     engine = await started(max_respawns=1)
     assert engine.progress("e") is None and "progress" not in spawned[0].calls
     spawned[0].open.clear()

@@ -193,7 +193,7 @@ async def test_an_episode_that_ends_as_its_group_is_given_up_is_thrown_away(rend
 async def test_a_worker_tells_what_an_episode_that_is_cancelled_had_sampled(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.rollout.workers.rollout_worker.BEAT_S", 0.02)
+    monkeypatch.setattr("agentrl.rollout.workers.rollout_worker.REPORT_S", 0.02)
     engine = Counting(renderer.stop_token_ids[0])
     engine.first, engine.held = renderer.assistant(CALL), ("g0.",)
     limits = Limits.of(RolloutConfig(max_turns=3), 2048)

@@ -294,7 +294,7 @@ async def test_a_cancelled_episode_is_torn_down_there_before_its_caller_goes_on(
 async def test_what_episodes_elsewhere_wait_for_and_that_they_move_is_known_here(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.rollout.workers.rollout_worker.BEAT_S", 0.02)
+    monkeypatch.setattr("agentrl.rollout.workers.rollout_worker.REPORT_S", 0.02)
     engine, watch = SeededEngine(renderer.stop_token_ids[0]), Watch()
     engine.gate.clear()
     async with pooled(engine, envs(renderer), 2) as (pool, _):

@@ -84,7 +84,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
 
 
 def test_auto_tries_gpus_first_and_host_memory_after_them() -> None:
-    assert routes.order() == ("memory", "ipc", "nccl", "shared", "disk")
+    assert routes.auto_routes() == ("memory", "ipc", "nccl", "shared", "disk")
 
 
 @pytest.mark.parametrize("route", ["ipc", "nccl"])

@@ -93,7 +93,7 @@ class OverError(Exception):
 
 
 class AgentEpisode:
-    """A `Course`. What ends the episode first is why it ended, whatever the agent's program makes of that afterwards."""
+    """A `EpisodeDriver`. What ends the episode first is why it ended, whatever the agent's program makes of that afterwards."""
 
     def __init__(
         self,

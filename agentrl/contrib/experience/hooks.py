@@ -23,7 +23,7 @@ from agentrl.data.rows import TRUNCATED, Ragged, build, collate, concat, is_ragg
 from agentrl.data.trajectory import Group, Json, Message, Trajectory
 from agentrl.rollout.player import RunEnv, success_rate
 from agentrl.rollout.samplers import TaskChoice
-from agentrl.rollout.warm_start import transcript, without_chance
+from agentrl.rollout.warm_start import transcript, without_random_faults
 from agentrl.run.assembly import longest_row
 from agentrl.run.callbacks import CALLBACKS, Callback
 from agentrl.run.checks import RUN_CHECKS, RunStart
@@ -199,7 +199,7 @@ class Demonstrations(UpdateHook):
 
 async def gold_of(choice: TaskChoice, part: RunEnv, most: int) -> Trajectory | str:
     """The gold solution of a task in ledgers of `most` tokens at most, or the reason why it cannot be shown."""
-    env = without_chance(part.env.with_params(choice.params)).build()
+    env = without_random_faults(part.env.with_params(choice.params)).build()
     policy, limit = part.policy, part.limits.episode_timeout
     try:
         async with asyncio.timeout(limit):

@@ -18,7 +18,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.rollout.context import Stop, make_context_policy
 from agentrl.rollout.samplers import fresh_seed, make_sampler
-from agentrl.rollout.warm_start import transcript, without_chance
+from agentrl.rollout.warm_start import transcript, without_random_faults
 from agentrl.run.assembly import model_length, renderer_of, tokenizer_of
 from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.run.checks.reward_checks import in_daemon_thread
@@ -195,7 +195,7 @@ async def _play(kinds: list[Kind], renderer: Renderer, limits: dict[str, int], u
     """In turn of each kind of tasks, so that each has some when the time is over. Raises NotImplementedError without gold."""
     parts, todo, opened = [], [], list[ToolEnv]()
     for name, ref, split, seeds in kinds:
-        env = without_chance(ref).build()
+        env = without_random_faults(ref).build()
         opened.append(env)
         if (count := env.task_count(split)) is not None:  # as many of its tasks, spread over it
             seeds = [int(at) for at in np.linspace(0, count - 1, min(count, len(seeds)))] if count else []

@@ -20,7 +20,7 @@ from agentrl.data.token_ledger import images_in
 from agentrl.engines.embedded.embedded_model import EmbeddedModel, RecomputedModel
 from agentrl.engines.embedded.kv_cache import Slots, cache_limit
 from agentrl.engines.embedded.scheduler import Batcher, Drawn, Request
-from agentrl.engines.token_text import StopStrings, Words, check_request
+from agentrl.engines.token_text import LazyTokenizer, StopStrings, check_request
 from agentrl.engines.weights.base import Adapter, Bucket, Offer, Receiver, WakeStage, WeightTarget, open_receiver
 from agentrl.engines.weights.parameters import Arrivals, apply_adapter
 from agentrl.render.modality import modality_in
@@ -66,7 +66,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
         than keys and values (RecomputedModel).
         """
         self._path, self._trust, self._unused = model_path, trust, list(unused)
-        self._words = Words(model_path, trust=trust)
+        self._words = LazyTokenizer(model_path, trust=trust)
         self._max_slots, self._max_context = max_slots, max_context
         self._kv_cache_mib, self._room = kv_cache_mib, room
         self._step_tokens, self._router_replay = step_tokens, router_replay

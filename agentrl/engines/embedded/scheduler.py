@@ -230,7 +230,7 @@ class Batcher:
     def reset(self, free_memory: bool = False) -> None:
         """Drop all caches; running requests return to the queue, in order, and are recomputed from the start."""
         while self.running:
-            self._send_back()
+            self._preempt()
         self.idle.clear()
         self._index.clear()
         for pool in self.slots.pools:  # after a NaN, wipe the memory
@@ -319,7 +319,7 @@ class Batcher:
             while (sequence := request.sequence) is not None and not self.slots.enlarge(sequence):
                 if self._evict():
                     continue
-                self._send_back()
+                self._preempt()
             if sequence is None:
                 continue
             due = len(request.tokens) - sequence.computed
@@ -330,7 +330,7 @@ class Batcher:
             if count:
                 yield request, sequence, count
 
-    def _send_back(self) -> None:
+    def _preempt(self) -> None:
         """Return the youngest running request to the head of the queue and drop its cache."""
         # It loses the least work, and the oldest always finish, so no request starves.
         self.drop(youngest := self.running[-1])

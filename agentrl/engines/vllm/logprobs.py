@@ -21,7 +21,7 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from agentrl.engines.token_text import Constraint, Words
+from agentrl.engines.token_text import Constraint, LazyTokenizer
 from agentrl.engines.vllm.options import GRAMMAR, UNUSED_IDS
 from agentrl.rollout.engine import Sampling
 
@@ -30,7 +30,7 @@ GREEDY = 1e-5
 
 
 @dataclass(eq=False, slots=True)
-class _Bound:
+class _ActiveGrammar:
     """Grammar of a request, and its tokens, a list that vLLM appends to; the grammar has consumed `taken` of them."""
 
     constraint: Constraint
@@ -56,8 +56,8 @@ class _Normalizer(LogitsProcessor):
         self._unused = None if not unused else torch.tensor(unused, device=device)
         self._greedy: dict[int, bool] = {}
         model = vllm_config.model_config
-        self._words, self._vocab = Words(model.model, trust=model.trust_remote_code), model.get_vocab_size()
-        self._bound: dict[int, _Bound] = {}
+        self._words, self._vocab = LazyTokenizer(model.model, trust=model.trust_remote_code), model.get_vocab_size()
+        self._grammars: dict[int, _ActiveGrammar] = {}
 
     def is_argmax_invariant(self) -> bool:
         """Decide when vLLM applies the processor, and to which requests; in fact neither changes the argmax."""
@@ -65,24 +65,24 @@ class _Normalizer(LogitsProcessor):
 
     def update_state(self, batch_update: Any) -> None:
         """Update the batch's greedy rows and its rows with a grammar."""
-        process_dict_updates(self._bound, batch_update, self._bind)
+        process_dict_updates(self._grammars, batch_update, self._start_grammar)
         process_dict_updates(self._greedy, batch_update, lambda params, *_: True if params.temperature < GREEDY else None)
 
-    def _bind(self, params: Any, prompt: list[int] | None, sampled: list[int]) -> _Bound | None:
+    def _start_grammar(self, params: Any, prompt: list[int] | None, sampled: list[int]) -> _ActiveGrammar | None:
         extra = params.extra_args or {}
         if GRAMMAR not in extra or (params.temperature < GREEDY) != self.greedy:
             return None
         sampling = Sampling(1, stop_token_ids=tuple(params.stop_token_ids or ()), grammar=extra[GRAMMAR])
         constraint = self._words.constraint(sampling, self._vocab)
-        return None if constraint is None else _Bound(constraint, sampled)
+        return None if constraint is None else _ActiveGrammar(constraint, sampled)
 
-    def _fitting(self, found: torch.Tensor) -> torch.Tensor:
+    def _mask_rows(self, logprobs: torch.Tensor) -> torch.Tensor:
         """Drop the tokens that the rows' grammars reject."""
-        for row, bound in self._bound.items():
-            if row < len(found):
-                mask = bound.mask().to(found.device)
-                found[row, : len(mask)].masked_fill_(~mask, float("-inf"))
-        return found
+        for row, active in self._grammars.items():
+            if row < len(logprobs):
+                mask = active.mask().to(logprobs.device)
+                logprobs[row, : len(mask)].masked_fill_(~mask, float("-inf"))
+        return logprobs
 
     def _rows(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the mask [B, 1] of the greedy rows."""
@@ -100,10 +100,10 @@ class BeforeTemperature(_Normalizer):
         """Turn float32 logits [B, V] into log probabilities if any row is greedy; in greedy rows, drop ids without a token."""
         if not self._greedy:  # the shift after the temperature suffices: saves a pass over the vocabulary per step
             return logits
-        found = logits.log_softmax(dim=-1)
+        logprobs = logits.log_softmax(dim=-1)
         if self._unused is not None:
-            found = torch.where(self._rows(found), found.index_fill(1, self._unused, float("-inf")), found)
-        return self._fitting(found)
+            logprobs = torch.where(self._rows(logprobs), logprobs.index_fill(1, self._unused, float("-inf")), logprobs)
+        return self._mask_rows(logprobs)
 
 
 class AfterTemperature(_Normalizer):
@@ -111,9 +111,9 @@ class AfterTemperature(_Normalizer):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Turn float32 logits [B, V] into log probabilities and drop ids without a token; greedy rows are done already."""
-        found = logits.log_softmax(dim=-1)
+        logprobs = logits.log_softmax(dim=-1)
         if self._unused is not None:
-            found = found.index_fill(1, self._unused, float("-inf"))
+            logprobs = logprobs.index_fill(1, self._unused, float("-inf"))
         if self._greedy:
-            found = torch.where(self._rows(found), logits, found)
-        return self._fitting(found)
+            logprobs = torch.where(self._rows(logprobs), logits, logprobs)
+        return self._mask_rows(logprobs)

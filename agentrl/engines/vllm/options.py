@@ -26,7 +26,7 @@ from agentrl.utils.processor import PASSIVE, SAID
 VARIABLE = "TMPDIR"
 SHM = Path("/dev/shm")
 """Folder in which Linux keeps named semaphores, as `sem.NAME`."""
-ROOM = 42
+MAX_FOLDER_CHARS = 42
 """Longest path of a temporary folder, in characters, that leaves room for vLLM's sockets (their paths have at most 107)."""
 
 
@@ -42,7 +42,7 @@ class Scratch:
         """Return a replica's environment variables; the first call creates the folder."""
         if self._folder is None:
             parent = tempfile.gettempdir()
-            where = parent if len(parent) <= ROOM else "/tmp"
+            where = parent if len(parent) <= MAX_FOLDER_CHARS else "/tmp"
             self._folder = tempfile.TemporaryDirectory(prefix=f"rl-vllm-{os.getpid()}-", dir=where, ignore_cleanup_errors=True)
             self._held = os.open(self._folder.name, os.O_RDONLY)
             with suppress(OSError):  # a file system without locks

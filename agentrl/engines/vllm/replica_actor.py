@@ -22,7 +22,7 @@ import psutil
 
 from agentrl.data.images import Image
 from agentrl.data.token_ledger import images_in
-from agentrl.engines.token_text import StopStrings, Words
+from agentrl.engines.token_text import LazyTokenizer, StopStrings
 from agentrl.engines.vllm.options import GRAMMAR, settle_scratch
 from agentrl.engines.vllm.replica_calls import LOCAL_ACTOR, Answers, ReplicaDeadError, Request, TokenCounts, answer_batches
 from agentrl.engines.weights.base import Adapter, Bucket, Offer
@@ -46,7 +46,7 @@ WEIGHTS = "weights"
 CACHE = "KV cache and a first step"
 GROUP = "stage"
 """Ray concurrency group of `VllmActor.stage`: a separate thread, which answers while the start blocks the actor's loop."""
-EVERY_S = 2.0
+STAGE_POLL_S = 2.0
 """Seconds between two queries of the stage."""
 
 
@@ -133,7 +133,7 @@ class VllmActor:
         """`options`: keyword arguments for vLLM's AsyncEngineArgs."""
         guard_process(options)
         self._options = options
-        self.words = Words(str(options["model"]), trust=bool(options.get("trust_remote_code")))
+        self.words = LazyTokenizer(str(options["model"]), trust=bool(options.get("trust_remote_code")))
         self._engine: Any = None
         self._requests: dict[str, set[str]] = {}
         self._prompt_tokens = self._cached_tokens = self._sampled_tokens = 0

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from agentrl.config.schema import VllmConfig
 from agentrl.engines.vllm.options import Scratch, environment
-from agentrl.engines.vllm.replica_actor import EVERY_S, GROUP, PROCESS, VllmActor
+from agentrl.engines.vllm.replica_actor import GROUP, PROCESS, STAGE_POLL_S, VllmActor
 from agentrl.engines.vllm.replica_calls import ReplicaDeadError, Request, RequestBatcher, TokenCounts
 from agentrl.rollout.engine import EngineStats, Generation, Need, OnTokens, Placed, RequestRouter, block_names
 from agentrl.rollout.workers.channel import Endpoint
@@ -27,7 +27,7 @@ from agentrl.utils.event_loop import OwnedTasks, run_contained
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-ASK_S = 0.5
+POLL_S = 0.5
 """Seconds between two polls of the replicas."""
 _DROP_CACHES = frozenset({"pause", "adapt"})
 
@@ -115,12 +115,12 @@ class Replicas:
     async def route(self, request: Request) -> Replica:
         """Choose a replica for a request and add the request to its load until `end_request`. Waits for a replica with the
         current weights. Raises EngineError if no replica is alive or starting."""
-        while not (able := [one for one in self.alive() if one.current]):
+        while not (usable := [one for one in self.alive() if one.current]):
             self._require_replica()
             await self.changed.wait()
         token_ids, sampling, key, request_id = request
         expected = self.router.forecast(sampling.max_tokens)
-        placed = self.router.begin(Need(key, len(token_ids), expected, partial(block_names, token_ids)), able)
+        placed = self.router.begin(Need(key, len(token_ids), expected, partial(block_names, token_ids)), usable)
         self._requests[request_id] = placed
         return placed.host
 
@@ -190,7 +190,7 @@ class Replicas:
             return await self.ask(replica, method, *args)
 
     def progress(self, request_id: str) -> int:
-        """Return the number of tokens sampled by a request, up to ASK_S old; the first call starts the polling."""
+        """Return the number of tokens sampled by a request, up to POLL_S old; the first call starts the polling."""
         if not self._polls:
             self._polls.start(self._poll(), "progress of vLLM requests")
         return self._counts.get(request_id, 0)
@@ -208,7 +208,7 @@ class Replicas:
             for request_id, tokens in counts.items():
                 if (placed := self._requests.get(request_id)) is not None:
                     self.router.note_sampled(placed, tokens)
-            await asyncio.sleep(ASK_S)
+            await asyncio.sleep(POLL_S)
 
     def _require_replica(self) -> None:
         if not self.alive() and not self.starting:
@@ -254,7 +254,7 @@ class Replicas:
         with contextlib.suppress(RayError):  # of a dead replica, which `start` reports
             while True:
                 replica.stage = await stage.remote()
-                await asyncio.sleep(EVERY_S)
+                await asyncio.sleep(STAGE_POLL_S)
 
     def record_death(self, replica: Replica, cause: str) -> ReplicaDeadError:
         """Record a death once, however many requests report it, and start a new replica if that is still allowed."""
@@ -270,14 +270,14 @@ class Replicas:
                 log.warning("%s; its %d requests move on, and it is started again (%d of max_respawns = %d)",
                             replica.cause, moved, self.respawns, self._cfg.max_respawns)  # fmt: skip
                 fresh = self._spawn(replica.number)
-                self.starting.start(self._bring(fresh), f"start {fresh.name}").add_done_callback(lambda _: self._wake())
+                self.starting.start(self._replace(fresh), f"start {fresh.name}").add_done_callback(lambda _: self._wake())
             elif self._started:
                 log.error("%s; %d of %d replicas are alive and no more are started (max_respawns = %d)", replica.cause,
                           len(self.alive()), self._cfg.replicas, self._cfg.max_respawns)  # fmt: skip
             self._wake()
         return ReplicaDeadError(replica.cause)
 
-    async def _bring(self, fresh: Replica) -> None:
+    async def _replace(self, fresh: Replica) -> None:
         """Start a replica and give it the weights; if that fails, it has died too."""
         try:
             await self._boot(fresh)

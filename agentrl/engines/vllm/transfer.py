@@ -31,7 +31,7 @@ class Transfer(ABC):
     def open(self) -> None:
         """Start the transfer engines. Raises ConfigError with the reason if the route cannot serve this process."""
         try:
-            self._start_engines()
+            self._attach()
         except (RuntimeError, ValueError, TypeError, ImportError, OSError) as problem:
             raise ConfigError(f"weights.route = {self._offer.route}: vLLM's engine for it does not start: {problem}") from problem
 
@@ -55,7 +55,7 @@ class Transfer(ABC):
         self._engines = []
 
     @abstractmethod
-    def _start_engines(self) -> None:
+    def _attach(self) -> None:
         """Create and start the engines."""
 
     def _start(self, **info: Any) -> Any:
@@ -74,7 +74,7 @@ class IpcTransfer(Transfer):
 
     backend = "ipc"
 
-    def _start_engines(self) -> None:
+    def _attach(self) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
 
         device, gpu, token, handles = own_handles(self._offer)
@@ -93,7 +93,7 @@ class NcclTransfer(Transfer):
 
     backend = "nccl"
 
-    def _start_engines(self) -> None:
+    def _attach(self) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("weights.route = nccl: the engine has no GPU")
         host, port = self._offer.where

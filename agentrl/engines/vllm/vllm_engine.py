@@ -15,7 +15,7 @@ import torch
 
 from agentrl.config.schema import VllmConfig
 from agentrl.data.token_ledger import own
-from agentrl.engines.token_text import Words, check_request
+from agentrl.engines.token_text import LazyTokenizer, check_request
 from agentrl.engines.vllm.options import UNUSED_IDS, engine_options
 from agentrl.engines.vllm.replica_calls import InReplica, ReplicaDeadError
 from agentrl.engines.vllm.replicas import Replica, Replicas, WorkersInReplicas
@@ -77,7 +77,7 @@ class VllmEngine(StreamingEngine, WeightTarget):
         pool places them. `trust`: allow the model's own code to run. `unused`: ids without a token, which must never be drawn
         (`unused_ids`). `modality`: of a model that takes images."""
         self._path, self._trust = model_path, trust
-        self._words = Words(model_path, trust=trust)
+        self._words = LazyTokenizer(model_path, trust=trust)
         self._lora_rank, self._sleeps = lora_rank, sleeps
         self._asleep: tuple[WakeStage, ...] = ()
         self._sleep_level = 2 if lora_rank is None else 1

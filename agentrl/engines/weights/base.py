@@ -301,7 +301,7 @@ GPU_MIB, CPU_MIB = 256, 64
 """Default `weights.bucket_mib` with and without GPUs: larger on GPUs, since each bucket waits for the GPU's queue."""
 
 
-def order() -> tuple[str, ...]:
+def auto_routes() -> tuple[str, ...]:
     """Return the routes that `weights.route = "auto"` tries, cheapest first; each one checks if it can serve."""
     tried = [entry for entry in ROUTES.own() if math.isfinite(entry.make.cost)]
     return tuple(entry.name for entry in sorted(tried, key=lambda entry: entry.make.cost))

@@ -87,7 +87,7 @@ class SpanReceiver:
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.5
+REPORT_S = 0.5
 """Seconds between two reports of a worker."""
 MOST_WAITS = 8
 """Number of the longest waits in a report: as many as a message of the driver shows."""
@@ -200,8 +200,8 @@ class WorkerCore:
                 if not watched.playing:  # each evaluation has its own watch, which is now finished
                     del self._watched[number]
             self._channel.send("beat", lag=lag, blocked=blocked, watches=found)
-            due = time.monotonic() + BEAT_S
-            await asyncio.sleep(BEAT_S)
+            due = time.monotonic() + REPORT_S
+            await asyncio.sleep(REPORT_S)
 
 
 # The driver's engine

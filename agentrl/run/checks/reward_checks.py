@@ -38,7 +38,7 @@ from agentrl.reward.nodes import GateNode, LeafNode, Node
 from agentrl.reward.values import UnscorableError
 from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
-from agentrl.rollout.warm_start import without_chance
+from agentrl.rollout.warm_start import without_random_faults
 from agentrl.run.assembly import RunStart
 from agentrl.utils.errors import ConfigError, UserError, exception_for
 from agentrl.utils.files import shown_path
@@ -89,7 +89,7 @@ def check_success(start: RunStart) -> None:
         )
     try:
         # The gold of at least TASKS tasks, and of one with each set of parameters of the sampler.
-        split, sound = "train" if config.trained_envs else config.eval.split, without_chance(env)
+        split, sound = "train" if config.trained_envs else config.eval.split, without_random_faults(env)
         source = TaskSource(sound, make_sampler(rollout.sampler), rollout.sampler.name, config.seed)
         if start.planned and config.the_env.trains:
             source.fill()  # which says if it has fewer tasks than it is to have, as the start does when it makes it
@@ -238,7 +238,7 @@ def check_lint(start: RunStart) -> list[str]:
     until = time.monotonic() + seconds
 
     def probe() -> tuple[list[LintFinding], int]:
-        sound = without_chance(env)
+        sound = without_random_faults(env)
         built = sound.build()
         order_free, idle_share = built.order_free, built.idle_share
         built.close()
