@@ -21,7 +21,7 @@ CONTEXTS: Registry[Callable[..., ContextPolicy]] = Registry(
     "rollout.context",
     "CONTEXTS",
     "agentrl.rollout.context",
-    traits={"summarizes": "has summaries written, by `rollout.summary_model` if that is set"},
+    traits={"summarizes": "requests summaries, from `rollout.summary_model` if that is set"},
 )
 
 Ask = Callable[[Message, int], Awaitable[str | None]]

@@ -225,12 +225,12 @@ class EngineMaker(ABC):
     """Factory of an engine for one config. A subclass's keyword arguments are the config's `engine_args`; imports stay light."""
 
     cuda: Callable[[], bool] = staticmethod(lambda: False)
-    """Returns True if the nodes of its processes have GPUs; set by `run/engines`."""
+    """Returns True if the nodes of its processes have GPUs; set by `run/engine_choice`."""
     unused: Sequence[int] = ()
-    """Ids of the model's vocabulary without a token in the tokenizer, which must never be drawn; set by `run/engines`."""
+    """Ids of the model's vocabulary without a token in the tokenizer, which must never be drawn; set by `run/engine_choice`."""
     room: int | None = None
-    """With the trait "fills": bytes of its GPU that the run's other roles leave for weights and cache; set by `run/engines`.
-    None: in host memory, or unknown."""
+    """With the trait "fills": bytes of its GPU that the run's other roles leave for weights and cache; set by
+    `run/engine_choice`. None: in host memory, or unknown."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -303,12 +303,12 @@ ENGINES: Registry[type[EngineMaker]] = Registry(
     traits={
         "sleeps": "can free its memory while the actors update",
         "keeps": "keeps its weights in host memory while it sleeps, if only adapters are published",
-        "transformers": "computes with transformers' own model classes, so its models must be such as they load",
-        "judges": "can be a judge's, next to the engine of the policy (`reward.judge.engines`)",
-        "experts": "tells which experts of a mixture-of-experts model a token went to, if the sampling asks for it",
-        "vision": "samples from a model that takes images, given them with the prompt (agentrl.data.token_ledger.PromptIds)",
-        "fills": "its cache takes what the run's other roles leave of its device, unless `engine_args.kv_cache_mib` says",
-        "messages": "its ids are numbers of messages in a Transcript (backends/api), and no tokenizer is loaded: `make_with`",
+        "transformers": "computes with transformers' model classes, so it runs only models that they load",
+        "judges": "can serve a judge next to the policy's engine (`reward.judge.engines`)",
+        "experts": "returns the experts of a mixture-of-experts model that computed each token, on request",
+        "vision": "serves models that take images, passed with the prompt (agentrl.data.token_ledger.PromptIds)",
+        "fills": "its cache fills the device memory that the run's other roles leave, unless `engine_args.kv_cache_mib` is set",
+        "messages": "its ids number the messages of a Transcript (engines/api_models); no tokenizer is loaded (`make_with`)",
     },
 )
 

@@ -145,7 +145,7 @@ class Policy:
 
 
 class EpisodeDriver(Protocol):
-    """Driver of an episode: `RunningEpisode` goes turn by turn, `harness.episode` runs an external agent program."""
+    """Driver of an episode: `RunningEpisode` goes turn by turn, `contrib.agents` runs an external agent program."""
 
     error: str | None
 

@@ -97,7 +97,7 @@ class GoldStart:
 
 
 def prefix_of(gold: Sequence[Message], calls: int) -> Iterator[Message]:
-    """Yield the first turns of a gold solution that make at most `calls` calls in total; never a part of a turn."""
+    """Yield the first turns of a gold solution until they make `calls` calls; a turn that would exceed this is left out."""
     made = 0
     for turn in gold:
         made += len(turn.tool_calls)

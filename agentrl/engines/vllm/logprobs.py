@@ -4,8 +4,8 @@ Of vLLM's logprobs_modes, "raw_logprobs" is log softmax(z) at any temperature, a
 top-k / top-p set; a trainer can use neither if both temperature and truncation are on. "processed_logits" reports the logits that
 the sampler draws from, after temperature and truncation; truncation sets dropped tokens to -inf and leaves the others unchanged.
 Shifting a row by a constant changes neither the draw nor the kept set. So these processors shift each row until its logits are
-log probabilities: after the temperature, and for greedy requests before it (in a batch of only those vLLM skips the temperature;
-they count as T = 1).
+log probabilities: after the temperature, and, if there are greedy requests, also before it (the only shift in an all-greedy
+batch; their temperature counts as 1).
 
 Ids without a token must not be drawn, but their probability still counts: they are dropped after the last shift of a row, and so
 are tokens that a request's grammar rejects. (vLLM's structured outputs mask the logits before any processor, which would

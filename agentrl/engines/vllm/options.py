@@ -27,7 +27,7 @@ VARIABLE = "TMPDIR"
 SHM = Path("/dev/shm")
 """Folder in which Linux keeps named semaphores, as `sem.NAME`."""
 MAX_FOLDER_CHARS = 42
-"""Longest path of a temporary folder, in characters, that leaves room for vLLM's sockets (their paths have at most 107)."""
+"""Longest path, in characters, of a parent of the temporary folder that leaves room for vLLM's sockets (at most 107)."""
 
 
 class Scratch:

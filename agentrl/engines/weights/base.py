@@ -215,8 +215,8 @@ ROUTES: Registry[type[Route]] = Registry(
     "ROUTES",
     "agentrl.engines.weights",
     traits={
-        "one_process": "stays within a process, so trainer and engine must be in the driver's",
-        "cuda": "goes from GPU to GPU, and needs one at both ends",
+        "one_process": "stays within one process, so trainer and engine must be in the driver's process",
+        "cuda": "copies from GPU to GPU, and needs one at both ends",
         "own_gpus": "the engine must be on the trainer's GPUs (rollout.colocate)",
         "other_gpus": "the engine must be on other GPUs than the trainer's",
     },

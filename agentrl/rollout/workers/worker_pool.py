@@ -178,7 +178,7 @@ SLOW_TURN_S = 0.005
 LEAVE_S = 10.0
 """Seconds for a worker to end by itself."""
 PROMPT_TOKENS, REMEMBERED_TASKS = 512, 256
-"""Assumed prompt length of a task in tokens before any is known; number of tasks whose cache location is remembered."""
+"""Assumed prompt length in tokens before any is known; number of tasks per worker whose prompts are presumed cached."""
 
 
 class WorkerPool(Player):
