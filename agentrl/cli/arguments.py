@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from agentrl.cluster.ray_parent import die_of, end_of_driver, restarting, tell
+from agentrl.cluster.ray_parent import end_of_driver, exit_by_signal, report_to_parent, restarting
 from agentrl.run.interrupt import ended_as_interrupted
 from agentrl.utils.errors import ConfigError, UserError, WorkerDiedError, fault_text, hint_text
 from agentrl.utils.registry import Registry
@@ -120,7 +120,7 @@ def with_parent(args: argparse.Namespace, drive: Drive, again: Drive | None = No
     """`drive` in a process of its own, if this one is the command; returns its exit code, or dies of the signal that it died of.
 
     It is forked before anything is imported that has threads (numpy's OpenBLAS has), so before it is known whether it will use
-    Ray. It tells of its run (`ray_parent.tell`); if Ray ended it, `again` resumes that, up to `max_restarts` times in all.
+    Ray. It reports its run (`report_to_parent`); if Ray ended it, `again` resumes the run, up to `max_restarts` times in all.
     Raises WorkerDiedError if it does not go on by itself.
     """
     if not args.program:
@@ -128,34 +128,34 @@ def with_parent(args: argparse.Namespace, drive: Drive, again: Drive | None = No
     restarts = 0
     while (end := end_of_driver()) is not None:
         if end.code < 0:
-            if "folder" in end.told:
+            if "folder" in end.facts:
                 name = signal.Signals(-end.code).name
-                say(f"agentrl: the driver (pid {end.pid}) was ended by {name}; {end.told['then']}", file=sys.stderr)
-            return die_of(-end.code)
-        error = end.told.get("error", "")
+                say(f"agentrl: the driver (pid {end.pid}) was ended by {name}; {end.facts['then']}", file=sys.stderr)
+            return exit_by_signal(-end.code)
+        error = end.facts.get("error", "")
         if end.silent and error:
             say(f"agentrl: {error}", file=sys.stderr)
         if not end.by_ray:
             if end.silent and not error:
-                say(f"agentrl: the driver (pid {end.pid}) has ended without a word; {end.told['then']}", file=sys.stderr)
+                say(f"agentrl: the driver (pid {end.pid}) has ended without a word; {end.facts['then']}", file=sys.stderr)
             return end.code
-        restarts, limit = end.told["restarts"] + 1, end.told["max_restarts"]
+        restarts, limit = end.facts["restarts"] + 1, end.facts["max_restarts"]
         if end.stopping and not error:  # the signal has reached Ray's processes too
             if again is not None:  # a run, and not episodes, which are all kept
                 from agentrl.trainer.checkpoint import newest_checkpoint
 
-                say(f"newest checkpoint           {newest_checkpoint(Path(end.told['folder']))}", file=sys.stderr)
-            say(f"interrupted; {end.told['then']}", file=sys.stderr)
+                say(f"newest checkpoint           {newest_checkpoint(Path(end.facts['folder']))}", file=sys.stderr)
+            say(f"interrupted; {end.facts['then']}", file=sys.stderr)
             return 130
         if again is None or restarts > limit or error:
-            raise WorkerDiedError(f"{end.by_ray}; {end.told['then']}")
+            raise WorkerDiedError(f"{end.by_ray}; {end.facts['then']}")
         say(restarting(end.by_ray, restarts, limit))
         # Its options are in its config.
         given = dict.fromkeys(("config", "data", "loss", "min_reward", "success", "per_task"))
-        vars(args).update(given, resume=end.told["folder"], overrides=[], overwrite=False)
+        vars(args).update(given, resume=end.facts["folder"], overrides=[], overwrite=False)
         drive = again
     try:
         with ended_as_interrupted():
             return drive(args, restarts)
     finally:
-        tell(over=True)
+        report_to_parent(over=True)

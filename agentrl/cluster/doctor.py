@@ -1,4 +1,4 @@
-"""The checks behind `agentrl doctor`: each looks at one thing and says what it found and what to do."""
+"""The checks of `agentrl doctor`: each inspects one aspect of the machine and reports findings with advice."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LEAST_MEMORY = 2 * GIB
 
 @dataclass(frozen=True, slots=True)
 class MachineFinding:
-    """One result: `advice` says what to do if the level is not "ok"."""
+    """One finding; `advice` is the fix if the level is not "ok"."""
 
     check: str
     level: Level
@@ -53,16 +53,16 @@ class MachineFinding:
 
 
 def _finding(check: str, good: bool, found: str, advice: str, otherwise: Level = "warn") -> MachineFinding:
-    """A finding whose level is `otherwise`, with the advice, unless it is good."""
+    """Build an "ok" finding if `good`, else one of level `otherwise` with the advice."""
     return MachineFinding(check, "ok", found) if good else MachineFinding(check, otherwise, found, advice)
 
 
 MACHINE_CHECKS: Registry[Callable[[], Iterator[MachineFinding]]] = Registry("doctor", "MACHINE_CHECKS", "agentrl.cluster.doctor")
-"""Checks of optional features and plug-ins."""
+"""Checks registered by optional features and plug-ins."""
 
 
 def check_versions() -> Iterator[MachineFinding]:
-    """Python and the packages that a run imports."""
+    """Check Python and the packages that a run imports."""
     yield _finding(
         "python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer", otherwise="fail"
     )
@@ -81,7 +81,7 @@ def _version(name: str) -> str | None:
 
 
 def check_machine() -> Iterator[MachineFinding]:
-    """Cores, memory, shared memory, disk, limits, and where Ray would put its files."""
+    """Check cores, memory, shared memory, disk, limits, and Ray's folder."""
     yield MachineFinding("cores", "ok", str(usable_cpus()))
     sizes = [("memory", usable_memory().free, LEAST_MEMORY, "a small run needs 2 GiB")]
     shared = Path("/dev/shm")
@@ -99,7 +99,7 @@ def check_machine() -> Iterator[MachineFinding]:
 
 
 def check_temporary_folder() -> MachineFinding:
-    """Ray's session folder: it must not be on a network file system, nor its path too long."""
+    """Check that Ray's session folder is local and its path short enough."""
     try:
         check_ray_folder()
     except AgentrlError as error:
@@ -115,7 +115,7 @@ def check_temporary_folder() -> MachineFinding:
 
 
 def check_network() -> Iterator[MachineFinding]:
-    """This node's way to itself at its own address, and the interfaces that NCCL and Gloo would use."""
+    """Check that this node reaches its own address, and the interfaces of NCCL and Gloo."""
     pinned = {key: os.environ[key] for key in LOOPBACK if os.environ.get(key)}
     fault = network_fault()
     if fault is None:
@@ -136,7 +136,7 @@ def check_network() -> Iterator[MachineFinding]:
 
 
 def check_gpus() -> Iterator[MachineFinding]:
-    """GPUs that torch sees."""
+    """Check the GPUs that torch sees."""
     import torch
 
     if not torch.cuda.is_available():
@@ -154,11 +154,11 @@ def check_gpus() -> Iterator[MachineFinding]:
 
 
 def check_ray(cluster: ClusterConfig, workers: int = 0) -> Iterator[MachineFinding]:
-    """Start or join Ray, list its resources, and check whether the config's pools fit, and this many rollout workers."""
+    """Start or join Ray, list its resources, and check that the pools and `workers` rollout workers fit."""
     from agentrl.cluster.ray_cluster import asks_for_token, open_ports, start_ray, stop_ray
 
     begun = time.monotonic()
-    try:  # really starts it: most faults (sockets, shared memory, routing) only show then
+    try:  # most faults (sockets, shared memory, routing) only show in a real start
         start_ray(cluster)
     except AgentrlError as error:
         yield MachineFinding("ray", "fail", str(error), "its logs are in the newest folder under /tmp/ray")
@@ -181,7 +181,7 @@ def check_ray(cluster: ClusterConfig, workers: int = 0) -> Iterator[MachineFindi
 
 
 def _reachable(ports: list[str], token: bool) -> MachineFinding:
-    """Addresses of Ray that other machines can connect to, by the sockets that listen now, and whether they then need a token."""
+    """Report Ray's ports that other machines can reach (sockets listening now), and whether a token protects them."""
     said = f"{len(ports)} open to other machines: {', '.join(ports)}" if ports else "none open to other machines"
     if not ports or token:
         return MachineFinding("ports", "ok", said + ("; who connects needs the token" if ports else ""))
@@ -199,13 +199,13 @@ def _room_for(workers: int, cluster: ClusterConfig, slots: float) -> MachineFind
 
 
 def all_checks(cluster: ClusterConfig, with_ray: bool, workers: int = 0) -> Iterator[MachineFinding]:
-    """Every check, quick ones first; `workers`: rollout.workers."""
+    """Run every check, quick ones first; `workers`: rollout.workers."""
     for check in (check_versions, check_machine, check_network, check_gpus):
         yield from check()
     for name in MACHINE_CHECKS:
         try:
             yield from MACHINE_CHECKS.entry(name).make()
-        except Exception as error:  # a plug-in's
+        except Exception as error:  # of a plug-in
             yield MachineFinding(name, "fail", f"{type(error).__name__}: {error}", "this check did not run; the others did")
     if with_ray:
         yield from check_ray(cluster, workers)

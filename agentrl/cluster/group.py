@@ -1,7 +1,7 @@
 """A worker group as the driver sees it: `group.run(Actor.update, batch)`.
 
-Batches split over the ranks of a mesh axis, results collected in row order, calls under way, the
-group, and the test that a folder is shared by all its processes."""
+Splits batches over the ranks of a mesh axis, collects results in row order, and tests that all
+processes of a group share a folder."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from agentrl.utils.threads import in_thread
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-# Results of the ranks, collected
+# Results of the ranks
 
 
 def mean_metrics(label: str, parts: Sequence[Any]) -> dict[str, float]:
-    """One dict from the ranks' dicts: the mean of each key over the ranks that report it."""
+    """Average each key over the ranks that report it."""
     values: dict[str, list[float]] = {}
     for part in parts:
         if not isinstance(part, Mapping):
             raise DispatchError(f"{label}: collect='metrics' needs a dict from each rank, got {type(part).__name__}")
         for key, value in part.items():
             values.setdefault(key, []).append(float(value))
-    # Not over all ranks: one that got no rows reports nothing, and a 0 in its name would pull means down.
+    # Not over all ranks: a rank without rows reports nothing, and counting it as 0 would lower the mean.
     return {key: sum(items) / len(items) for key, items in values.items()}
 
 
 def restore_order(label: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) -> TensorDict:
-    """The ranks' rows in the driver's order: entry k of `parts[r]` is row `rows[r][k]`.
+    """Restore the driver's row order: entry k of `parts[r]` is row `rows[r][k]`.
 
-    Raises DispatchError if a rank returned no TensorDict, or another number of rows than it was given.
+    Raises DispatchError if a rank did not return a TensorDict with one row per row that it received.
     """
     for part in parts:
         if not is_batch(part):
@@ -59,7 +59,7 @@ def restore_order(label: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) 
         raise DispatchError(f"{label}: collect='source' needs one result per row; ranks got {given}, returned {got}")
     whole = concat(parts)
     order = np.argsort(np.concatenate(list(rows)), kind="stable")
-    # One rank, or rows that lie in order: saves a copy of the whole batch.
+    # With one rank, or rows already in order, this saves a copy of the batch.
     return whole if np.array_equal(order, np.arange(len(order))) else select(whole, order)
 
 
@@ -67,7 +67,7 @@ def restore_order(label: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) 
 
 
 def batch_of(label: str, args: tuple[Any, ...]) -> TensorDict:
-    """The batch of a call, its first argument. Raises DispatchError for another, and for none."""
+    """Return the first argument of a call. Raises DispatchError if it is missing or no TensorDict."""
     if not args:
         raise DispatchError(f"{label}: no argument is given for the batch, which comes first")
     if not is_batch(args[0]):
@@ -78,16 +78,16 @@ def batch_of(label: str, args: tuple[Any, ...]) -> TensorDict:
 
 @dataclass(frozen=True)
 class Shard(Strategy):
-    """Each rank along the mesh axis "dp" gets its rows of the first argument, a TensorDict; all others go to every rank.
+    """Split the first argument, a TensorDict, by rows along the mesh axis "dp"; every rank gets all other arguments.
 
-    Any number of rows over any number of ranks is legal: a rank may get zero rows. Ranks that share a coordinate of "dp" (for
-    example tensor-parallel peers) get the same rows; results are taken from one of them.
+    A rank may get zero rows. Ranks with the same coordinate of "dp" (for example tensor-parallel peers) get the same rows; the
+    result is taken from one of them.
 
-    - `balance`: "tokens" balances the tokens of the rows; "column" takes the rank from the batch's row column `dp_rank` (-1: the
-      row goes to no rank; not allowed if `collect` is "source").
-    - `stays`: columns that no worker reads and that are therefore not sent.
-    - `collect`: "source" puts the ranks' rows, one entry per row, back into the driver's row order; "metrics" reduces dicts of
-      numbers to one of their means, key by key, and lists of such dicts to one list, place by place.
+    - `balance`: "tokens" balances tokens per rank; "column" reads the rank from the row column `dp_rank` (-1: no rank; not
+      allowed if `collect` is "source").
+    - `stays`: columns that no worker reads; they are not sent.
+    - `collect`: "source" restores the driver's row order (the method returns one entry per row); "metrics" averages dicts of
+      numbers key by key, and lists of such dicts position by position.
     """
 
     collect: Literal["source", "metrics"] = "source"
@@ -123,14 +123,14 @@ class Shard(Strategy):
             if len(owner) and (owner.min() < least or owner.max() >= count):
                 wrong = owner.max() if owner.max() >= count else owner.min()
                 raise DispatchError(f"{label}: column dp_rank names rank {wrong}, the axis has {count}")
-        # In order: adjacent rows are then copied as one span, and results come back nearly in order.
+        # In row order: adjacent rows are then copied as one slice, and results come back nearly in order.
         shards = [np.flatnonzero(owner == rank) for rank in range(count)]
-        # Ranks with the same coordinate get the same rows: sequence-parallel peers compute each micro-batch together.
+        # Sequence-parallel peers compute each micro-batch together, so they need the same rows.
         rows = {rank: shards[place] for rank, place in enumerate(places)}
         return Shipment(args[1:], kwargs, list(rows), batch.exclude(*self.stays) if self.stays else batch, rows)
 
     def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
-        sources = np.unique(mesh.places("dp"), return_index=True)[1].tolist()  # the first rank of each place
+        sources = np.unique(mesh.places("dp"), return_index=True)[1].tolist()  # the first rank of each coordinate
         parts = [results[rank] for rank in sources]
         if self.collect == "source":
             return restore_order(label, parts, [shipment.rows[rank] for rank in sources])
@@ -139,20 +139,20 @@ class Shard(Strategy):
         return mean_metrics(label, parts)
 
 
-# Calls under way
+# Pending calls
 
 R = TypeVar("R")
 
 
 class Pending(ABC):
-    """The backend's side of a call under way."""
+    """A call whose results are pending."""
 
     @abstractmethod
     def wait(self) -> dict[int, Any]:
-        """Results by rank. Raises as `WorkerGroup.run`."""
+        """Return the results by rank. Raises the errors of `WorkerGroup.run`."""
 
     async def await_(self) -> dict[int, Any]:
-        """The same, awaited; in a thread, unless the backend has a better way."""
+        """Await the results; by default `wait` in a thread."""
         return await in_thread("update", self.wait)
 
 
@@ -164,14 +164,14 @@ T = TypeVar("T")
 
 
 class Backend(ABC):
-    """Home of one group's workers."""
+    """Runs the workers of one group."""
 
     @abstractmethod
     def submit(self, method: str, shipment: Shipment) -> Pending:
-        """Send a call to the ranks of the shipment. Raises WorkerDiedError if one of them is known to be gone."""
+        """Send a call to the ranks of the shipment. Raises WorkerDiedError if one is known to be dead."""
 
     def in_processes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Pending | None:
-        """Start a plain function in every process of the group; None if the workers live in the caller's process."""
+        """Start a function in every process of the group; None if the workers run in the caller's process."""
         return None
 
     @abstractmethod
@@ -181,7 +181,7 @@ class Backend(ABC):
 
 @dataclass(eq=False)
 class WorkerGroup(Generic[W]):
-    """Workers of one class under one name, on the ranks of one mesh."""
+    """Workers of one class, one per rank of a mesh."""
 
     cls: type[W]
     name: str
@@ -193,11 +193,11 @@ class WorkerGroup(Generic[W]):
         return self.mesh.world_size
 
     def run(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `method` on the group and wait; its strategy combines the ranks' results into one.
+        """Call `method` on all ranks and combine the results by its dispatch strategy.
 
-        Raises DispatchError for a call that does not fit, WorkerError naming worker, rank and method
-        with the remote traceback, WorkerDiedError if a process is gone, StalledError after the
-        group's `call_timeout`, or the worker's own UserError.
+        Raises DispatchError if the arguments do not fit, WorkerError with worker, rank, method and the
+        remote traceback, WorkerDiedError if a process died, StalledError after the group's
+        `call_timeout`, or a UserError that the worker raised.
         """
         name, strategy = resolve(self.cls, method)
         label = f"{self.cls.__name__}.{name}"
@@ -206,11 +206,11 @@ class WorkerGroup(Generic[W]):
         return combined
 
     async def arun(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """`run`, awaited: the event loop keeps running while a batch is split and shipped and while the workers work."""
+        """`run` without blocking the event loop, neither by the workers nor by serializing a batch."""
         with span("call", f"{self.name}: {method.__name__}", track="calls"):
             name, strategy = resolve(self.cls, method)
             label = f"{self.cls.__name__}.{name}"
-            # Only a Shard works enough before and after the call to block the event loop: it serializes and joins batches.
+            # Only Shard serializes and joins batches, which is long enough to block the event loop.
             heavy = isinstance(strategy, Shard)
 
             def send() -> tuple[Shipment, Pending]:
@@ -223,15 +223,15 @@ class WorkerGroup(Generic[W]):
             return combined
 
     def run_all(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """`run`, but with the results of all ranks, in rank order."""
+        """Call `method` and return the results of all ranks, in rank order."""
         name, strategy = resolve(self.cls, method)
         shipment = strategy.scatter(f"{self.cls.__name__}.{name}", args, kwargs, self.mesh)
         results = self.backend.submit(name, shipment).wait()
         return [results[rank] for rank in shipment.ranks]
 
     async def in_processes(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call an importable function in each process of the group and return the results, in rank order; nothing if the
-        workers live in the driver's process. Raises as `run`."""
+        """Call an importable function in each process and return the results in rank order; [] if the workers run in the
+        driver's process. Raises the errors of `run`."""
         pending = self.backend.in_processes(partial(function, **kwargs), args)
         results = {} if pending is None else await pending.await_()
         return [results[rank] for rank in sorted(results)]
@@ -247,36 +247,36 @@ class WorkerGroup(Generic[W]):
         self.close()
 
 
-# Folders that the driver and a group's processes must share: proven with files, never assumed because the paths are equal.
+# Folders shared by the driver and a group's processes. Equal paths prove nothing, so files are written and read:
 #
-# before a run    `check_shared`: each side writes a token and looks for the other's
-# after a save    `check_arrived`: the driver has every file that a process of the group sees
+# before a run    `check_shared`: each side writes a token file and looks for the other's
+# after a save    `check_arrived`: the driver sees every file that a process of the group sees
 #
-# NFS may answer from its cache for some seconds. Opening a folder or a file makes a client ask the server again, which a stat of
-# a cached entry does not.
+# An NFS client may answer from its cache for some seconds. Opening a folder or file asks the server again; a stat of a cached
+# entry does not.
 
 PATIENCE = 5.0
-"""Seconds until what another machine wrote must be seen."""
+"""Seconds until files of another machine must be visible."""
 POLL = 0.05
 _PREFIX = ".agentrl-shared-"
 
 
-def this_place() -> str:
-    """Host name of this machine, and its address in the cluster if it is part of one."""
+def machine_name() -> str:
+    """Return this machine's host name, with its address in a Ray cluster."""
     name = socket.gethostname()
-    # Not imported: if nobody else has, this process is no part of a cluster.
+    # Do not import Ray: a process that has not imported it is in no cluster.
     ray = sys.modules.get("ray")
     return f"{name} ({ray.util.get_node_ip_address()})" if ray is not None and ray.is_initialized() else name
 
 
 async def check_shared(group: WorkerGroup[Any], folder: Path, key: str) -> None:
-    """Raise ConfigError if a process of `group` and the driver do not read each other's files in `folder`.
+    """Raise ConfigError if the driver and a process of `group` cannot read each other's files in `folder`.
 
-    `key`: the config key that sets the folder. It may take PATIENCE seconds to find out that a file is missing.
+    `key`: the config key that sets the folder. Takes up to PATIENCE seconds per missing file.
     """
     token = _PREFIX + secrets.token_hex(8)
     try:
-        # Both ways: two machines may each have a folder of that path, or one may mount it read-only.
+        # In both directions: each machine may have its own folder of that path, or one may mount it read-only.
         (folder / token).write_text(token)
         answers = await group.in_processes(answer_token, str(folder), token, PATIENCE)
         for rank, (place, file, fault) in enumerate(answers):
@@ -285,20 +285,21 @@ async def check_shared(group: WorkerGroup[Any], folder: Path, key: str) -> None:
                 fault = "this process does not see the file that the group's process wrote"
             if fault:
                 raise ConfigError(
-                    f"{key}: rank {rank} of the group {group.name!r}, on {place}, and this process, on {this_place()}, do "
+                    f"{key}: rank {rank} of the group {group.name!r}, on {place}, and this process, on {machine_name()}, do "
                     f"not share the folder {folder}: {fault}. Set {key} to a folder that all nodes mount at the same path"
                 )
     finally:
-        # By the token, so that all answers go too, and no other run's files.
+        # The token's prefix matches all answers and no other run's files.
         for left in folder.glob(f"{token}*"):
             left.unlink(missing_ok=True)
 
 
 def answer_token(folder: str, token: str, patience: float) -> tuple[str, str, str]:
-    """In a process of the group: look for the driver's token, and write a file of its own next to it. Returns the machine, the
-    name of that file, and the problem of the folder there, or ""."""
-    # A random name: with one name for all ranks, a single one that shares the folder would answer for the others.
-    place, own = this_place(), f"{token}-{secrets.token_hex(8)}"
+    """Look for the driver's token and write an answer file next to it; runs in a process of the group.
+
+    Returns the machine, the name of the answer file, and the problem with the folder, or ""."""
+    # A random name per rank: with a common one, a single rank that shares the folder would answer for all.
+    place, own = machine_name(), f"{token}-{secrets.token_hex(8)}"
     if missing_in_time(Path(folder), {token: len(token)}, patience):
         return place, own, "the group's process does not see the file that this one wrote"
     try:
@@ -309,31 +310,32 @@ def answer_token(folder: str, token: str, patience: float) -> tuple[str, str, st
 
 
 async def check_arrived(group: WorkerGroup[Any], folder: Path, what: str) -> None:
-    """Raise CheckpointError if a process of `group` sees a file in `folder` that the driver does not, or another size of it:
-    then it wrote to a disk of its own. `what`: the written thing, for the message."""
+    """Raise CheckpointError if a process of `group` sees a file in `folder` that the driver misses or sees with another size.
+
+    Such a process wrote to a local disk. `what` names the saved object in the message."""
     for rank, (place, files) in enumerate(await group.in_processes(files_in, str(folder))):
         if missing := await in_thread("files", missing_in_time, folder, files, PATIENCE):
             raise CheckpointError(
                 f"{what}: {missing[0]} ({len(missing)} of {len(files)} files), which rank {rank} of the group "
-                f"{group.name!r} has on {place}, is not in {folder} on {this_place()}: all nodes must share that folder "
+                f"{group.name!r} has on {place}, is not in {folder} on {machine_name()}: all nodes must share that folder "
                 "(set out to one that they mount at the same path)"
             )
 
 
 def files_in(folder: str) -> tuple[str, dict[str, int]]:
-    """This process's machine, and the bytes of each file below a folder as it sees them; none if the folder is missing."""
+    """Return this machine's name and the size in bytes of each file below `folder`."""
     sizes = {str(path.relative_to(folder)): _size(path) for path in sorted(Path(folder).rglob("*"))}
-    return this_place(), {name: size for name, size in sizes.items() if size is not None}
+    return machine_name(), {name: size for name, size in sizes.items() if size is not None}
 
 
 def missing_in_time(folder: Path, files: Mapping[str, int], patience: float) -> list[str]:
-    """Those of `files` that are not in `folder` with their bytes within `patience` seconds."""
+    """Return those of `files` (name -> bytes) that do not appear in `folder` with their size within `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
         for parent in {(folder / name).parent for name in files}:
-            with suppress(OSError):  # not there, or not yet
-                os.listdir(parent)  # noqa: PTH208 - for its effect on a cache
-        # Sizes too: a name may be there before all of its bytes are.
+            with suppress(OSError):  # it may not exist, or not yet
+                os.listdir(parent)  # noqa: PTH208 - refreshes the NFS cache
+        # Sizes too: a name may appear before all bytes of the file.
         missing = sorted(name for name, size in files.items() if _size(folder / name) != size)
         if not missing or time.monotonic() >= deadline:
             return missing
@@ -344,5 +346,5 @@ def _size(path: Path) -> int | None:
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size
-    except OSError:  # a folder, or a file that is not there
+    except OSError:  # a folder, or missing
         return None

@@ -1,6 +1,4 @@
-"""The process side of a worker group: a host holds role objects and runs their methods.
-
-The GPUs of the process, what its calls run in, and the host itself."""
+"""The process side of a worker group: a host holds role objects and runs their methods."""
 
 from __future__ import annotations
 
@@ -30,28 +28,28 @@ _given: list[str] = []
 
 
 def take_cards() -> list[str]:
-    """Make exactly the cards that Ray gave this process visible to it, and return them; before anything asks CUDA.
+    """Make exactly the GPUs that Ray assigned visible to this process and return them. Call before CUDA is initialized.
 
-    Ray leaves every card visible to a process that asked for none, and hides none at all on clusters that set
-    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES; such a process would compute on a card of another one.
+    Ray leaves every GPU visible to a process that requested none, and hides none on clusters that set
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES; such a process would compute on another one's GPU.
     """
     import ray
 
     _given[:] = [str(card) for card in ray.get_gpu_ids()]
-    # Also if Ray gave none: an empty value hides every card, an absent one hides none.
+    # Also without assigned GPUs: an empty value hides every GPU, an absent one hides none.
     os.environ[VISIBLE] = ",".join(_given)
     return list(_given)
 
 
 def own_device() -> torch.device:
-    """The device that this process computes on, made CUDA's current one: its first visible card, else the CPU.
+    """Return this process's device, its first visible GPU or else the CPU, and make it CUDA's current one.
 
-    Raises ResourceError if Ray gave it a card, but torch finds none: it would train on the CPU without a word.
+    Raises ResourceError if Ray assigned a GPU but torch finds none: training would silently run on the CPU.
     """
     import torch
 
     if torch.cuda.is_available():
-        # Numbers count visible cards only, so 0 is this process's own. NCCL uses the current device, which must be the same one.
+        # Device numbers count visible GPUs only: 0 is this process's own. NCCL uses the current device, which must be the same.
         torch.cuda.set_device(0)
         return torch.device("cuda", 0)
     if _given:
@@ -65,14 +63,14 @@ def own_device() -> torch.device:
 # Calls
 
 AROUND_CALLS: list[Callable[[Worker, str], AbstractContextManager[None]]] = []
-"""Entered around each call of a worker's method in this process: a profiler's recording (contrib/trackers)."""
+"""Contexts entered around each method call in this process, for example a profiler's recording (contrib/trackers)."""
 
 
 class RemoteFailure(Exception):
-    """A worker's exception on its way to the driver: as text, plus the class if it is a UserError.
+    """A worker's exception sent to the driver: its text, plus the class if it is a UserError.
 
-    `label` names group, method and rank of the failed call, even if the driver only learns of it through another
-    group's call that takes its result as an argument.
+    `label` names group, method and rank of the failed call, which matters if the result was an argument of another
+    group's call.
     """
 
     def __init__(self, label: str, message: str, trace: str, user_error: type[UserError] | None) -> None:
@@ -80,7 +78,7 @@ class RemoteFailure(Exception):
         self.label, self.message, self.trace, self.user_error = label, message, trace, user_error
 
     def as_error(self) -> Exception:
-        """The error that the driver raises."""
+        """Return the exception that the driver raises."""
         trace = f"--- remote traceback ---\n{self.trace.rstrip()}"
         if self.user_error is not None:
             error = self.user_error(f"{self.message} ({self.label})")
@@ -91,15 +89,15 @@ class RemoteFailure(Exception):
 
 @dataclass(slots=True)
 class PackedCall:
-    """Arguments pickled once for all ranks; large buffers are kept outside the pickle, without a copy."""
+    """Arguments pickled once for all ranks; large buffers stay outside the pickle, without a copy."""
 
     data: bytes
     buffers: list[Any]
 
 
 def failure(label: str, error: BaseException) -> RemoteFailure:
-    """Describe an exception raised by a worker's method; the traceback starts at the method."""
-    # As text: a traceback cannot be pickled, and an exception class of the user may not exist on the driver.
+    """Convert an exception raised by a worker's method; the traceback starts at the method."""
+    # As text: a traceback cannot be pickled, and the driver may not have the class of a user's exception.
     entry = error.__traceback__.tb_next if error.__traceback__ else None
     trace = "".join(traceback.format_exception(type(error), error, entry))
     if isinstance(error, UserError):
@@ -108,7 +106,7 @@ def failure(label: str, error: BaseException) -> RemoteFailure:
 
 
 class Host:
-    """The class behind each Ray actor. Only a WorkerGroup calls it, users do not."""
+    """The class of each Ray actor. Only a WorkerGroup calls it."""
 
     def __init__(self) -> None:
         guard_process()
@@ -116,13 +114,13 @@ class Host:
         self._cards = take_cards()
 
     def location(self) -> tuple[str, int, str]:
-        """This process's node address, process id and node id."""
+        """Return this process's node address, process id and node id."""
         import ray
 
         return ray.util.get_node_ip_address(), os.getpid(), ray.get_runtime_context().get_node_id()
 
     def cards(self) -> list[str]:
-        """The GPUs that Ray gave this process."""
+        """Return the GPUs that Ray assigned to this process."""
         return self._cards
 
     def create(self, role: str, cls: type[Worker], context: WorkerContext) -> None:
@@ -133,30 +131,29 @@ class Host:
             raise failure(f"group {role!r}: {cls.__name__}.__init__, rank {context.rank}", error) from None
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a plain function in this process, for no role in particular."""
+        """Run a function that belongs to no role in this process."""
         try:
             return function(*args)
         except Exception as error:
             raise failure(f"process {os.getpid()} on {self.location()[0]}", error) from None
 
     def call(self, role: str, method: str, common: bytes | PackedCall, rows: np.ndarray | None, *parts: Any) -> Any:
-        """Run one method: `common` holds the arguments of all ranks; before them come the `rows` of the batch that `parts` join
-        to, if there are parts."""
+        """Run one method of a role. `common`: the pickled arguments of all ranks. If `parts` are given, they form a batch, and
+        its `rows` precede these arguments."""
         worker = self._roles[role]
         try:
-            # Unpickled here rather than by Ray, so that a class which this process cannot import fails as an error of this
-            # call.
+            # Unpickled here, not by Ray, so that a class which this process cannot import is an error of this call.
             data, buffers = (common, ()) if isinstance(common, bytes) else (common.data, common.buffers)
             args, kwargs = pickle.loads(data, buffers=buffers)
             args, kwargs = [from_wire(value) for value in args], {key: from_wire(value) for key, value in kwargs.items()}
             batch = []
-            if parts:  # the driver's batch in serialized form, or that without its token columns, which follow in the same order
+            if parts:  # the serialized batch, or the batch without token columns followed by these columns in order
                 from agentrl.data.rows import deserialize
 
                 serialized, *columns = parts
                 if columns:
                     serialized = replace(serialized, ragged=dict(zip(serialized.ragged, columns, strict=True)))
-                batch = [deserialize(serialized, rows)]  # in fresh storage
+                batch = [deserialize(serialized, rows)]  # copied into new storage
             with ExitStack() as stack:
                 for around in AROUND_CALLS:
                     stack.enter_context(around(worker, method))
@@ -166,8 +163,8 @@ class Host:
 
 
 def to_wire(value: Any) -> Any:
-    """Batches in serialized form; everything else as it is."""
-    if "agentrl.data.rows" not in sys.modules:  # then the value cannot be a batch, and the import is saved
+    """Serialize a batch; return any other value unchanged."""
+    if "agentrl.data.rows" not in sys.modules:  # then the value cannot be a batch; saves the import
         return value
     from agentrl.data.rows import is_batch, serialize
 
@@ -175,7 +172,7 @@ def to_wire(value: Any) -> Any:
 
 
 def from_wire(value: Any) -> Any:
-    """Inverse of `to_wire`; values that arrive in shared memory are copied."""
+    """Invert `to_wire`; copies values that arrive in shared memory."""
     if "agentrl.data.rows" not in sys.modules:
         return value
     from agentrl.data.rows import SerializedBatch, deserialize

@@ -1,4 +1,4 @@
-"""Start worker groups: in the driver's process (inline) or as Ray actors."""
+"""Start worker groups in the driver's process (inline) or as Ray actors."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from agentrl.utils.processor import own_threads
 
 @dataclass(frozen=True)
 class InlinePending(Pending):
-    """A call that runs in the caller's thread, in `wait`, which is called once."""
+    """A call that `wait`, called once, runs in the caller's thread."""
 
     backend: InlineBackend
     method: str
     shipment: Shipment
 
     def wait(self) -> dict[int, Any]:
-        """Run each rank's part. A UserError is raised as it is, any other exception as a WorkerError."""
+        """Run each rank's part. Raises a UserError unchanged, any other exception as a WorkerError."""
         method, shipment, results = self.method, self.shipment, dict[int, Any]()
         for rank in shipment.ranks:
             worker = self.backend.workers[rank]
-            # A copy even of all rows, as with Ray: the method may write into it.
+            # Copy even if all rows are selected, as Ray does: the method may write into the batch.
             rows = () if shipment.batch is None else (select(shipment.batch, shipment.rows[rank]),)
-            own_threads(worker.threads)  # this thread may be another one than that of the last call
+            own_threads(worker.threads)  # this thread may differ from that of the last call
             try:
                 with ExitStack() as stack:
                     for around in AROUND_CALLS:
@@ -47,8 +47,7 @@ class InlinePending(Pending):
 
 
 class InlineBackend(Backend):
-    """Role objects in this process. More than one rank only for classes without collectives; such
-    ranks run one after the other."""
+    """Role objects in this process. Only classes without collectives may have several ranks, which run one after the other."""
 
     def __init__(self, cls: type[Worker], name: str, mesh: Mesh) -> None:
         if mesh.world_size > 1 and cls.collective:
@@ -81,11 +80,10 @@ def launch(
     call_timeout: float | None = None,
     on: WorkerGroup[Any] | None = None,
 ) -> WorkerGroup[W]:
-    """A group of `world_size` workers of class `cls`, ready to be called.
+    """Start a group of `world_size` workers of class `cls`. Needs a running Ray (`start_ray`) unless inline.
 
-    `mesh` names the axes of the ranks (default {"dp": world_size}). `num_cpus` are the CPU slots that each worker requests from
-    Ray. `on` colocates the role in the processes of another group, rank by rank. `call_timeout` (seconds) bounds every call.
-    Ray must be running (`agentrl.cluster.ray_cluster.start_ray`).
+    `mesh`: sizes of the mesh axes (default {"dp": world_size}). `num_cpus`: CPU slots per worker. `on`: colocate the role in the
+    processes of another group, rank by rank. `call_timeout`: limit of every call in seconds.
 
     Raises ResourceError if the workers cannot be placed within `startup_timeout` seconds, DispatchError if the ranks
     do not fit the mesh or the other group.
@@ -109,6 +107,6 @@ def launch(
     try:
         hosts.create(role, cls, grid)
     except AgentrlError:
-        hosts.release(role)  # ends processes that were started for this role, and leaves those of another group alone
+        hosts.release(role)  # ends processes started for this role, but not those of another group
         raise
     return WorkerGroup(cls, role, grid, RayBackend(role, cls, hosts, call_timeout))

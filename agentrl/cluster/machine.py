@@ -1,7 +1,6 @@
-"""This machine in a cluster: its memory and its network.
+"""This machine as part of a cluster: GPUs, file systems, addresses, the loopback guard, and the rendezvous of ranks.
 
-Facts that Ray, NCCL and shared memory depend on, the address for other processes, the loopback guard,
-the rendezvous of ranks. Imports neither Ray nor torch."""
+Imports neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -22,27 +21,27 @@ NETWORK_FILE_SYSTEMS = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.sshfs", "gpfs", "beegfs", "glusterfs", "9p", "afs")
 )
 LONGEST_RAY_FOLDER = 40
-"""Ray puts Unix sockets under its folder; a socket's path has at most 107 bytes; Ray needs about 65 of them."""
+"""Maximum characters: Ray puts Unix sockets (paths of at most 107 bytes) into its folder and needs about 65 of them."""
 
 
 def usable_gpus() -> int:
-    """GPUs that torch can compute on here."""
+    """Return the number of GPUs that torch can use on this machine."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that holds `path`; "" if unknown."""
+    """Return the type of the file system that holds `path`; "" if unknown."""
     mounts = [one for one in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(one.mountpoint)]
-    # The innermost; of two mounts on one path, the later one hides the other.
+    # The innermost mount; of two on one path, the later one hides the earlier.
     return "" if not mounts else str(sorted(mounts, key=lambda one: len(one.mountpoint))[-1].fstype)
 
 
 def ray_folder() -> str | None:
-    """A folder for Ray's session files if its own choice would fail or hang; None leaves the choice to Ray.
+    """Return a folder for Ray's session files if Ray's default would fail or hang, else None.
 
-    Ray follows TMPDIR. On a network file system it can hang, and a long path breaks its sockets.
+    Ray follows TMPDIR. It can hang on a network file system, and a long path breaks its sockets.
     """
     if os.environ.get("RAY_TMPDIR"):
         return None
@@ -53,7 +52,7 @@ def ray_folder() -> str | None:
 
 
 def check_ray_folder() -> None:
-    """Raise ResourceError, with the variable that helps, if a local Ray cannot write the files of its session."""
+    """Raise ResourceError, naming the variable to set, if a local Ray cannot write its session files."""
     key = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
     folder = Path(ray_folder() or Path(os.environ[key] if key else "/tmp") / "ray")
     there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
@@ -62,7 +61,7 @@ def check_ray_folder() -> None:
     elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
         try:
             owner = there.owner()
-        except KeyError:  # a user of another machine
+        except KeyError:  # a user id of another machine
             owner = f"user {there.stat().st_uid}"
         why = f"{there} belongs to {owner} and this user cannot write there"
     elif key == "RAY_TMPDIR" and len(os.environ[key]) > LONGEST_RAY_FOLDER:
@@ -81,8 +80,8 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 
 
 def reachable_address() -> str:
-    """This process's address for the other processes of the run: loopback if they are all on this machine, because it works
-    even if the machine's own address does not route back; else the one under which Ray knows this node."""
+    """Return this process's address for other processes of the run: loopback if all are on this machine, as it works even
+    without a route to the machine's own address; else the address under which Ray knows this node."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return LOOPBACK_ADDRESS
@@ -91,10 +90,10 @@ def reachable_address() -> str:
 
 
 def pin_gloo() -> None:
-    """Make gloo listen on the interface of this node's address, if the user has named none.
+    """Make Gloo listen on the interface of this node's address, unless the user has set one.
 
-    Left to itself it takes the address that the host name resolves to, and that is loopback on many machines: ranks on
-    several nodes then wait for each other until they time out.
+    By default Gloo resolves the host name, which gives loopback on many machines: ranks on several nodes then wait for
+    each other until they time out.
     """
     address = reachable_address()
     if os.environ.get("GLOO_SOCKET_IFNAME") or address == LOOPBACK_ADDRESS:
@@ -115,29 +114,29 @@ LOOPBACK = {
     "VLLM_HOST_IP": "127.0.0.1",
     "AGENTRL_NODE_IP": "127.0.0.2",
 }
-"""Variables that are pinned if the user has set none of them. AGENTRL_NODE_IP is the address that `start_ray`
-passes to Ray, which does not read one from the environment. It is 127.0.0.2, because Ray replaces 127.0.0.1 with
-the very address that does not work; the whole of 127.0.0.0/8 is loopback."""
+"""Variables pinned if the user has set none of them. AGENTRL_NODE_IP is the address that `start_ray` passes to Ray, which
+reads none from the environment. It is 127.0.0.2, because Ray replaces 127.0.0.1 with the machine's address, which does not
+work here; all of 127.0.0.0/8 is loopback."""
 
 
 def own_address() -> str | None:
-    """The address from which this machine would reach others; None if it has no route at all."""
+    """Return the address from which this machine reaches others; None without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("8.8.8.8", 80))  # connecting UDP sends nothing; it only picks a route
+            probe.connect(("8.8.8.8", 80))  # connecting a UDP socket sends nothing; it selects a route
         except OSError:
             return None
         return str(probe.getsockname()[0])
 
 
 def routes_back(address: str, timeout: float = 1.0) -> bool:
-    """Return True if a TCP connection to our own `address` arrives within `timeout` seconds."""
+    """Return True if a TCP connection to our own `address` succeeds within `timeout` seconds."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
         try:
             server.bind((address, 0))
             server.listen(1)
-            # The kernel completes the handshake without an accept. The timeout is for firewalls that drop packets without a
-            # word: they would hold up each start for minutes.
+            # The kernel completes the handshake without an accept. The timeout is for firewalls that silently drop packets, which
+            # would delay each start for minutes.
             with socket.create_connection(server.getsockname(), timeout=timeout):
                 return True
         except OSError:
@@ -145,7 +144,7 @@ def routes_back(address: str, timeout: float = 1.0) -> bool:
 
 
 def network_fault() -> str | None:
-    """Why this machine cannot reach itself at its own address; None if it can."""
+    """Explain why this machine cannot reach itself at its own address; None if it can."""
     address = own_address()
     if address is None:
         return "this machine has no network route"
@@ -153,12 +152,12 @@ def network_fault() -> str | None:
 
 
 def guard_network(*, multi_node: bool = False) -> str | None:
-    """Pin NCCL, Gloo, vLLM and Ray to loopback if this node cannot reach itself, and log a warning.
+    """Pin NCCL, Gloo, vLLM and Ray to loopback, with a warning, if this node cannot reach its own address.
 
     Call before `import ray`. Does nothing on several nodes, or if the user has set any of the variables.
-    Returns the reason if it pinned them, else None.
+    Returns the reason for pinning, or None.
     """
-    # Loopback would cut this node off from the others; and who has set one of the variables knows this network better.
+    # Loopback would cut this node off from others; and a user who has set a variable knows this network better.
     if multi_node or any(os.environ.get(key) for key in LOOPBACK):
         return None
     fault = network_fault()
@@ -174,26 +173,26 @@ def guard_network(*, multi_node: bool = False) -> str | None:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address on which rank 0 listens."""
+    """Address where rank 0 listens."""
 
     host: str
     port: int
 
 
 _listeners: dict[Rendezvous, socket.socket] = {}
-"""Rank 0's bound sockets, held until the store takes them over."""
+"""Bound sockets of rank 0, kept until the store takes them over."""
 
 
 def open_rendezvous(host: str) -> Rendezvous:
-    """Bind a free port in this (rank 0's) process. `host`: its address as seen by the other ranks; all interfaces are bound,
-    for a store without protection, only if that is not one of this machine's (it is translated on the way)."""
+    """Bind a free port in rank 0's process. `host`: its address as seen by the other ranks. If that is not an address of this
+    machine (behind NAT), binds all interfaces for the store, which has no authentication."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.bind((host, 0))
     except OSError:
         log.warning("%s is no address of this machine: the store of torch.distributed listens on all interfaces", host)
         listener.bind(("", 0))
-    # All ranks of a large group may connect before rank 0 gets to its store; with a short backlog some would be refused.
+    # All ranks of a large group may connect before rank 0 opens its store; a short backlog would refuse some.
     listener.listen(1024)
     address = Rendezvous(host, int(listener.getsockname()[1]))
     _listeners[address] = listener
@@ -201,10 +200,10 @@ def open_rendezvous(host: str) -> Rendezvous:
 
 
 def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backend: str | None, timeout: float) -> None:
-    """Create this process's default process group, or keep one that has the same rank and size.
+    """Create this process's default process group, or keep an existing one of the same rank and size.
 
-    Sets MASTER_ADDR and MASTER_PORT for libraries that read them. Raises DispatchError if this process is already in
-    another group, or if there is no rendezvous for more than one rank.
+    Sets MASTER_ADDR and MASTER_PORT for libraries that read them. Raises DispatchError if this process is in a different
+    group, or if more than one rank has no rendezvous.
     """
     import torch
     import torch.distributed as dist
@@ -215,13 +214,13 @@ def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backen
         if present != (rank, world_size):
             raise DispatchError(f"this process is already rank {present[0]} of {present[1]}; it cannot be {rank} of {world_size}")
         return
-    # With GPUs gloo too, for tensors on the host: shards that are kept there, and what a checkpoint reads and writes.
+    # Gloo also with GPUs, for tensors on the host: offloaded shards, and checkpoint reads and writes.
     chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     span = timedelta(seconds=timeout)
     if rendezvous is None:
         if world_size != 1:
             raise DispatchError(f"{world_size} ranks need backend 'ray': an inline group has no processes to join")
-        # A store in memory: a single process needs no port, which could be taken.
+        # An in-memory store: a single process needs no port, which could be taken.
         dist.init_process_group(chosen, store=HashStore(), rank=0, world_size=1, timeout=span)
         return
     os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
@@ -233,7 +232,7 @@ def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backen
             rendezvous.port,
             world_size,
             is_master=True,
-            # The constructor would block until all have come; `init_process_group` waits for them anyway, by the same timeout.
+            # The constructor would block until all ranks connect; `init_process_group` waits for them with the same timeout.
             wait_for_workers=False,
             timeout=span,
             master_listen_fd=_listeners.pop(rendezvous).detach(),

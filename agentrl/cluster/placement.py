@@ -1,4 +1,4 @@
-"""Placement: processor and GPU pools of the nodes, their reservation, and the devices of each process."""
+"""Placement of processes: CPU and GPU pools over nodes, their reservation, and the devices of each process."""
 
 from __future__ import annotations
 
@@ -50,21 +50,20 @@ def check_roles(cluster: ClusterConfig) -> None:
 
 
 def pools_of_roles(cluster: ClusterConfig, roles: Sequence[str]) -> dict[str, tuple[str, PoolConfig]]:
-    """The pool of each of `roles` that has one: (name, pool). Raises ConfigError for an unknown pool."""
+    """Map each of `roles` that has a pool to (pool name, pool). Raises ConfigError for an unknown pool."""
     check_roles(cluster)
     placed = {str(role): pool for role, pool in cluster.roles.items()}
     return {role: (placed[role], cluster.pools[placed[role]]) for role in roles if role in placed}
 
 
 def place(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode]) -> dict[str, list[str]]:
-    """Names of the cluster's nodes for each pool, one per node of the pool; the nodes of one pool differ.
+    """Choose the nodes of each pool, by node name; the nodes of one pool differ.
 
-    Searches all placements (largest share first), so it fails only if none exists: then it raises
-    ResourceError with a table of demand and supply.
+    Searches all placements (largest share first). Raises ResourceError, with a table of demand and supply, if none exists.
     """
     shares = [(name, share) for name, pool in pools.items() for share in range(pool.nodes)]
-    # Largest first, onto the fullest node that has room: the search then rarely has to go back.
-    # By GPUs before CPU slots: they are what runs short. Among equals the config's order stays.
+    # Largest share first, onto the fullest node with room, so that the search rarely backtracks. Sorted by GPUs before CPU slots,
+    # as GPUs run short first; the sort keeps the config's order among equals.
     shares.sort(key=lambda item: (-node_need(pools[item[0]])[1], -node_need(pools[item[0]])[0]))
     left = {node.name: [node.cpus, node.gpus] for node in nodes}
     chosen: dict[str, list[str]] = {name: [] for name in pools}
@@ -74,7 +73,7 @@ def place(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode]) -> dict
 
 
 def _obstacle(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode]) -> str:
-    """The pool that fits on no such nodes even alone, with the way out; empty if each does."""
+    """Explain which pool cannot fit on such nodes even alone, and the fix; "" if each fits alone."""
     cpus, gpus = largest(nodes)
     for name, pool in pools.items():
         if pool.nodes > len(nodes):
@@ -92,12 +91,12 @@ def _obstacle(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode]) -> 
 
 
 def largest(nodes: Sequence[ClusterNode]) -> tuple[float, float]:
-    """The most CPU slots of a node, and the most GPUs."""
+    """Return the most CPU slots of any node, and the most GPUs."""
     return max((node.cpus for node in nodes), default=0.0), max((node.gpus for node in nodes), default=0.0)
 
 
 def node_need(pool: PoolConfig) -> tuple[float, float]:
-    """CPU slots and GPUs that a pool takes on each of its nodes."""
+    """Return the CPU slots and GPUs that a pool takes on each of its nodes."""
     return pool.per_node * pool.cpus, pool.per_node * pool.gpus
 
 
@@ -116,7 +115,7 @@ def _search(
     for node, (free_cpus, free_gpus) in sorted(left.items(), key=lambda item: (item[1][1], item[1][0], item[0])):
         if node in chosen[name] or free_cpus < cpus or free_gpus < gpus or (free_cpus, free_gpus) in tried:
             continue
-        tried.add((free_cpus, free_gpus))  # nodes with equal room are equivalent: trying one is enough
+        tried.add((free_cpus, free_gpus))  # nodes with equal room are equivalent
         left[node] = [free_cpus - cpus, free_gpus - gpus]
         chosen[name].append(node)
         if _search(pools, shares, at + 1, left, chosen):
@@ -127,8 +126,7 @@ def _search(
 
 
 def table(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode], unpooled: Sequence[Unpooled] = ()) -> str:
-    """A table of what every pool needs on each of its nodes, what processes without a pool need, and what each node of the
-    cluster has."""
+    """Format a table of demand (pools per node, processes without a pool) and supply (nodes)."""
     rows = [("demand", "nodes", "processes per node", "CPU slots per node", "GPUs per node")]
     for name, pool in pools.items():
         cpus, gpus = node_need(pool)
@@ -139,21 +137,21 @@ def table(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode], unpoole
     return "\n".join(columns(rows))
 
 
-# Roles without a pool, over nodes
+# Roles without a pool
 
 WORKER_CPUS = 0.5
-"""CPU slots of a rollout worker: it waits for the engine and for tools much of the time, so two share a core."""
+"""CPU slots of a rollout worker. It mostly waits for the engine and tools, so two share a core."""
 
 Shares = list[tuple[str, int]]
-"""Names of nodes, each with the number of processes on it, in the order of their ranks."""
+"""Pairs (node name, number of processes on it), in rank order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unpooled:
-    """`count` processes, each with `cpus` CPU slots and `gpus` GPUs. `key`: the config key that sets the count.
+    """`count` processes without a pool, with `cpus` CPU slots and `gpus` GPUs each. `key`: the config key of the count.
 
-    `block`: each node gets a multiple of this many, for a process of another role that uses the cards of all of a block.
-    `size_key`: the config key that sets the GPUs of a process, or of a block.
+    `block`: each node gets a multiple of this many processes, as one process of another role uses the GPUs of a whole block.
+    `size_key`: the config key of the GPUs per process, or per block.
     """
 
     key: str
@@ -164,25 +162,25 @@ class Unpooled:
     size_key: str = ""
 
     def blocks(self) -> Unpooled:
-        """The same with each block as one process."""
+        """Return the demand with each block as one process."""
         size = self.block
         return replace(self, count=-(-self.count // size), cpus=self.cpus * size, gpus=self.gpus * size, block=1)
 
     def fit(self, room: Sequence[float]) -> int:
-        """Number that fits into (CPU slots, GPUs)."""
-        # What it does not ask for sets no limit; a process that asks for nothing fits anywhere.
+        """Return the number of processes that fit into `room`, (CPU slots, GPUs)."""
+        # A resource that is not requested sets no limit; a process that requests none fits anywhere.
         each = [has // asks for has, asks in zip(room, (self.cpus, self.gpus), strict=True) if asks and not math.isinf(has)]
         return int(min(each, default=self.count))
 
     def room_after(self, room: Sequence[float], count: int) -> list[float]:
-        """Rest of (CPU slots, GPUs) after `count` of them."""
+        """Return (CPU slots, GPUs) left after `count` processes."""
         return [room[0] - count * self.cpus, room[1] - count * self.gpus]
 
 
 def assign(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], nodes: Sequence[ClusterNode]) -> dict[str, Shares]:
-    """The nodes of every pool, by its name, and of the processes without one, by their key; the pools choose first.
+    """Choose nodes for every pool (by name) and the processes without one (by key); pools choose first.
 
-    Raises ResourceError, with a table of demand and supply, if no place is found.
+    Raises ResourceError, with a table of demand and supply, if no placement is found.
     """
     chosen = place(pools, nodes)
     left = {node.name: [node.cpus, node.gpus] for node in nodes}
@@ -193,11 +191,11 @@ def assign(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], nodes:
         for node in chosen[name]:
             left[node] = [left[node][0] - cpus, left[node][1] - gpus]
     units = [one.blocks() for one in unpooled]
-    # Few nodes are faster to train on. Any nodes will do before a run is refused that has room.
+    # Training is faster on few nodes. Fall back to any nodes rather than refuse a run that fits.
     found = _on_few_nodes(units, left)
     if found is None:
         found = _on_any_nodes(units, left)
-    if found is None:  # say the key whose value has no place, and the way out
+    if found is None:  # name the key that does not fit, and the fix
         most, wanted = largest(nodes)[1], sum(one.count * one.gpus for one in unpooled)
         free = sum(node.gpus for node in nodes) - sum(node_need(pool)[1] * pool.nodes for pool in pools.values())
         keys = " and ".join(f"{one.key} = {one.count}" for one in unpooled)
@@ -210,7 +208,7 @@ def assign(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], nodes:
             why = f"{large.size_key} = {large.gpus:g}: these GPUs are on one node, and the largest has {most:g}. Lower it"
         elif wanted > free:
             why = f"{keys} take {wanted:g} GPUs, and {free:g} are left{advice}"
-        else:  # the GPUs suffice, but not in the right sizes, or not with CPU slots
+        else:  # enough GPUs, but not in the right sizes or with too few CPU slots
             why = f"{keys} do not divide among the nodes{advice}"
         raise ResourceError(f"the run's processes do not fit the cluster: {why}\n" + table(pools, nodes, unpooled))
     order = [node.name for node in nodes]
@@ -221,7 +219,7 @@ def assign(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], nodes:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Place of a process, now or later: the address of its node, the node's id, and the GPUs that it uses there."""
+    """Location of a process: address and id of its node, and the GPUs that it uses there."""
 
     address: str
     node: str
@@ -229,7 +227,7 @@ class Location:
 
 
 def locations(shares: Mapping[str, Shares], gpus: Mapping[str, float]) -> dict[str, list[Location]]:
-    """The node and the GPUs of each process, which are numbered on each node as they are taken; `gpus`: of a process, by key."""
+    """Assign each process a node and GPUs, numbered per node in order. `gpus`: GPUs per process, by key."""
     taken: dict[str, float] = {}
     found: dict[str, list[Location]] = {key: [] for key in shares}
     for key, node in ((key, node) for key, share in shares.items() for node, count in share for _ in range(count)):
@@ -240,7 +238,7 @@ def locations(shares: Mapping[str, Shares], gpus: Mapping[str, float]) -> dict[s
 
 
 def join_locations(ranks: Sequence[Location], size: int) -> list[Location]:
-    """Of processes that use the GPUs of `size` ranks each, where they are."""
+    """Return the locations of processes that each use the GPUs of `size` consecutive ranks."""
     parts = [ranks[first : first + size] for first in range(0, len(ranks), size)]
     return [Location(part[0].address, part[0].node, tuple(card for one in part for card in one.cards)) for part in parts]
 
@@ -248,19 +246,20 @@ def join_locations(ranks: Sequence[Location], size: int) -> list[Location]:
 def keys_of_roles(
     pools: Mapping[str, tuple[str, PoolConfig]], unpooled: Mapping[str, Unpooled], beside: Mapping[str, str]
 ) -> dict[str, str]:
-    """The key in `Shares` of each role that has a place: its pool, its own, or that of the role that it is next to."""
+    """Map each role with a place to its key in `Shares`: its pool, its own key, or that of the role that it is colocated with."""
     keys = {role: name for role, (name, _) in pools.items()} | {role: one.key for role, one in unpooled.items()}
-    # Last, because a role beside another is in that one's pool, whatever it is.
+    # Last: a colocated role uses the place of the other role, whatever that is.
     return keys | {role: keys[other] for role, other in beside.items()}
 
 
 def _on_few_nodes(wanted: Sequence[Unpooled], left: Mapping[str, list[float]]) -> dict[str, dict[str, int]] | None:
-    """Each on the fewest nodes that leave room for the next, equally many on each if that fits: ranks that exchange gradients
-    are fastest within a node. None if that is not found."""
+    """Put each on the fewest nodes that leave room for the rest, evenly if that fits; None if not found.
+
+    Ranks that exchange gradients are fastest within a node."""
     if not wanted:
         return {}
     first, rest = wanted[0], wanted[1:]
-    # Those with most room first: then the first few are the fewest that can hold all.
+    # Nodes with most room first: the first few are then the fewest that hold all.
     order = sorted(left, key=lambda node: -first.fit(left[node]))
     for used in range(1, len(order) + 1):
         counts = _counts(first.count, [first.fit(left[node]) for node in order[:used]])
@@ -275,7 +274,7 @@ def _on_few_nodes(wanted: Sequence[Unpooled], left: Mapping[str, list[float]]) -
 
 
 def _counts(count: int, room: Sequence[int]) -> list[int] | None:
-    """`count` over nodes with `room`, equally if that fits, else filling one after the other; None if there is too little."""
+    """Divide `count` over nodes with `room`: evenly if that fits, else node by node; None if room is short."""
     even = [count // len(room) + (number < count % len(room)) for number in range(len(room))]
     if all(wanted <= has for wanted, has in zip(even, room, strict=True)):
         return even
@@ -287,11 +286,11 @@ def _counts(count: int, room: Sequence[int]) -> list[int] | None:
 
 
 def _on_any_nodes(wanted: Sequence[Unpooled], left: Mapping[str, list[float]]) -> dict[str, dict[str, int]] | None:
-    """Those with most GPUs first, one by one where they take the least room from the smallest: with two kinds of processes, of
-    which one takes one GPU, this finds a place whenever there is one."""
+    """Place processes with most GPUs first, one by one where they cost the smallest kind the least room. Finds a placement
+    whenever one exists for two kinds of processes, one of them with one GPU."""
     if not wanted:
         return {}
-    # Large ones first: small ones fit into the gaps that these leave, but not the other way round.
+    # Large processes first: small ones fit into the remaining gaps, but not vice versa.
     order = sorted(wanted, key=lambda one: -one.gpus)
     smallest, room = order[-1], {node: list(has) for node, has in left.items()}
     found: dict[str, dict[str, int]] = {one.key: {} for one in wanted}
@@ -310,11 +309,11 @@ def _on_any_nodes(wanted: Sequence[Unpooled], left: Mapping[str, list[float]]) -
 
 
 def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
-    """The nodes that may run a role, with what they have in total; with backend "inline" this machine, but for an engine's
-    own processes ("rollout", "judge").
+    """Return the nodes that may run a role, with total resources; with backend "inline" this machine, except for the processes
+    of an engine ("rollout", "judge").
 
-    Joins the cluster if the config (or RAY_ADDRESS) names one and this process is not connected yet; raises ResourceError
-    if it cannot be reached. Without an address and before Ray is started, it is this machine, as Ray will find it.
+    Joins the cluster if the config or RAY_ADDRESS names one and this process is not connected; raises ResourceError if it
+    cannot be reached. Without an address and before Ray starts, returns this machine with the resources that Ray will find.
     """
     if (planned := _planned.get()) is not None:
         return planned[:1] if cluster.backend == "inline" else planned
@@ -328,18 +327,19 @@ def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
 
 
 def joins(cluster: ClusterConfig) -> bool:
-    """Return True if a run joins a cluster that is already there."""
+    """Return True if a run joins an existing cluster."""
     return not is_planned() and bool(cluster.address or os.environ.get("RAY_ADDRESS"))
 
 
-# Not an argument: the nodes are asked for deep inside checks that have nothing else to do with a plan.
+# A context variable, because checks deep in the call tree that are unaware of a plan ask for the nodes.
 _planned: ContextVar[list[ClusterNode] | None] = ContextVar("the nodes of a planned run", default=None)
 
 
 @contextmanager
 def planned_elsewhere(nodes: tuple[int, int] | None = None) -> Iterator[None]:
-    """In this context a run is planned for other machines: for `nodes`, their number and the GPUs of each, or for one with as
-    many GPUs as the run asks for. No cluster is joined."""
+    """Plan a run for other machines inside the context, without joining a cluster.
+
+    `nodes`: number of nodes and GPUs per node; None: one node with unlimited GPUs."""
     count, gpus = nodes or (1, math.inf)
     names = [f"node {number:0{len(str(count))}}" for number in range(1, count + 1)]
     token = _planned.set([ClusterNode(name, math.inf, float(gpus)) for name in names])
@@ -350,26 +350,26 @@ def planned_elsewhere(nodes: tuple[int, int] | None = None) -> Iterator[None]:
 
 
 def is_planned() -> bool:
-    """Return True inside `planned_elsewhere`: the hardware and packages of this machine do not matter."""
+    """Return True inside `planned_elsewhere`, where this machine's hardware and packages do not matter."""
     return _planned.get() is not None
 
 
 def this_machine() -> ClusterNode:
-    """The driver's machine, as a node."""
+    """Return the driver's machine as a node."""
     return ClusterNode("this machine", float(usable_cpus()), float(usable_gpus()))
 
 
 def has_gpus(cluster: ClusterConfig, role: str) -> bool:
-    """Return True if the processes of a role get GPUs: those of its pool, or, without one, of a node that may run it."""
+    """Return True if the processes of a role get GPUs, from its pool or else from a node that may run it."""
     if cluster.backend == "ray" and (name := cluster.roles.get(role)) in cluster.pools:  # type: ignore[call-overload]
         return cluster.pools[name].gpus > 0
     return any(node.gpus >= 1 for node in nodes_of(cluster, role))
 
 
 def card_bytes(cluster: ClusterConfig) -> int | None:
-    """Bytes of a GPU of the nodes that run the actors (of this machine: of its smallest); None if they have none.
+    """Return the memory in bytes of a GPU of the actors' nodes (this machine: of its smallest); None without GPUs.
 
-    Raises ResourceError if a cluster's nodes do not say it within a minute.
+    Raises ResourceError if the cluster does not answer within a minute.
     """
     if not has_gpus(cluster, "actor"):
         return None
@@ -378,7 +378,7 @@ def card_bytes(cluster: ClusterConfig) -> int | None:
     import ray
 
     try:
-        # Of a process that Ray gave a GPU: the driver's machine may have other ones. Without a CPU slot: they may all be taken.
+        # Ask a process with a GPU from Ray: the driver's GPUs may differ. It needs no CPU slot: all may be taken.
         found: int | None = ray.get(ray.remote(num_gpus=1, num_cpus=0)(_smallest_card).remote(), timeout=60.0)
     except GetTimeoutError:
         found = None
@@ -390,7 +390,7 @@ def card_bytes(cluster: ClusterConfig) -> int | None:
 
 
 def driver_card() -> int | None:
-    """Bytes of the GPU of this process that other programs leave free; None if it has none."""
+    """Return the bytes of this process's GPU that other programs leave free; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -402,7 +402,7 @@ def _smallest_card() -> int | None:
     import torch
 
     cards = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
-    # What fits the smallest fits them all.
+    # A program that fits the smallest GPU fits all of them.
     return min(cards, default=None)
 
 
@@ -410,13 +410,14 @@ def _smallest_card() -> int | None:
 
 NODE_LABEL = "ray.io/node-id"
 PATIENCE = 5.0
-"""Seconds that Ray gets to reserve resources that are free, before the search starts again."""
+"""Seconds for Ray to reserve free resources before the search starts again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The processes of a pool, or of a role without one, with their resources reserved: one bundle for each, in the order of
-    their ranks; `counts` on each node. So the GPUs of a rank are known from here on, and a restarted rank gets the same ones."""
+    """Reserved processes of a pool or of a role without one: one bundle per process in rank order, `counts` per node.
+
+    The GPUs of a rank are fixed from here on, so a restarted rank gets the same ones."""
 
     cpus: float
     gpus: float
@@ -428,44 +429,44 @@ class Reserved:
         return sum(self.counts)
 
     def options(self) -> list[dict[str, Any]]:
-        """Ray's actor options of each slot; the slots of a node have consecutive ranks."""
+        """Return Ray's actor options per slot; slots of one node have consecutive ranks."""
         return [{"num_cpus": self.cpus, "num_gpus": self.gpus, **self.at(slot)} for slot in range(self.slots)]
 
     def at(self, slot: int) -> dict[str, Any]:
-        """Ray's option for a process in a slot."""
+        """Return Ray's scheduling option for a process in `slot`."""
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=slot)}
 
     def release(self) -> None:
-        """Release the reservation; Ray ends processes that still use it."""
+        """Release the reservation; Ray kills processes that still use it."""
         remove_placement_group(self.group)
 
 
 def cluster_nodes() -> list[ClusterNode]:
-    """The live nodes of the connected cluster, with their total resources."""
+    """Return the live nodes of the connected cluster, with total resources."""
     return list(_nodes({}))
 
 
 def _nodes(left: Mapping[str, Mapping[str, float]]) -> dict[ClusterNode, str]:
-    """The live nodes and their ids, with the resources that `left` gives for a node's id, else its total resources."""
+    """Map live nodes to their ids, with the resources in `left` (by node id), else their total resources."""
     nodes: dict[ClusterNode, str] = {}
     for node in ray.nodes():
         if node["Alive"]:
             has = left.get(node["NodeID"], node["Resources"])
-            # With a part of the id: the search knows nodes by name, and several Ray nodes on one machine share its address.
+            # Part of the id makes names unique: several Ray nodes on one machine share its address.
             name = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
             nodes[ClusterNode(name, float(has.get("CPU", 0.0)), float(has.get("GPU", 0.0)))] = node["NodeID"]
     return nodes
 
 
 def reserve(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], timeout: float) -> dict[str, Reserved]:
-    """Reserve resources for all pools, and for the processes `unpooled`, or for none of them.
+    """Reserve resources for all pools and the processes `unpooled`, or for none.
 
-    Every process is pinned to the node that the search found for it: left to itself, Ray could put small pools on the
-    only nodes where a large one fits, or all ranks on one of two nodes. Raises ResourceError, with a table of demand and
-    supply: as soon as no placement exists, after `timeout` seconds if others use the resources.
+    Each process is pinned to its node from the search: Ray alone could put small pools on the only nodes where a large one
+    fits, or all ranks on one of two nodes. Raises ResourceError, with a table of demand and supply: at once if no placement
+    exists, after `timeout` seconds if others use the resources.
     """
     nodes = cluster_nodes()
-    # Only for its error: what does not fit the empty cluster either must not wait for the deadline.
+    # Raises at once if the demand does not fit even an empty cluster, instead of waiting for the deadline.
     assign(pools, unpooled, nodes)
     deadline = time.monotonic() + timeout
     while True:
@@ -473,13 +474,13 @@ def reserve(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], timeo
         late = [name for name, one in held.items() if not one.group.wait(timeout_seconds=PATIENCE)]
         if held and not late:
             return held
-        # Part of them must not stay reserved: two runs that wait like that would block each other forever.
+        # Release a partial reservation: two runs that hold parts would block each other forever.
         for one in held.values():
             one.release()
         if time.monotonic() >= deadline:
             break
         time.sleep(PATIENCE / 10)
-        if (now := cluster_nodes()) != nodes:  # Ray knows late that a node is gone
+        if (now := cluster_nodes()) != nodes:  # Ray reports a lost node late
             assign(pools, unpooled, nodes := now)
     free = {key: ray.available_resources().get(key, 0.0) for key in ("CPU", "GPU")}
     names = sorted([*pools, *(one.key for one in unpooled)])
@@ -490,7 +491,7 @@ def reserve(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], timeo
 
 
 def _hold(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled]) -> dict[str, Reserved]:
-    """Request resources on nodes that have them free now; empty without any."""
+    """Request resources on nodes where they are free now; {} if there are none."""
     free = _nodes(available_resources_per_node())
     try:
         shares = assign(pools, unpooled, list(free))
@@ -501,21 +502,21 @@ def _hold(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled]) -> dict
     held: dict[str, Reserved] = {}
     for name, share in shares.items():
         cpus, gpus = sizes[name]
-        # Without zeros: Ray refuses a bundle that has nothing else.
+        # Omit zeros: Ray refuses a bundle of zeros.
         bundle = {key: value for key, value in (("CPU", cpus), ("GPU", gpus)) if value}
         pins = [{NODE_LABEL: ids[node]} for node, count in share for _ in range(count)]
-        # PACK is only a wish, so it cannot contradict the pins, which decide alone.
+        # PACK is only a preference, so it cannot contradict the pins.
         group = placement_group([bundle] * len(pins), strategy="PACK", bundle_label_selector=pins)
         held[name] = Reserved(cpus, gpus, tuple(count for _, count in share), group)
     return held
 
 
 def locations_of(held: Reserved, timeout: float) -> list[Location]:
-    """Ask each reserved bundle, from within, where it is; one after the other on a node, so that few processes start.
+    """Query the location of each reserved bundle, one per node at a time, so that few processes start.
 
-    Raises ResourceError if a node cannot answer, or does not within `timeout` seconds.
+    Raises ResourceError if a node fails to answer within `timeout` seconds.
     """
-    # Without the limit, Ray starts a process for every task that has a GPU.
+    # Without this, Ray starts a new process for every task with a GPU.
     remote = ray.remote(max_calls=0)(_location)
     options = held.options()
     found: dict[int, Location] = {}
@@ -545,12 +546,12 @@ W = TypeVar("W", bound=Worker)
 
 
 class Pools:
-    """The resources of a run's roles: all pools that they name are reserved together, then filled role by role.
+    """The resources of a run's roles: all of their pools are reserved together, then filled role by role.
 
-    `unpooled`: roles without a pool whose processes are reserved too. `beside`: roles whose own processes use the GPUs of
-    another role's (rollout.colocate).
+    `unpooled`: processes to reserve for roles without a pool. `beside`: role -> role whose GPUs its processes share
+    (rollout.colocate).
 
-    Raises ConfigError for an unknown pool, and ResourceError, with the table of `reserve`, if they do not fit.
+    Raises ConfigError for an unknown pool, ResourceError with the table of `reserve` if the demand does not fit.
     """
 
     def __init__(
@@ -572,17 +573,17 @@ class Pools:
         return role in self._pool_of
 
     def slots(self, role: str) -> int:
-        """Number of processes of a role that has a place here."""
+        """Return the number of slots of a role that has a place here."""
         return self._held[self._pool_of[role]].slots
 
     def launch(self, role: str, cls: type[W], mesh: Mapping[str, int] | None = None) -> WorkerGroup[W]:
-        """A group in the role's pool; the processes of a pool start with its first role and are shared by its roles.
+        """Start a group in the role's pool. The first role of a pool starts its processes; later roles share them.
 
         Raises ResourceError if they do not start in time.
         """
         name = self._pool_of[role]
         held = self._held[name]
-        # Without handles they have ended with their last role; the reservation stays, so others can start in it.
+        # No handles: the processes ended with their last role. The reservation remains, so new ones can start in it.
         if name not in self._hosts or not self._hosts[name].handles:
             self._hosts[name] = Hosts(name, held.options(), self._timeout)
         grid = Mesh.of(mesh, held.slots)
@@ -590,41 +591,41 @@ class Pools:
         return WorkerGroup(cls, role, grid, RayBackend(role, cls, self._hosts[name], self._call_timeout))
 
     def ray_options(self, role: str, gpus: int = 0) -> list[dict[str, Any]]:
-        """Ray's options for processes that the role starts itself, one per slot of its pool. If other roles
-        use the pool's processes, these are on the same nodes and take none of their slots. `gpus`: of each process, if it is
-        `beside` another role's: it uses the cards of the next this many ranks, which must have been started."""
+        """Return Ray's options for processes that the role starts itself, one per slot. If other roles use the pool's
+        processes, these run on the same nodes without taking slots. `gpus`: GPUs per process of a colocated role, which uses
+        the GPUs of that many consecutive ranks; the ranks must have been started."""
         name = self._pool_of[role]
         held = self._held[name]
-        # Alone in its pool it takes the slots. Else the pool's processes hold them, and asking for them again would wait forever.
+        # Alone in its pool, the role takes the slots. Else the pool's processes hold them, and a request would wait forever.
         if sum(other == name for other in self._pool_of.values()) == 1:
             return held.options()
         nothing = {"num_cpus": 0.0, "num_gpus": 0.0}
         if not self._uses_cards_of_others(role):
             return [{**nothing, **held.at(slot)} for slot in range(held.slots)]
-        # Ray cannot give parts of several cards to one process, so each is told which ones it sees instead.
+        # Ray cannot assign parts of several GPUs to one process, so set the visible GPUs instead.
         cards = self._hosts[name].cards()
         visible = [[card for rank in cards[first : first + gpus] for card in rank] for first in range(0, held.slots, gpus)]
         return [
-            # In the bundle of the first of its ranks: blocks of ranks never span two nodes, so all of their cards are there.
+            # In the bundle of its first rank: a block of ranks never spans nodes, so all of its GPUs are there.
             {**nothing, **held.at(number * gpus), "runtime_env": {"env_vars": {VISIBLE: ",".join(seen)}}}
             for number, seen in enumerate(visible)
         ]
 
     def locations(self, role: str, gpus: int = 0) -> list[Location]:
-        """Place of each process of a role, before they are started; `gpus` as in `ray_options`."""
+        """Return the location of each process of a role before it starts; `gpus` as in `ray_options`."""
         ranks = locations_of(self._held[self._pool_of[role]], self._timeout)
         return join_locations(ranks, gpus) if self._uses_cards_of_others(role) else ranks
 
     def _uses_cards_of_others(self, role: str) -> bool:
-        """Return True if a role's own processes are next to those of other roles, which hold the GPUs."""
+        """Return True if a role's processes share GPUs held by another role."""
         return role in self._beside and self._held[self._pool_of[role]].gpus > 0
 
     def close(self) -> None:
-        """End what still runs in the pools and release their resources; idempotent."""
+        """End all processes in the pools and release their resources; idempotent."""
         for hosts in self._hosts.values():
-            # Before the release, with which Ray kills what still runs there: a killed process runs no exit handlers.
+            # Before the release, with which Ray kills remaining processes: killed processes run no exit handlers.
             hosts.end()
-        # After a shutdown nothing is held any more, and asking would fail.
+        # After a shutdown of Ray nothing is reserved, and the call would fail.
         if ray.is_initialized():
             for held in self._held.values():
                 held.release()

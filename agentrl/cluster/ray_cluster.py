@@ -1,7 +1,7 @@
 """Ray for a run: join a cluster or start a local one, watch it, and stop it.
 
-Reading order: whether a cluster can be joined, the user's folders on its workers, the vital
-processes of a local Ray, start and stop, and work that is cancelled when the local Ray dies."""
+Reading order: the user's folders on workers, checks before joining a cluster, the vital processes of
+a local Ray, start and stop, and work that is cancelled when the local Ray dies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ import psutil
 import agentrl
 from agentrl.cluster import ray_keeper
 from agentrl.cluster.machine import check_ray_folder, guard_network, ray_folder, usable_gpus
-from agentrl.cluster.ray_parent import WARNINGS, has_parent, tell
+from agentrl.cluster.ray_parent import WARNINGS, has_parent, report_to_parent
 from agentrl.config.schema import ClusterConfig
 from agentrl.env.address import DRIVER_SOURCES, known_sources
 from agentrl.utils.errors import ResourceError, UserError, WorkerDiedError
@@ -46,17 +46,16 @@ SHELVES = ("envs", "tools", "rewards", "configs", "plugins")
 
 
 def shelf_roots() -> list[Path]:
-    """Folders that hold the user's shelves: the working directory, then AGENTRL_PATH."""
+    """Return the folders that hold the user's shelves: the working directory, then AGENTRL_PATH."""
     given = os.environ.get("AGENTRL_PATH", "").split(os.pathsep)
     return [Path.cwd(), *(Path(item).resolve() for item in given if item)]
 
 
 def shipped_env(staged: Path) -> dict[str, str]:
-    """Copy every shelf of the user into `staged`, one folder per root, which Ray sends to the workers as their working directory.
+    """Copy the user's shelves into `staged`, one folder per root; Ray sends it to the workers as their working directory.
 
-    Returns the workers' environment variables: where the copies are, and of which folders of the driver they are copies, so that
-    an `EnvRef` finds the copy of its file and never the driver's path; and where the driver has the files of benchmarks, which
-    are not copied."""
+    Returns the workers' environment variables: the folders of the copies, the driver's folders they were copied from (so that an
+    `EnvRef` finds the copy of its file, never the driver's path), and the driver's paths of benchmark files (not copied)."""
     copied: dict[str, str] = {}
     for number, root in enumerate(shelf_roots()):
         for shelf in (root / shelf for shelf in SHELVES if (root / shelf).is_dir()):
@@ -67,13 +66,13 @@ def shipped_env(staged: Path) -> dict[str, str]:
     return {"AGENTRL_PATH": path, SHIPPED: roots, DRIVER_SOURCES: json.dumps(known_sources())}
 
 
-# Whether a running cluster can be joined: found out before Ray tries, which takes a minute of log lines to say no.
+# Checks before joining a cluster. Ray itself retries for a minute and fills the log before it reports a failure.
 
 REACH_S = 5.0
-"""For a plain connection to the head."""
+"""Timeout of a TCP connection to the head node."""
 CLIENT = "ray://"
 ANSWER_S = 20.0
-"""For the head's answer, with the time to import Ray."""
+"""Timeout of the head node's answer, including the import of Ray."""
 PROBE = """
 import sys
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
@@ -81,18 +80,18 @@ from ray._raylet import GcsClient
 ensure_token_if_auth_enabled(None, create_token_if_missing=False)
 GcsClient(address=sys.argv[1])
 """
-"""Asks the head for the cluster's id, as a joining driver does. In a process of its own, because a missing token ends the
-process, and because Ray writes its log lines past Python."""
+"""Asks the head node for the cluster id, as a joining driver does. Runs in a subprocess, because a missing token exits the
+process, and because Ray's C++ code writes its log lines directly to stderr."""
 
 
 def check_join(address: str, key: str = "cluster.address") -> None:
-    """Raise ResourceError if the cluster at `address` (host:port) cannot be reached, or does not take this process's token.
+    """Raise ResourceError if the cluster at `address` (host:port) cannot be reached or rejects this process's token.
 
-    `key`: what named it, cluster.address or RAY_ADDRESS. "auto" is the cluster that this machine belongs to; a Ray
-    client's server ("ray://host:port") must only answer.
+    `key`: the setting that gave the address, cluster.address or RAY_ADDRESS. "auto": the cluster that this machine belongs to.
+    A Ray client server ("ray://host:port") only has to accept a connection.
     """
     if address == "auto":
-        address = _here()
+        address = _resolve_auto()
     elsewhere = " (of the environment; unset it to run on this machine alone)" if key == "RAY_ADDRESS" else ""
     given = f"{key} = {address!r}{elsewhere}"
     host, _, port = address.removeprefix(CLIENT).rpartition(":")
@@ -126,12 +125,12 @@ def check_join(address: str, key: str = "cluster.address") -> None:
             "RAY_AUTH_MODE=token, and give the head's token (there: ray get-auth-token) as RAY_AUTH_TOKEN, as a file named by "
             "RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token"
         )
-    # Not refused by name: Ray itself will say what is wrong, or that all is well.
+    # Not an authentication error: let Ray connect and report the problem, if there is one.
     log.warning("asking the head at %s whether it can be joined failed: %s", address, asked.stderr.strip()[-500:])
 
 
-def _here() -> str:
-    """The address that Ray takes "auto" for: RAY_ADDRESS, or the cluster whose processes run on this machine."""
+def _resolve_auto() -> str:
+    """Return the address that Ray uses for "auto": RAY_ADDRESS, or the cluster with processes on this machine."""
     from ray._private.services import canonicalize_bootstrap_address
 
     try:
@@ -147,17 +146,17 @@ def _here() -> str:
 # Vital processes of a local Ray
 
 NAMES = {"gcs_server": "its GCS", "raylet": "its raylet"}
-"""Vital processes, by program name."""
+"""Program names of the vital processes, with their names in messages."""
 POLL = 0.2
-"""Seconds between two looks."""
-SOON = 10.0
-"""Seconds. A raylet that ends before has another cause than a machine with too much to do: it was killed, or will end again."""
+"""Seconds between two checks."""
+EARLY_EXIT_S = 10.0
+"""Seconds. A raylet that exits earlier was killed, or will exit again; a later exit can be due to an overloaded machine."""
 CLOCK = 1.0
-"""Seconds by which the time at which a process began may be off."""
+"""Tolerance in seconds when comparing process start times."""
 
 
 class RayletEndedError(ResourceError):
-    """A Ray that starts has lost its raylet. `late`: after it had waited."""
+    """A starting Ray lost its raylet. `late`: after more than EARLY_EXIT_S seconds."""
 
     def __init__(self, late: bool) -> None:
         super().__init__("its raylet has ended while it started; why is in raylet.out, in Ray's folder")
@@ -165,7 +164,7 @@ class RayletEndedError(ResourceError):
 
 
 def vitals(since: float = 0.0) -> dict[str, psutil.Process]:
-    """Those that this process has started since that `time.time()`, the newest of each name; one that has ended, too."""
+    """Return the vital processes that this process started since `since` (Unix time), also ended ones; the newest per name."""
     found = {}
     for process in sorted(psutil.Process().children(), key=psutil.Process.create_time):
         with suppress(psutil.Error):
@@ -182,9 +181,10 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def patient(seconds: float) -> Iterator[None]:
-    """In the body, a Ray that starts has so long. Ray asks for its node in a loop of 30 s, of which each question waits for the
-    answer here. Raises RayletEndedError, from there, as soon as the raylet has ended."""
+def wait_for_raylet(seconds: float) -> Iterator[None]:
+    """Give a starting Ray `seconds` inside the context; raises RayletEndedError as soon as its raylet exits.
+
+    Ray polls for its node for only 30 s; this patch makes each poll wait for the answer."""
     services: Any = importlib.import_module("ray._private.services")
     ask, since = services.get_node, time.time() - CLOCK
 
@@ -193,11 +193,11 @@ def patient(seconds: float) -> Iterator[None]:
         while True:
             try:
                 return ask(*args, **keywords)
-            except RuntimeError:  # it is not there yet
+            except RuntimeError:  # the node is not registered yet
                 passed = time.monotonic() - began
-                raylet = raylet or vitals(since).get("raylet")  # its program may only be about to begin
+                raylet = raylet or vitals(since).get("raylet")  # the raylet may not have started yet
                 if raylet is not None and _has_ended(raylet):
-                    raise RayletEndedError(passed > SOON) from None
+                    raise RayletEndedError(passed > EARLY_EXIT_S) from None
                 if passed > seconds:
                     raise
             time.sleep(POLL)
@@ -211,62 +211,62 @@ def patient(seconds: float) -> Iterator[None]:
 log = logging.getLogger(__name__)
 
 MARK = "AGENTRL_RAY"
-"""In the environment of every process of a local Ray, with a value of its own."""
+"""Variable in the environment of every process of a local Ray; each local Ray has its own random value."""
 
 NO_RECORDS = "RAY_task_events_report_interval_ms"
-"""0: Ray's processes send no records of calls. The control store keeps those of the last 100,000, 13 MiB more in 1,000 updates,
-for lists and timelines that nobody asks a Ray without a dashboard for."""
+"""Value 0 disables task events. The GCS keeps those of the last 100,000 calls (13 MiB more per 1,000 updates), which only the
+dashboard reads."""
 
 NICENESS = "RAY_worker_niceness"
-"""What Ray adds to its workers' niceness, by default 15: a busy program then has 28 times the processor time of a replica."""
+"""Ray's increment of its workers' niceness; the default 15 gives another busy program 28 times the CPU time of a worker."""
 LEAST_STORE = 80 << 20
-"""Bytes of an object store; Ray refuses less than 75 MiB."""
+"""Least bytes of an object store; Ray refuses less than 75 MiB."""
 
-LONGEST = 2000
-"""Characters of one message of Ray's in the log."""
+MAX_CHARS = 2000
+"""Maximum characters of one Ray message in the log."""
 
 
 @dataclass(slots=True)
 class _LocalRay:
-    """A Ray that this process started: what its processes carry, who ends them if this process is killed, and the vital ones."""
+    """A Ray started by this process: its mark, the process that ends it if this one is killed, and its vital processes."""
 
     mark: bytes
     keeper: subprocess.Popen[bytes] | None
     vital: dict[str, psutil.Process] = field(default_factory=dict)
 
 
-_own: _LocalRay | None = None
-_last_words = ""
+_local_ray: _LocalRay | None = None
+_exit_message = ""
 
 
 def worker_env() -> dict[str, str]:
-    """Environment of every worker process on this machine: one OpenMP thread (a role asks torch for more), and the user's shelf.
+    """Return the environment of every worker on this machine: one OpenMP thread (a role asks torch for more), and AGENTRL_PATH.
 
-    A worker's working directory is not the driver's, which is why the driver's is prepended to AGENTRL_PATH.
+    A worker's working directory is not the driver's, so the driver's is prepended to AGENTRL_PATH.
     """
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **{name: os.environ.get(name, value) for name, value in PASSIVE.items()},
         "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "false"),
         "AGENTRL_PATH": os.pathsep.join(str(root) for root in shelf_roots()),
-        # Ray's agents and vLLM's engine cores give themselves a title (setproctitle), and would write it over their environment,
-        # MARK included: whoever ends a Ray would not know them.
+        # Ray's agents and vLLM's engine cores set a process title (setproctitle), which would overwrite their environment
+        # including MARK, so that `ray_keeper` would not find them.
         "SPT_NOENV": "1",
     }
 
 
 def start_ray(cluster: ClusterConfig, *, object_store_bytes: int | None = None) -> bool:
-    """Start a local Ray, or join the cluster at `cluster.address`: True. If Ray is already running, it is used as it is: False,
-    unless this process only asked it for its nodes (`join_to_ask`): the caller owns that connection, and stops it.
+    """Start a local Ray or join the cluster at `cluster.address`; return True if the caller must stop it.
 
-    An empty RAY_ADDRESS is removed first (Ray would take it for an address). On a joined cluster the user's
-    shelves are sent to the workers. Raises ResourceError if the cluster does not start or cannot be reached.
+    False: Ray was already running (other than by `join_to_ask`) and is used as it is. Removes an empty RAY_ADDRESS, which
+    Ray would take for an address. Sends the user's shelves to the workers of a joined cluster. Raises ResourceError if the
+    cluster does not start or cannot be reached.
     """
     if os.environ.get("RAY_ADDRESS") == "":
         del os.environ["RAY_ADDRESS"]
     address = cluster.address or os.environ.get("RAY_ADDRESS")
     guard_network(multi_node=bool(address))
-    import ray  # only now: it reads the environment when it is imported
+    import ray  # deferred: Ray reads the environment on import
 
     global _asking
     connects = not ray.is_initialized()
@@ -274,29 +274,29 @@ def start_ray(cluster: ClusterConfig, *, object_store_bytes: int | None = None) 
     if connects:
         if address:
             check_join(address, "cluster.address" if cluster.address else "RAY_ADDRESS")
-            tell(ray="the raylet of this machine, or the cluster's GCS,")
+            report_to_parent(ray="the raylet of this machine, or the cluster's GCS,")
             with tempfile.TemporaryDirectory(prefix="agentrl-shelf-") as staged:
                 # Ray packs and uploads the folder while it connects.
                 env = {**worker_env(), **shipped_env(Path(staged))}
                 _init(address, {"address": address, "runtime_env": {"env_vars": env, "working_dir": staged}})
         else:
-            own_token()
+            create_token()
             _start_local(cluster.startup_timeout, object_store_bytes)
     return started_here
 
 
 _asking = False
-"""Whether this process has joined a cluster for `join_to_ask` alone."""
+"""True if this process has joined a cluster only by `join_to_ask`."""
 
 
 def join_to_ask(cluster: ClusterConfig) -> None:
-    """Join the cluster to ask for its nodes, before a run is opened; the run goes on with the connection, and closes it."""
+    """Join the cluster to query its nodes before a run is opened; the run then reuses and closes the connection."""
     global _asking
     _asking = start_ray(cluster)
 
 
 def stop_asking() -> None:
-    """Close the connection of `join_to_ask`, if no run went on with it."""
+    """Close the connection of `join_to_ask` if no run has reused it."""
     if _asking:
         stop_ray()
 
@@ -310,53 +310,53 @@ def _start_local(timeout: float, object_store_bytes: int | None) -> None:
         except ResourceError as error:
             cause = error.__cause__
             others += not (isinstance(cause, RayletEndedError) and cause.late)
-            if others > 1 or time.monotonic() >= until:  # once may be a process that was killed
+            if others > 1 or time.monotonic() >= until:  # a single exit may be a killed process
                 raise
             log.warning("%s; it is started again", error)
 
 
 def _start_once(timeout: float, object_store_bytes: int | None) -> None:
-    global _own
+    global _local_ray
     node: Any = importlib.import_module("ray._private.node").Node
     value, since = secrets.token_hex(16), time.time() - CLOCK
-    # In the environment, which Ray passes on to its workers: as its `runtime_env` the variables would make the workers useless
-    # that it starts in advance, each of which would be started a second time.
+    # Set in the environment, which Ray's workers inherit: as a `runtime_env` the variables would not fit the workers that Ray
+    # starts in advance, so each would be started a second time.
     variables = {**worker_env(), MARK: value, **{name: os.environ.get(name, "0") for name in (NO_RECORDS, NICENESS)}}
-    # Its keeper first: the driver may be killed while Ray starts; also by Ray, if the raylet is gone as it registers there.
-    tell(ray="the GCS or the raylet of the Ray that it is starting")
-    before, keeper = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS), None  # for the keeper too
+    # Start the keeper first: the driver may be killed while Ray starts, even by Ray if the raylet dies during registration.
+    report_to_parent(ray="the GCS or the raylet of the Ray that it is starting")
+    before, keeper = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS), None  # blocked for the keeper too
     try:
-        if sys.platform == "linux":  # elsewhere there is Ray's own
+        if sys.platform == "linux":  # on other systems Ray has a similar process
             keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", ray_keeper.__file__, f"{MARK}={value}", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL if has_parent() else None,
-                start_new_session=True,  # Ctrl-C is not for it
+                start_new_session=True,  # so that Ctrl-C does not reach it
             )
-        _own = _LocalRay(f"{MARK}={value}".encode(), keeper)
+        _local_ray = _LocalRay(f"{MARK}={value}".encode(), keeper)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    _instruct()
-    idle: dict[str, Any] = {name: lambda self, **_: None for name in UNASKED}
+    _brief_keeper()
+    idle: dict[str, Any] = {name: lambda self, **_: None for name in UNUSED_SERVICES}
     own = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         with (
-            patient(timeout),
+            wait_for_raylet(timeout),
             patch.object(sys.modules[__name__], "_starting", True),
             patch.multiple(node, create=True, **idle),
         ):
             _init(None, _local(object_store_bytes))
     except BaseException:
-        ray_keeper.end_all(_own.mark)  # what had started, and what that was about to start
-        _let_go()
+        ray_keeper.end_all(_local_ray.mark)  # also processes that are still being forked
+        _release_keeper()
         raise
-    finally:  # these alone, not by `patch.dict`, which empties the environment for a moment, and forgets what Ray has set
+    finally:  # not `patch.dict`: it empties the environment briefly, and drops the variables that Ray has set
         for name, text in own.items():
             os.environ.pop(name) if text is None else os.environ.update({name: text})
-    _own.vital = vitals(since)
-    tell(ray=" or ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in _own.vital.items()))
+    _local_ray.vital = vitals(since)
+    report_to_parent(ray=" or ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in _local_ray.vital.items()))
 
 
 _starting = False
@@ -364,46 +364,46 @@ _starting = False
 
 
 def _block_warnings() -> None:
-    # Sent to all processes of a job, these signals would end Ray's before the run has finished its step. Ray blocks SIGINT so.
-    # In the child alone: blocked in the driver, they would not interrupt a start that waits in one long call.
+    # These signals go to all processes of a job, and would end Ray before the run has finished its step. Ray blocks SIGINT the
+    # same way. Blocked only in the child: in the driver they must interrupt a start that waits in one long call.
     if _starting:
         signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
 
 
-os.register_at_fork(after_in_child=_block_warnings)  # Ray's processes have a `preexec_fn`, so that Python calls this
+os.register_at_fork(after_in_child=_block_warnings)  # Python calls this because Ray starts its processes with a `preexec_fn`
 
 
-UNASKED = ("start_monitor", "start_log_monitor", "start_api_server")
-"""What a Ray of one machine starts and nobody asks: an autoscaler with nothing to scale, who brings workers' output to a driver
-that takes none (`log_to_driver`), and the server of a dashboard that is off, for which `ray.init` waits: 2 s of a core."""
+UNUSED_SERVICES = ("start_monitor", "start_log_monitor", "start_api_server")
+"""Services that a local Ray does not need: the autoscaler, the log monitor (`log_to_driver` is off), and the dashboard server,
+which is off too, but `ray.init` waits for it: 2 s of a core."""
 
 
-def ray_gone() -> str:
-    """Lost processes among those that this process's local Ray cannot do without; "" if nothing, or if it has none."""
-    if _own is None:
+def lost_ray_processes() -> str:
+    """Name the vital processes of this process's local Ray that have ended; "" if none have, or there is no local Ray."""
+    if _local_ray is None:
         return ""
-    return " and ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in _own.vital.items() if _has_ended(process))
+    return " and ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in _local_ray.vital.items() if _has_ended(process))
 
 
 def abandon_ray() -> None:
-    """End a local Ray that is no more one, without asking it anything: it may never answer. Until
-    `stop_ray` no other starts by itself, as Ray would for whatever is still asked of it. For some seconds this blocks."""
+    """End a broken local Ray without calling it, because it may never answer. Blocks for some seconds. Until `stop_ray`, Ray does
+    not restart by itself on a further call."""
     import ray
 
     hook: Any = importlib.import_module("ray._private.auto_init_hook")
     hook.enable_auto_connect = False
-    if _own is not None:
-        ray_keeper.end_all(_own.mark)
+    if _local_ray is not None:
+        ray_keeper.end_all(_local_ray.mark)
     ray.shutdown()
-    _let_go()
+    _release_keeper()
 
 
-def own_token() -> None:
-    """Give the Ray that this process is about to start a token of its own, unless the user chose one, or none (RAY_AUTH_MODE).
+def create_token() -> None:
+    """Generate a token for the Ray that this process is about to start, unless RAY_AUTH_MODE, or a token of the user, is set.
 
-    Ray listens on every interface, and who reaches it runs code: a new local Ray therefore asks for a token (since 2.60, by
-    default), and would write one to ~/.ray/auth_token, which others may read. It stays in this process's environment, which Ray's
-    processes inherit. Before the first Ray of this process, or its processes would know another one."""
+    Ray listens on every interface, and a client can run code. Since 2.60 a new local Ray requires a token by default, but would
+    write it to ~/.ray/auth_token, which others may read. Here the token stays in the environment that Ray's processes inherit.
+    Call before the first Ray of this process starts, else its processes have another token."""
     mode = os.environ.get("RAY_AUTH_MODE", "token").lower()
     if mode != "token" or "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
         return
@@ -413,13 +413,13 @@ def own_token() -> None:
 
 
 def asks_for_token() -> bool:
-    """Return True if the Ray that this process uses refuses who has no token."""
+    """Return True if the Ray that this process uses requires a token."""
     raylet: Any = importlib.import_module("ray._raylet")
     return bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)
 
 
 def open_ports() -> list[str]:
-    """Ports on which this process and its children listen for other machines: "address:port program"."""
+    """Return the non-loopback ports on which this process and its children listen, as "address:port program"."""
     own = psutil.Process()
     found = []
     for process in (own, *own.children(recursive=True)):
@@ -430,8 +430,8 @@ def open_ports() -> list[str]:
 
 
 def is_connected() -> bool:
-    """Return True if this process uses a Ray already."""
-    if sys.modules.get("ray") is None:  # it reads the environment when it is imported, which `start_ray` may have to set first
+    """Return True if this process is connected to Ray."""
+    if sys.modules.get("ray") is None:  # Ray reads the environment on import, and `start_ray` may have to set that first
         return False
     import ray
 
@@ -440,7 +440,7 @@ def is_connected() -> bool:
 
 @contextmanager
 def ray_of(cluster: ClusterConfig) -> Iterator[None]:
-    """Ray for the body, as `start_ray`; it is stopped afterwards, unless it was already running."""
+    """Run the body with Ray (`start_ray`), and stop Ray afterwards unless it was already running."""
     began = start_ray(cluster)
     try:
         yield
@@ -453,42 +453,42 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
-    # Ray would otherwise replace the log handlers of the program that calls us.
+    # Else Ray replaces the log handlers of the calling program.
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
     constants: Any = importlib.import_module("ray._private.ray_constants")
-    # SIGTERM does what it did before, inside and afterwards. Ray's own handler ends its processes, and then this one, in the
-    # middle of what that is doing, with the exit code 15; a second one, in C++, prints a stack. What nobody handles is left to
-    # it: the signal would end this process at once, and leave what Ray has begun.
+    # Keep the handler of SIGTERM. Ray's own handler ends Ray's processes and then this one in the middle of its work, with exit
+    # code 15; a second one, in C++, prints a stack. Without a Python handler Ray's stays: the default action would end this
+    # process at once and leave Ray's processes behind.
     before, utils = signal.getsignal(signal.SIGTERM), importlib.import_module("ray._private.utils")
     keep: Any = patch.object(utils, "set_sigterm_handler", lambda handler: None) if callable(before) else nullcontext()
     try:
-        # Workers run this process's Python. Under `uv run` Ray would run `uv run` for each, in a copy of the working directory,
-        # which refuses a subfolder of a project and finds no package that the environment alone has.
+        # Run workers with this process's Python. Under `uv run`, Ray would run `uv run` per worker in a copy of the working
+        # directory, which fails in a subfolder of a project and does not find packages that only the environment has.
         with keep, patch.object(constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", False, create=True):
             ray.init(**quiet, **options, job_config=_job())
-    except Exception as error:  # a raylet that ends while it starts is a plain Exception
+    except Exception as error:  # Ray raises a plain Exception if its raylet ends during the start
         raise ResourceError(f"Ray does not start (cluster.address = {address!r}): {error}") from error
     finally:
-        if threading.current_thread() is threading.main_thread() and before is not None:  # Ray takes it over there alone
+        if threading.current_thread() is threading.main_thread() and before is not None:  # Ray sets it there alone
             signal.signal(signal.SIGTERM, before)
     worker: Any = importlib.import_module("ray._private.worker")
-    # It would print the last lines of a raylet's log into the display, say.
-    worker.print_to_stdstream = lambda said, **_: log.warning("Ray: %s", " ".join(map(str, said.get("lines", ())))[:LONGEST])
+    # By default it prints the last lines of a raylet's log to the terminal, into the display.
+    worker.print_to_stdstream = lambda data, **_: log.warning("Ray: %s", " ".join(map(str, data.get("lines", ())))[:MAX_CHARS])
 
 
 def _job() -> Any:
-    """A job whose workers search for modules as this process does. Ray would put the working directory first, where
-    another agentrl, or a module named as one of Python's, would be imported instead."""
+    """Return a job config whose workers have this process's module search path. Ray would put the working directory first, where
+    another agentrl, or a module named like one of Python's, may be."""
     from ray.job_config import JobConfig
 
     class Job(JobConfig):
         def _serialize(self) -> Any:
-            if self._py_driver_sys_path:  # empty where the workers have a folder of their own (`start_ray`)
-                # agentrl's folder too: an editable install may be found by a finder, which Python asks after all of these. The
+            if self._py_driver_sys_path:  # empty if the workers have a working directory of their own (`start_ray`)
+                # agentrl's folder too: an editable install may rely on a finder, which Python asks only after all of these. The
                 # working directory is for modules that only a worker imports.
                 folders = [*sys.path, str(Path(agentrl.__file__).parents[1]), os.curdir]
                 known = dict.fromkeys(str(Path(one).absolute()) for one in folders)
-                self._py_driver_sys_path[:] = reversed(known)  # a worker puts one after the other in front
+                self._py_driver_sys_path[:] = reversed(known)  # a worker prepends them one by one
             return super()._serialize()
 
     return Job()
@@ -497,15 +497,15 @@ def _job() -> Any:
 def _local(object_store_bytes: int | None) -> dict[str, Any]:
     options: dict[str, Any] = {
         "address": "local",
-        # Ray would count the machine's cores, also those that this process must not use.
+        # Ray would count all cores of the machine, also those that this process may not use.
         "num_cpus": usable_cpus(),
-        # It would also count GPUs that the installed torch cannot use, and give them to ranks that then find none.
+        # Ray would also count GPUs that the installed torch cannot use, and assign them to ranks that then find none.
         "num_gpus": usable_gpus(),
         "include_dashboard": False,
     }
     memory = usable_memory()
     if not object_store_bytes and memory.total < psutil.virtual_memory().total:
-        # Ray sees the limit of a container's outermost control group alone; the rest is as it would choose.
+        # Ray sees only the limit of a container's outermost cgroup; the computation is otherwise Ray's default.
         object_store_bytes = max(LEAST_STORE, min(int(0.3 * memory.free), shutil.disk_usage("/dev/shm").free * 95 // 100))
     if object_store_bytes:
         options["object_store_memory"] = object_store_bytes
@@ -518,46 +518,47 @@ def _local(object_store_bytes: int | None) -> dict[str, Any]:
 
 
 def stop_ray() -> None:
-    """Disconnect from Ray; a local one ends, with what it would leave behind if one of its processes had died before."""
+    """Disconnect from Ray and end a local one, with processes that a dead raylet or GCS would leave behind."""
     global _asking
     import ray
 
     _asking = False
-    tell(ray="")  # from now on an end of this process has another cause
+    report_to_parent(ray="")  # from now on another cause ends this process
     ray.shutdown()
-    while _own is not None and ray_keeper.kill_all(_own.mark):
+    while _local_ray is not None and ray_keeper.kill_all(_local_ray.mark):
         time.sleep(0.02)
-    _let_go()
+    _release_keeper()
     hook: Any = importlib.import_module("ray._private.auto_init_hook")
     hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT", "") != "0"
 
 
 @contextmanager
-def last_words(text: str) -> Iterator[None]:
-    """Inside, the keeper of a Ray of this process's own says `text` on stderr, as one line, if the process ends without a word of
-    its own. If it has a parent, that says it, which has seen how it ended."""
-    global _last_words
-    _last_words = "" if has_parent() else text
-    _instruct()
+def exit_message(text: str) -> Iterator[None]:
+    """Inside the context, the local Ray's keeper prints `text` on stderr as one line if this process ends silently.
+
+    With a parent process the keeper prints nothing: the parent has seen the exit and reports it."""
+    global _exit_message
+    _exit_message = "" if has_parent() else text
+    _brief_keeper()
     try:
         yield
     finally:
-        _last_words = ""
-        _instruct()
+        _exit_message = ""
+        _brief_keeper()
 
 
-def _instruct() -> None:
-    """Tell the keeper what to say."""
-    if _own is not None and _own.keeper is not None and _own.keeper.stdin is not None:
+def _brief_keeper() -> None:
+    """Send the keeper its current message."""
+    if _local_ray is not None and _local_ray.keeper is not None and _local_ray.keeper.stdin is not None:
         with suppress(BrokenPipeError):  # it was killed
-            _own.keeper.stdin.write(f"{' '.join(_last_words.splitlines()) or ' '}\n".encode())
-            _own.keeper.stdin.flush()
+            _local_ray.keeper.stdin.write(f"{' '.join(_exit_message.splitlines()) or ' '}\n".encode())
+            _local_ray.keeper.stdin.flush()
 
 
-def _let_go() -> None:
-    """Tell the keeper that Ray has stopped."""
-    global _own
-    local, _own = _own, None
+def _release_keeper() -> None:
+    """Tell the keeper that Ray has stopped, so that it exits."""
+    global _local_ray
+    local, _local_ray = _local_ray, None
     if local is not None and local.keeper is not None:
         with suppress(BrokenPipeError):  # it was killed
             local.keeper.communicate(b"\n")
@@ -568,38 +569,38 @@ def _let_go() -> None:
 T = TypeVar("T")
 
 LOOK = 0.5
-"""Seconds between two looks at Ray's processes."""
+"""Seconds between two checks of Ray's processes."""
 SETTLE = 5.0
-"""Seconds in which a process of Ray's that has begun to end is gone. A raylet that lost an agent ends its actors first, and the
-work fails of those."""
+"""Seconds within which a dying process of Ray has exited. A raylet that lost an agent ends its actors first, so the work fails
+before the raylet is gone."""
 END_S = 60.0
-"""Seconds in which the work, and Ray, must have ended once one of them is gone."""
+"""Seconds in which the work and Ray must end after the loss of one."""
 
 
 async def while_ray_lives(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, in a task of its own. If meanwhile the local Ray that this process started loses its GCS or its
-    raylet, all of that Ray is ended, then the work is cancelled and WorkerDiedError raised, which names the process."""
+    """Run `work` as a task and return its result. If this process's local Ray loses its GCS or raylet, end all of that Ray,
+    cancel the work, and raise WorkerDiedError, which names the lost process."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=LOOK))[0]:
-            if lost := ray_gone():
-                raise await _given_up(task, lost)
+            if lost := lost_ray_processes():
+                raise await _abandon_work(task, lost)
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.wait([task])
         raise
-    # Its own error may be what the loss has led to.
+    # An error of the work may be a consequence of the loss.
     if (error := task.exception()) is not None:
         mistake = isinstance(error, UserError) and not isinstance(error, ResourceError)
         until = time.monotonic() + (0 if mistake else SETTLE)
-        while _own is not None and not ray_gone() and time.monotonic() < until:
+        while _local_ray is not None and not lost_ray_processes() and time.monotonic() < until:
             await asyncio.sleep(LOOK / 10)
-        if lost := ray_gone():
-            raise await _given_up(task, lost)
+        if lost := lost_ray_processes():
+            raise await _abandon_work(task, lost)
     return task.result()
 
 
-async def _given_up(task: asyncio.Task[Any], lost: str) -> WorkerDiedError:
+async def _abandon_work(task: asyncio.Task[Any], lost: str) -> WorkerDiedError:
     log.error("Ray has lost %s", lost)
     try:
         async with asyncio.timeout(END_S):
@@ -610,6 +611,6 @@ async def _given_up(task: asyncio.Task[Any], lost: str) -> WorkerDiedError:
     except TimeoutError:
         log.error("work in progress has not ended within %g s", END_S)
     if task.done() and not task.cancelled():
-        task.exception()  # of the loss: else asyncio says that nobody asked
+        task.exception()  # retrieve it, else asyncio logs an unretrieved exception
     stop_ray()
     return WorkerDiedError(f"Ray is no more: {lost} on this machine is gone")

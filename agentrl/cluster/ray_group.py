@@ -1,6 +1,6 @@
-"""The Ray backend of worker groups: one actor process per rank, started and ended together.
+"""The Ray backend of worker groups: one actor process per rank, started and stopped together.
 
-Token columns of a batch are put into Ray's object store once."""
+Each token column of a batch enters Ray's object store once."""
 
 from __future__ import annotations
 
@@ -33,22 +33,21 @@ if TYPE_CHECKING:
 # The processes of a group
 
 GRACE = 2.0
-"""Seconds that a process gets to exit by itself."""
+"""Seconds for a process to exit before it is killed."""
 
-MOST_LINES, MOST_LETTERS = 200, 500
-"""Lines of a log searched for the cause of a failed start, and letters shown of it."""
+LOG_LINES, MAX_CAUSE_CHARS = 200, 500
+"""Last lines of a log searched for the cause of a failed start, and characters shown of the cause."""
 
 
 class Hosts:
-    """`len(options)` host processes and the roles that they hold.
+    """`len(options)` host processes and their roles.
 
-    `options[rank]` are Ray's actor options of that rank (CPUs, GPUs, placement). `timeout` (seconds)
-    bounds every start.
+    `options[rank]`: Ray actor options of that rank (CPUs, GPUs, placement). `timeout` (seconds) bounds every start.
     """
 
     def __init__(self, name: str, options: list[dict[str, Any]], timeout: float) -> None:
-        """Start all processes and wait until they answer. Raises ResourceError if they do not, WorkerDiedError if one was
-        killed, and leaves none behind."""
+        """Start all processes and wait until they answer. On ResourceError (no answer) or WorkerDiedError (one was killed), all
+        processes are killed."""
         self.name, self.timeout = name, timeout
         self._options = options
         self.nodes: list[tuple[str, int, str]] = []
@@ -64,8 +63,8 @@ class Hosts:
             check_same_agentrl(self.handles, self.timeout)
         except RayError as error:
             done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-            why = self._not_started(len(done), error, since)  # before its processes, and what they take, are gone
-            self.kill()  # also those that did start: they would keep their resources from the next attempt
+            why = self._explain_start_failure(len(done), error, since)  # before the kill, which frees their resources
+            self.kill()  # also those that did start: they would hold resources that the next attempt needs
             if isinstance(error, RayActorError) and not error.actor_init_failed:
                 raise WorkerDiedError(f"group {self.name!r}: a process died while it started: {first_line(error)}") from None
             raise ResourceError(why) from None
@@ -73,22 +72,22 @@ class Hosts:
             self.kill()
             raise
 
-    def _not_started(self, started: int, error: RayError, since: float) -> str:
-        """Tell a fault of the processes, which Ray or their logs have, from places that are taken."""
+    def _explain_start_failure(self, started: int, error: RayError, since: float) -> str:
+        """Explain a failed start: an error from Ray or the processes' logs, else the lack of free resources."""
         who = f"group {self.name!r}: {started} of {len(self._options)} workers started"
         if not isinstance(error, GetTimeoutError):
             return f"{who}: {last_line(error)}"
         who += f" within {self.timeout:g} s (cluster.startup_timeout)"
-        # The last error that this machine's raylet or its workers have written since then.
+        # The last error in the logs of this machine's raylet and workers since the start.
         worker: Any = importlib.import_module("ray._private.worker")
         folder = None if worker._global_node is None else Path(worker._global_node.get_logs_dir_path())
         lines = list[str]()
         for path in () if folder is None else (*folder.glob("worker-*.err"), *folder.glob("raylet.err")):
             if path.stat().st_mtime >= since:
-                lines += [line.strip() for line in path.read_text(errors="replace").splitlines()[-MOST_LINES:] if line.strip()]
+                lines += [line.strip() for line in path.read_text(errors="replace").splitlines()[-LOG_LINES:] if line.strip()]
         faults = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b|error:|bash:|.*No such file", line)]
         if faults:
-            return f"{who}: their processes end with: {faults[-1][:MOST_LETTERS]}"
+            return f"{who}: their processes end with: {faults[-1][:MAX_CAUSE_CHARS]}"
         asked = {key: self._options[0][key] for key in ("num_cpus", "num_gpus") if self._options[0].get(key)}
         free, have = (
             {key: found[key] for key in ("CPU", "GPU") if key in found}
@@ -97,8 +96,9 @@ class Hosts:
         return f"{who}; each asks for {asked}, the cluster has {free} free of {have}"
 
     def create(self, role: str, cls: type[Worker], mesh: Mesh) -> None:
-        """Build one role object per host. Raises WorkerDiedError if a process is gone, WorkerError, or the role's UserError."""
-        # On one node loopback always works, even if the node's own address does not route back (see guard.py).
+        """Build one role object per host. Raises WorkerDiedError if a process died, WorkerError, ResourceError after the
+        timeout, or the role's UserError."""
+        # On one node loopback always works, even if the node's own address does not route back (`guard_network`).
         one_node = len({node for _, _, node in self.nodes}) == 1
         address = LOOPBACK_ADDRESS if one_node else self.nodes[0][0]
         try:
@@ -117,12 +117,12 @@ class Hosts:
         self.roles.add(role)
 
     def cards(self) -> list[list[str]]:
-        """The GPUs of each rank."""
+        """Return the GPUs of each rank."""
         found: list[list[str]] = ray.get([handle.cards.remote() for handle in self.handles], timeout=self.timeout)
         return found
 
     def release(self, role: str) -> None:
-        """Drop a role; the processes end with their last role."""
+        """Remove a role; removing the last one ends the processes."""
         self.roles.discard(role)
         if not self.roles:
             self.end()
@@ -130,7 +130,7 @@ class Hosts:
     def end(self) -> None:
         """End all processes; idempotent. A busy one is killed after `GRACE` seconds."""
         if self.handles and ray.is_initialized():
-            # Asked before they are killed: a killed process runs no exit handlers, and libraries have some.
+            # Terminate first: a killed process does not run the exit handlers of libraries.
             leaving = [handle.__ray_terminate__.remote() for handle in self.handles]
             ray.wait(leaving, num_returns=len(leaving), timeout=GRACE)
         self.kill()
@@ -142,9 +142,8 @@ class Hosts:
                 ray.kill(handle)
         self.handles, self.nodes, self.lost = [], [], {}
 
-    def note_lost(self, refs: dict[int, Any], within: float = 0.0) -> None:
-        """Record the processes that are gone, found by a failed call's references, of which each is answered or waited for
-        `within` seconds."""
+    def record_lost(self, refs: dict[int, Any], within: float = 0.0) -> None:
+        """Record in `lost` the ranks whose process died, waiting up to `within` seconds for the call's references."""
         done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=within)
         for rank, ref in refs.items():
             if ref not in done:
@@ -159,10 +158,10 @@ class Hosts:
 
 
 def check_same_agentrl(handles: list[Any], timeout: float) -> None:
-    """Raise ResourceError, with both paths, if a worker has imported another agentrl than this process: another file, or on
-    another machine other contents."""
+    """Raise ResourceError, with both paths, if a worker imported another agentrl: another file, or on another machine
+    other contents."""
 
-    def source(_: object, digest: bool) -> tuple[str, str, str]:  # inside a function: so it travels by value, past that agentrl
+    def source(_: object, digest: bool) -> tuple[str, str, str]:  # nested, so that it is pickled by value, not imported there
         import hashlib
         import sys
         from pathlib import Path
@@ -190,24 +189,24 @@ def _answers(handles: list[Any], function: Callable[..., Any], argument: object,
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an exception's text, in which Python names the cause."""
+    """Return the last line of an exception's text, where Python names the cause."""
     return next(reversed(str(error).strip().splitlines()), type(error).__name__).strip()
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text."""
+    """Return the first line of an exception's text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 # Columns in the object store
 
 BY_COLUMN_BYTES = 1 << 20
-"""Batches with smaller token columns go as one object: another object costs more than copying them."""
+"""A batch with fewer bytes of token columns is sent as one object: copying them costs less than another object."""
 
 
 @dataclass(slots=True)
-class _Held:
-    """Place of a stored column; `version` is torch's count of writes to it, `ray` the connection to Ray."""
+class _StoredColumn:
+    """Reference to a stored column. `version`: torch's count of in-place writes. `ray`: (job id, node id)."""
 
     column: weakref.ref[torch.Tensor]
     version: int
@@ -215,11 +214,11 @@ class _Held:
     ref: Any
 
 
-class Columns(dict[int, _Held]):
-    """References by column. A column that the driver has written to since is put again; one that it dropped is freed."""
+class Columns(dict[int, _StoredColumn]):
+    """Object references by column. A column written to since is stored again; a garbage-collected one is freed."""
 
     def put(self, batch: TensorDict) -> list[Any]:
-        """References from which `rejoined`, on a worker, makes the batch's serialized form."""
+        """Store a batch; returns the references from which `Host.call` rebuilds it."""
         serialized = serialize(batch)
         if sum(array.nbytes for array in serialized.ragged.values()) < BY_COLUMN_BYTES:
             return [ray.put(serialized)]
@@ -229,14 +228,14 @@ class Columns(dict[int, _Held]):
     def _ref(self, nested: Any, array: Any) -> Any:
         column: torch.Tensor = nested._values  # the same object for every view that `values()` returns
         context, key = ray.get_runtime_context(), id(column)
-        # Each new local Ray counts its jobs from one; its nodes have other ids than the last one's.
+        # Each new local Ray numbers its jobs from one; only its node ids differ.
         here = (context.get_job_id(), context.get_node_id())
         held = self.get(key)
-        # An id is reused once its tensor is gone, so the weak reference decides. A write in place raises `_version`, and
-        # after a restart of Ray the old one's references are dangling.
+        # Python reuses the id of a freed tensor, so the weak reference decides. An in-place write raises `_version`, and a
+        # restart of Ray invalidates all references.
         if held is None or held.column() is not column or (held.version, held.ray) != (column._version, here):
             gone = weakref.ref(column, lambda _: self.pop(key, None))
-            held = self[key] = _Held(gone, column._version, here, ray.put(array))
+            held = self[key] = _StoredColumn(gone, column._version, here, ray.put(array))
         return held.ref
 
 
@@ -244,10 +243,10 @@ COLUMNS = Columns()
 
 
 BY_VALUE_BYTES = 64 * 1024
-"""Arguments up to this size travel with each call; larger ones go into the object store once."""
+"""Bytes of arguments up to which they are sent with each call; larger ones enter the object store once."""
 
 REPORT_S = 10.0
-"""Seconds within which Ray reports that a process is gone. So long an error of one rank waits for the others' answers."""
+"""Seconds within which Ray reports a dead process; an error of one rank waits this long for the other ranks' answers."""
 
 
 @dataclass(slots=True)
@@ -270,7 +269,7 @@ class RayPending(Pending):
             async with asyncio.timeout(self.backend.call_timeout):
                 values = await asyncio.gather(*self.refs.values())
         except (RayError, TimeoutError) as error:
-            # In a thread: it waits for ranks that may be about to be reported dead.
+            # In a thread: it waits for Ray to report dead ranks.
             raise await in_thread("batch", self.backend.explain, self.method, self.refs, error) from None
         # Copying rows out of shared memory takes long enough to block the event loop.
         return await in_thread("batch", self._deserialize, values)
@@ -281,7 +280,7 @@ class RayPending(Pending):
 
 @dataclass(eq=False, slots=True)
 class RayBackend(Backend):
-    """A role on a set of hosts."""
+    """One role on a set of hosts."""
 
     role: str
     cls: type[Worker]
@@ -290,8 +289,8 @@ class RayBackend(Backend):
 
     def submit(self, method: str, shipment: Shipment) -> Pending:
         if self.hosts.lost:
-            raise WorkerDiedError(self._loss_of(method))
-        # Arguments are pickled once for all ranks: they go by value if small, else as a reference into the object store.
+            raise WorkerDiedError(self._describe_loss(method))
+        # Arguments are pickled once for all ranks, and sent by value if small, else by an object store reference.
         buffers: list[pickle.PickleBuffer] = []
         values = (tuple(map(to_wire, shipment.args)), {key: to_wire(value) for key, value in shipment.kwargs.items()})
         common: Any = ray.cloudpickle.dumps(values, protocol=5, buffer_callback=buffers.append)
@@ -308,7 +307,7 @@ class RayBackend(Backend):
     def in_processes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Pending:
         name = getattr(function, "func", function).__name__
         if self.hosts.lost:
-            raise WorkerDiedError(self._loss_of(name))
+            raise WorkerDiedError(self._describe_loss(name))
         refs = {rank: handle.apply.remote(function, *args) for rank, handle in enumerate(self.hosts.handles)}
         return RayPending(self, name, refs)
 
@@ -316,27 +315,27 @@ class RayBackend(Backend):
         self.hosts.release(self.role)
 
     def explain(self, method: str, refs: dict[int, Any], error: BaseException) -> Exception:
-        """The error that the driver raises for what Ray reported."""
+        """Convert an error from Ray into the one that the driver raises."""
         if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteFailure):
-            # The peers of a rank that is killed see their connection close before Ray reports the death.
-            self.hosts.note_lost(refs, within=REPORT_S)
-            return WorkerDiedError(self._loss_of(method)) if self.hosts.lost else error.cause.as_error()
+            # The peers of a killed rank see their connection close before Ray reports the death.
+            self.hosts.record_lost(refs, within=REPORT_S)
+            return WorkerDiedError(self._describe_loss(method)) if self.hosts.lost else error.cause.as_error()
         if isinstance(error, TimeoutError):  # Ray's GetTimeoutError is one
             done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
             late = [rank for rank, ref in refs.items() if ref not in done]
             return StalledError(f"{self._label(method)}: no answer from ranks {late} within {self.call_timeout:g} s")
-        self.hosts.note_lost(refs)
+        self.hosts.record_lost(refs)
         if self.hosts.lost:
-            return WorkerDiedError(self._loss_of(method))
+            return WorkerDiedError(self._describe_loss(method))
         if isinstance(error, RayTaskError):
             return WorkerError(f"{self._label(method)}: {error}")
-        # None of this group's processes is gone, so it was an argument's: the worker that made it died.
+        # No process of this group died, so the lost one is the worker that produced an argument.
         return WorkerDiedError(f"{self._label(method)}: an argument that it waits for is lost: {first_line(error)}")
 
     def _label(self, method: str) -> str:
         return f"group {self.role!r}: {self.cls.__name__}.{method}"
 
-    def _loss_of(self, method: str) -> str:
+    def _describe_loss(self, method: str) -> str:
         lost, nodes = self.hosts.lost, self.hosts.nodes
         named = [f"rank {rank} (pid {nodes[rank][1]} on {nodes[rank][0]}): {lost[rank]}" for rank in sorted(lost)]
         return f"{self._label(method)}: worker process gone: {'; '.join(named)}"

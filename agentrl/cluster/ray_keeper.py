@@ -1,14 +1,14 @@
 """Ends a local Ray whose driver died: `python -I -S ray_keeper.py VARIABLE=VALUE`, started by `cluster/ray_cluster.py`.
 
-Ray has the kernel kill its processes with the driver, but each only after it has asked for that: one that was being forked lives
-on for a minute. This process waits for the driver's death and kills every process in whose environment the
-variable is, until none was there for `QUIET` seconds. Then it removes the temporary files of vLLM's replicas, and the semaphores
-that are named after their folder (engines/vllm/options.py).
+The kernel kills Ray's processes with the driver, but each only after it has asked for that (PR_SET_PDEATHSIG): a process that was
+just being forked survives for a minute. So this process waits for the driver's death and kills every process with the variable in
+its environment, until there was none for `QUIET` seconds. Then it removes the temporary folders of vLLM's replicas and the
+semaphores named after them (engines/vllm/options.py).
 
-Stdin has what to say on stderr if the driver ends without a word of its own (killed, or by Ray): a line, of which the latest
-counts; a blank one takes it back. An empty line says that the driver has stopped Ray itself.
+Stdin: one message per line, the latest of which is printed on stderr if the driver ends silently (killed, also by Ray). A blank
+line withdraws it; an empty line reports that the driver has stopped Ray itself.
 
-Nothing of agentrl is imported: this starts with every run. Linux alone: it reads /proc.
+Imports nothing of agentrl, because it starts with every run. Linux only: it reads /proc.
 """
 
 import os
@@ -18,35 +18,35 @@ import sys
 import time
 
 INTERVAL = 0.5
-"""Seconds between looks at the driver. Its pipe alone may stay open: processes that it forked hold a copy."""
+"""Seconds between checks of the driver. The pipe does not tell: the driver's child processes may keep it open."""
 QUIET = 3.0
 PATIENCE = 10
-"""Seconds in which a line has to be taken."""
+"""Seconds in which a reader must take the message."""
 SCRATCH = "rl-vllm-{}-"
-"""How the folder of a driver's replicas begins."""
+"""Prefix of the folders of a driver's replicas; {}: its pid."""
 
 
 def main(mark: bytes, driver: int) -> None:
-    """Wait for the end of `driver` (our parent), then kill what carries `mark`."""
-    told, said, is_open, lives = b"", b"", True, True
+    """Wait until `driver` (the parent) ends, then kill all processes that carry `mark`."""
+    partial, message, is_open, lives = b"", b"", True, True
     while lives:
-        lives = os.getppid() == driver  # asked before it is read: what it told at last is there
+        lives = os.getppid() == driver  # checked before reading, so that the driver's last message is read
         if select.select([0] if is_open else [], [], [], INTERVAL if lives else 0)[0]:
             got = os.read(0, 1 << 16)
-            is_open = bool(got)  # else the driver is ending, or closed it; its death is what counts
-            *lines, told = (told + got).split(b"\n")
+            is_open = bool(got)  # at EOF the driver is ending or has closed the pipe; only its death counts
+            *lines, partial = (partial + got).split(b"\n")
             if b"" in lines:
                 return
-            said = lines[-1] if lines else said
-    if said.strip():
-        say(said)
-    os.close(2)  # who reads it need not wait for the rest
+            message = lines[-1] if lines else message
+    if message.strip():
+        say(message)
+    os.close(2)  # so that a reader sees EOF now
     end_all(mark)
     sweep(SCRATCH.format(driver))
 
 
 def say(text: bytes) -> None:
-    """Write a line on stderr, by a process of its own: it may be a pipe that nobody reads, or whose reader is gone."""
+    """Write a line on stderr from a child process: stderr may be a pipe whose reader is stuck or gone."""
     if os.fork() == 0:
         try:
             signal.alarm(PATIENCE)
@@ -56,8 +56,8 @@ def say(text: bytes) -> None:
 
 
 def sweep(prefix: str) -> None:
-    """Remove the folders of temporary files that begin so and that nobody holds, each with its semaphores."""
-    import fcntl  # only now: most drivers stop their Ray themselves
+    """Remove the unlocked temporary folders that start with `prefix`, with their semaphores."""
+    import fcntl  # deferred: most drivers stop their Ray themselves
     import shutil
 
     for parent in {os.environ.get("TMPDIR", "/tmp"), "/tmp"}:
@@ -66,7 +66,7 @@ def sweep(prefix: str) -> None:
             descriptor = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # of a living driver of this number in another container
+            except OSError:  # locked by a live driver with the same pid in another container
                 continue
             finally:
                 os.close(descriptor)
@@ -76,12 +76,12 @@ def sweep(prefix: str) -> None:
 
 
 def names(folder: str, prefix: str) -> list[str]:
-    """Names in a folder, if it exists, that begin so."""
+    """Return the names in `folder` that start with `prefix`; [] if it does not exist."""
     return [name for name in os.listdir(folder) if name.startswith(prefix)] if os.path.isdir(folder) else []  # noqa: PTH112, PTH208
 
 
 def end_all(mark: bytes) -> None:
-    """`kill_all`, until there was none for `QUIET` seconds."""
+    """Repeat `kill_all` until it has found no process for `QUIET` seconds."""
     until = time.monotonic() + QUIET
     while time.monotonic() < until:
         if kill_all(mark):
@@ -90,7 +90,7 @@ def end_all(mark: bytes) -> None:
 
 
 def kill_all(mark: bytes) -> int:
-    """Kill every process that has `mark` in its environment; returns how many there were."""
+    """Kill every process with `mark` in its environment; return their number."""
     if not os.path.isdir("/proc"):  # noqa: PTH112
         return 0
     found = 0
@@ -105,7 +105,7 @@ def kill_all(mark: bytes) -> int:
 
 
 def _environment(pid: str) -> list[bytes]:
-    """Environment with which the process was started; nothing if it has ended or is another user's."""
+    """Return the initial environment of a process; [] if it has ended or belongs to another user."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
             return file.read().split(b"\0")

@@ -1,7 +1,7 @@
-"""The worker contract: a plain class whose public methods can be called by a group.
+"""The worker contract: a plain class whose public methods a group can call.
 
-The mesh of ranks, the arguments of a call as they are shipped, the dispatch strategies that a
-method declares, and the contract. Imports no torch: processes that get no batches stay small."""
+Defines the mesh of ranks, shipped arguments, dispatch strategies, and the Worker base class. Does not
+import torch, so that processes without batches stay small."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Mesh:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int] | None, world_size: int) -> Mesh:
-        """The mesh of `sizes`, by default one axis "dp" over all ranks.
+        """Build the mesh of `sizes`, by default one axis "dp" over all ranks.
 
         Raises DispatchError if the product of the sizes is not `world_size`.
         """
@@ -46,11 +46,11 @@ class Mesh:
         return math.prod(dict(self.axes).values())
 
     def size(self, axis: str) -> int:
-        """Number of ranks along `axis`. Raises DispatchError for an unknown axis."""
+        """Return the number of ranks along `axis`. Raises DispatchError for an unknown axis."""
         return self.places(axis)[-1] + 1
 
     def places(self, axis: str) -> list[int]:
-        """The coordinate of each rank along `axis`. Raises DispatchError for an unknown axis."""
+        """Return each rank's coordinate along `axis`. Raises DispatchError for an unknown axis."""
         sizes = dict(self.axes)
         if axis not in sizes:
             raise DispatchError(f"no mesh axis {axis!r}; this group has {list(sizes)}")
@@ -58,15 +58,14 @@ class Mesh:
         return found
 
 
-# Arguments of a call, as they are shipped
+# Shipped arguments of a call
 
 
 @dataclass(slots=True)
 class Shipment:
-    """One call to the ranks `ranks`.
+    """One call to `ranks`.
 
-    `args` and `kwargs` are the same for all. If a batch is dispatched by rows, it comes before `args`, and rank r gets its rows
-    `rows[r]`.
+    All ranks get the same `args` and `kwargs`. A batch dispatched by rows precedes `args`; rank r gets its rows `rows[r]`.
     """
 
     args: tuple[Any, ...]
@@ -81,24 +80,24 @@ class Shipment:
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """Base of all strategies."""
+    """Base of all dispatch strategies."""
 
     def check(self, label: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
-        """Raise DispatchError if a method's signature (without self) does not fit."""
+        """Raise DispatchError if a method's signature (without self) does not fit this strategy."""
         return None
 
     @abstractmethod
     def scatter(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Shipment:
-        """Split one call; `label` names the method in messages. Raises DispatchError if its arguments do not fit."""
+        """Split a call over the ranks; `label` names the method in errors. Raises DispatchError if the arguments do not fit."""
 
     @abstractmethod
     def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
-        """One result from the ranks' results."""
+        """Combine the ranks' results into one."""
 
 
 @dataclass(frozen=True)
 class Broadcast(Strategy):
-    """The same arguments for every rank; `run` waits for all and returns rank 0's result."""
+    """Send the same arguments to every rank; `run` waits for all and returns rank 0's result."""
 
     def scatter(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Shipment:
         return Shipment(args, kwargs, list(range(mesh.world_size)))
@@ -112,7 +111,7 @@ class Broadcast(Strategy):
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """A worker's knowledge of its group: its rank, the mesh, and where rank 0 waits for the others."""
+    """Position of a worker in its group; `rendezvous`: the address where rank 0 accepts the other ranks."""
 
     group: str
     rank: int
@@ -126,22 +125,22 @@ _NOT_PLAIN = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.
 class Worker:
     """Base of all roles. Subclasses declare `dispatch_table`: public method name -> strategy.
 
-    The table is checked when the class is defined: a key that names no method, a public method without
-    an entry, or a signature that does not fit its strategy raises DispatchError. A subclass inherits
-    the entries of its bases. Workers live in a process of their own ("ray") or in the driver ("inline").
+    Defining a class raises DispatchError if a key names no method, a public method has no entry, or a
+    signature does not fit its strategy. A subclass inherits the entries of its bases. Workers run in
+    separate processes (backend "ray") or in the driver ("inline").
 
-    `collective`: whether the class enters torch.distributed collectives; if False, the inline
-    backend may hold several ranks, which then run one after the other.
+    `collective`: the class calls torch.distributed collectives; if False, the inline backend may hold
+    several ranks, which run one after the other.
     """
 
     dispatch_table: ClassVar[Mapping[str, Strategy]] = {}
     collective: ClassVar[bool] = True
     threads: int | None = None
-    """That compute its model on a CPU; None: as many as OMP_NUM_THREADS says, or one."""
+    """CPU threads that compute its model; None: OMP_NUM_THREADS, or one."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Merged over the whole MRO, base first: an entry of a subclass replaces that of its base.
+        # Base classes first, so that a subclass's entry replaces that of its base.
         inherited: dict[str, Strategy] = {}
         for base in reversed(cls.__mro__[1:]):
             inherited.update(base.__dict__.get("dispatch_table", {}))
@@ -174,20 +173,20 @@ class Worker:
         self.world_size = context.mesh.world_size
 
     def mesh_rank(self, axis: str = "dp") -> int:
-        """This worker's coordinate along a mesh axis."""
+        """Return this worker's coordinate along a mesh axis."""
         return self.context.mesh.places(axis)[self.rank]
 
     def init_process_group(self, backend: str | None = None, timeout: float = 1800.0) -> None:
         """Join the group's torch.distributed default process group; every rank must call it.
 
-        `backend` is by default "cpu:gloo,cuda:nccl" if this process sees a GPU, else "gloo". A second role in the
-        same process reuses the existing group. `timeout` (seconds) bounds every later collective.
+        Default `backend`: "cpu:gloo,cuda:nccl" if this process sees a GPU, else "gloo". A second role in the same
+        process reuses the existing group. `timeout` (seconds) bounds every later collective.
         """
         join_group(self.context.rendezvous, self.rank, self.world_size, backend, timeout)
 
 
 def public_methods(cls: type) -> dict[str, Any]:
-    """Public methods that the class and its bases below Worker define, by name."""
+    """Return the public methods defined by the class and its bases below Worker, by name."""
     return {
         name: value
         for base in reversed(cls.__mro__)
@@ -197,7 +196,7 @@ def public_methods(cls: type) -> dict[str, Any]:
 
 
 def resolve(cls: type[Worker], method: Callable[..., Any]) -> tuple[str, Strategy]:
-    """Name and strategy of a method reference such as `Actor.update` for a group of `cls`.
+    """Return name and strategy of a method reference such as `Actor.update` for a group of `cls`.
 
     Raises DispatchError if the method belongs to another class or has no entry.
     """

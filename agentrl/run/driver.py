@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.cluster.group import check_arrived
-from agentrl.cluster.ray_cluster import last_words, while_ray_lives
-from agentrl.cluster.ray_parent import LOSSES, error_told, restarting, tell, unsaid
+from agentrl.cluster.ray_cluster import exit_message, while_ray_lives
+from agentrl.cluster.ray_parent import LOSSES, report_error, report_to_parent, restarting, silent_exit_message
 from agentrl.config.origin import Origins, to_toml
 from agentrl.config.schema import TrainConfig
 from agentrl.run.assembly import RunStart
@@ -135,7 +135,7 @@ def execute(
             display.warn(line)
         run = RunDriver(config, folder, display, run_log, outcome, interrupt or Interrupt(display.say), callbacks)
         try:
-            with last_words(unsaid(f"continue with: {folder.resume_command()}")):
+            with exit_message(silent_exit_message(f"continue with: {folder.resume_command()}")):
                 run_loop(run.train())
         except (asyncio.CancelledError, KeyboardInterrupt):
             outcome.status = "interrupted"
@@ -197,7 +197,7 @@ class RunDriver:
     async def _attempt(self) -> None:
         config, folder, outcome = self.config, self.folder, self.outcome
         then = f"continue with: {folder.resume_command()}"
-        tell(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
+        report_to_parent(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
         if outcome.restarts:
             Provenance(folder, config).check_contents()  # the files are read again
         if config.data is not None:
@@ -214,7 +214,7 @@ class RunDriver:
         outcome.engine = session.engine_name
         self.run_log.live(session)
         try:
-            with error_told():
+            with report_error():
                 await self._phases(session)
         finally:
             self.run_log.live(None)

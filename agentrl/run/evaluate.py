@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
-from agentrl.cluster.ray_cluster import last_words, start_ray, stop_asking, stop_ray, while_ray_lives
-from agentrl.cluster.ray_parent import error_told, tell, unsaid
+from agentrl.cluster.ray_cluster import exit_message, start_ray, stop_asking, stop_ray, while_ray_lives
+from agentrl.cluster.ray_parent import report_error, report_to_parent, silent_exit_message
 from agentrl.config.envs import eval_weights, one_temperature
 from agentrl.config.identity import check_same_identity, identity_of
 from agentrl.data.trajectory import Trajectory
@@ -325,8 +325,8 @@ class RolloutJob:
                     display.say(computes)
             try:
                 if missing:
-                    tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
-                    with last_words(unsaid(LATER)), chdir("."):  # back to it afterwards: a tool may have left it
+                    report_to_parent(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
+                    with exit_message(silent_exit_message(LATER)), chdir("."):  # back to it afterwards: a tool may have left it
                         await while_ray_lives(self.play(session, missing))
             except WorkerDiedError as error:
                 raise WorkerDiedError(f"{error}; {LATER}") from error
@@ -362,7 +362,7 @@ class RolloutJob:
         display.trouble = lambda: f"{len(lost)} episodes came to no score; the first: {lost[0]}" if lost else ""
         with display.doing("starting the engine", parts.starting):
             await session.start()
-        with error_told(), self.file.open("a") as file:
+        with report_error(), self.file.open("a") as file:
 
             def keep(trajectory: Trajectory) -> None:
                 nonlocal done

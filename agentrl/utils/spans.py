@@ -1,13 +1,13 @@
 """Durations in a run, as nested spans: a step, its parts, its episodes with their turns, calls and scores.
 
-    with span("tool", call.name) as open:          None if nobody listens, which costs a tenth of a microsecond
+        with span("tool", call.name) as open:          None without a listener, which costs a tenth of a microsecond
         ...
         if open is not None:
             open.set(bytes=len(text))
 
-A trace begins with a span that is a `root`; spans opened inside it, also in tasks and threads that it starts, belong to it.
-Times are those of the machine's monotonic clock, which all its processes share. Who listens (`listen`) gets spans as they end:
-OpenTelemetry, the timeline of a step, or in a rollout worker the connection to the driver."""
+A trace begins with a `root` span; spans opened inside it, also in its tasks and threads, belong to it. Times are those of the
+monotonic clock, which all processes of a machine share. Listeners (`add_listener`) receive spans as they end: OpenTelemetry, the
+timeline of a step, or in a rollout worker the connection to the driver."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ HOMES = ("step", "rollout", "evaluation")
 
 @dataclass(slots=True)
 class TraceSpan:
-    """A part of a trace, in nanoseconds. `parent`: the id of the span that it lies in, 0 for the first of a trace. `track`: spans
-    of one track are in one another or one after the other, but for calls that run together. `sampled`: this trace, and of an
-    episode this episode, is among those that are exported. `place`: the process, "" for the driver's."""
+    """One span of a trace; times in nanoseconds. `parent`: id of the enclosing span, 0 for a root. `track`: a timeline row, whose
+    spans are nested or sequential, except concurrent calls. `sampled`: exported (the trace, and of an episode this episode).
+    `place`: the process, "" for the driver."""
 
     kind: Kind
     name: str
@@ -56,14 +56,14 @@ class TraceSpan:
     values: dict[str, Value | None] = field(default_factory=dict)
 
     def set(self, **values: Value | None) -> None:
-        """Say more about it; None: not known."""
+        """Add values to the span; None: unknown."""
         self.values.update(values)
 
 
 @dataclass(frozen=True, slots=True)
 class TracePlace:
-    """Position in a trace: spans opened here lie in span `id`, and episodes in `home`, the part of a step that plays them.
-    `episodes`: the share of them that is exported."""
+    """Position in a trace: the parent `id` of new spans, and `home`, the parent of episodes (the phase of a step that runs
+    them). `episodes`: the share of episodes that is exported."""
 
     trace: int
     id: int
@@ -73,14 +73,14 @@ class TracePlace:
     episodes: float = 1.0
 
     def within(self, opened: TraceSpan) -> TracePlace:
-        """The place inside a span that was opened here."""
+        """Return the position inside a span that was opened here."""
         home = opened.id if opened.kind in HOMES else self.home
         return TracePlace(self.trace, opened.id, opened.track, self.sampled, home, self.episodes)
 
 
 @dataclass(slots=True)
 class _Listeners:
-    """Those of this process. `all`: also spans that are not sampled are made."""
+    """Listeners of this process. `all`: number of those that also receive spans that are not sampled."""
 
     each: tuple[Callable[[TraceSpan], None], ...] = ()
     all: int = 0
@@ -93,8 +93,8 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def add_listener(listener: Callable[[TraceSpan], None], *, all: bool = False) -> Callable[[], None]:
-    """Have `listener` called with each span that ends in this process; call the result to end that. `all`: also with those that
-    are not sampled."""
+    """Call `listener` with each span that ends in this process, until the returned function is called. `all`: also with those
+    that are not sampled."""
     _LISTENERS.each = (*_LISTENERS.each, listener)
     _LISTENERS.all += all
 
@@ -107,23 +107,23 @@ def add_listener(listener: Callable[[TraceSpan], None], *, all: bool = False) ->
 
 
 def listens_to_all() -> bool:
-    """Return True if spans that are not sampled are made too."""
+    """Return True if spans that are not sampled are recorded too."""
     return _LISTENERS.all > 0
 
 
 def here() -> TracePlace | None:
-    """Position of the caller in a trace; None: in none, or nobody listens."""
+    """Return the caller's position in a trace; None outside of a trace or without a listener."""
     return _HERE.get() if _LISTENERS.each else None
 
 
 def stand(place: TracePlace | None) -> None:
-    """From now on the caller's task is there."""
+    """Make `place` the parent of the spans that this task opens."""
     _HERE.set(place)
 
 
 @contextmanager
 def at(place: TracePlace | None) -> Iterator[None]:
-    """Inside, spans lie in `place`, which may be of another process; None: in no trace."""
+    """Make `place`, also of another process, the parent of spans inside the context; None: no trace."""
     token = _HERE.set(place)
     try:
         yield
@@ -132,8 +132,8 @@ def at(place: TracePlace | None) -> Iterator[None]:
 
 
 def span(kind: Kind, name: str = "", *, track: str | None = None, root: bool = False) -> AbstractContextManager[TraceSpan | None]:
-    """Time the code inside. `track`: by default the parent span's. `root`: begins a trace outside of any; other spans outside of
-    a trace are not made."""
+    """Time the code inside the context. `track`: default the parent's. `root`: starts a trace if there is none; otherwise, a span
+    outside of a trace is not recorded."""
     if not _LISTENERS.each:
         return _NOTHING
     place = _HERE.get()
@@ -161,7 +161,7 @@ def _open_span(kind: Kind, name: str, place: TracePlace, track: str | None) -> I
 
 
 def begin(kind: Kind, name: str, place: TracePlace, track: str | None = None) -> TraceSpan:
-    """Open a span, for `finish` to end; spans opened meanwhile do not lie in it."""
+    """Open a span for `finish` to end; spans opened in between are not its children."""
     parent = place.home or place.id if kind == "episode" else place.id
     opened = TraceSpan(kind, name, place.trace, new_id(64), parent, now(), track or place.track, place.sampled)
     _LISTENERS.open[opened.id] = opened
@@ -178,7 +178,7 @@ def finish(opened: TraceSpan) -> None:
 def note(
     kind: Kind, name: str, since: int, *, track: str | None = None, place: TracePlace | None = None, **values: Value
 ) -> None:
-    """A span from `since` until now, in `place` (by default, here)."""
+    """Record a span from `since` until now in `place` (default: the caller's)."""
     place = here() if place is None else place
     if place is not None and _LISTENERS.each and (place.sampled or _LISTENERS.all):
         opened = begin(kind, name, place, track)
@@ -188,18 +188,18 @@ def note(
 
 
 def receive_span(found: TraceSpan) -> None:
-    """Pass a span, of this process or another, to the listeners."""
+    """Pass a span of this or another process to the listeners."""
     for listener in _LISTENERS.each:
         listener(found)
 
 
 def open_spans() -> list[TraceSpan]:
-    """The spans of this process that are open."""
+    """Return the open spans of this process."""
     return list(_LISTENERS.open.values())
 
 
 def in_span(kind: Kind, root: bool = False) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:
-    """Decorator: each call of the async function is a span."""
+    """Decorate an async function: record each call as a span."""
 
     def wrap(function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
         @functools.wraps(function)
@@ -213,13 +213,13 @@ def in_span(kind: Kind, root: bool = False) -> Callable[[Callable[P, Awaitable[R
 
 
 def new_id(bits: int) -> int:
-    """A number for a trace (128 bits) or a span (64), never 0."""
+    """Return a random nonzero id of a trace (128 bits) or a span (64)."""
     return secrets.randbits(bits) or 1
 
 
 @functools.cache
 def machine() -> str:
-    """Id that processes of one machine share since it was started: with it, their clocks are one."""
+    """Return an id of this machine's boot; processes with the same id share a monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -227,5 +227,5 @@ def machine() -> str:
 
 
 def _share(key: str) -> float:
-    """A number in [0, 1) that depends on the key alone."""
+    """Hash `key` to a number in [0, 1)."""
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64

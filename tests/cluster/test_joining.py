@@ -111,11 +111,11 @@ def test_a_token_is_made_unless_the_user_has_one_or_wants_none(
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    runtime.own_token()
+    runtime.create_token()
     token = os.environ.pop("RAY_AUTH_TOKEN", "")
     assert len(token) == (64 if made else 0)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
-    runtime.own_token()
+    runtime.create_token()
     assert os.environ["RAY_AUTH_TOKEN"] == "mine"
 
 

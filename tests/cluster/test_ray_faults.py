@@ -69,14 +69,14 @@ def test_a_vital_process_counts_as_gone_once_it_is_a_zombie(
     monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]
 ) -> None:
     vital = {"raylet": psutil.Process(sleeper.pid), "gcs_server": psutil.Process()}
-    monkeypatch.setattr(ray_cluster, "_own", SimpleNamespace(vital=vital))
-    assert ray_cluster.ray_gone() == ""
+    monkeypatch.setattr(ray_cluster, "_local_ray", SimpleNamespace(vital=vital))
+    assert ray_cluster.lost_ray_processes() == ""
     sleeper.kill()
     while psutil.Process(sleeper.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    assert ray_cluster.ray_gone() == f"its raylet (pid {sleeper.pid})"
+    assert ray_cluster.lost_ray_processes() == f"its raylet (pid {sleeper.pid})"
     sleeper.wait()
-    assert ray_cluster.ray_gone() == f"its raylet (pid {sleeper.pid})"
+    assert ray_cluster.lost_ray_processes() == f"its raylet (pid {sleeper.pid})"
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ async def test_work_without_a_loss_is_as_it_is_alone(ended: list[str], monkeypat
     assert await ray_cluster.while_ray_lives(asyncio.sleep(0.05, "result")) == "result"
     with pytest.raises(EngineError, match="its own"):
         await ray_cluster.while_ray_lives(fails())
-    monkeypatch.setattr(ray_cluster, "_own", SimpleNamespace(vital={}))
+    monkeypatch.setattr(ray_cluster, "_local_ray", SimpleNamespace(vital={}))
     monkeypatch.setattr(ray_cluster, "SETTLE", 0.2)
     for error, seconds in ((EngineError("its own"), 0.2), (ConfigError("a mistake"), 0.0)):
         began = time.monotonic()
@@ -122,9 +122,9 @@ async def test_work_without_a_loss_is_as_it_is_alone(ended: list[str], monkeypat
 @pytest.mark.parametrize("how", ["goes on", "fails of it", "fails before it shows", "will not end"])
 async def test_a_loss_ends_the_work_and_is_what_is_said(ended: list[str], monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     lost = ""
-    monkeypatch.setattr(ray_cluster, "ray_gone", lambda: lost)
+    monkeypatch.setattr(ray_cluster, "lost_ray_processes", lambda: lost)
     monkeypatch.setattr(ray_cluster, "END_S", 0.2)
-    monkeypatch.setattr(ray_cluster, "_own", SimpleNamespace(vital={}))
+    monkeypatch.setattr(ray_cluster, "_local_ray", SimpleNamespace(vital={}))
 
     def lose() -> None:
         nonlocal lost
@@ -169,17 +169,17 @@ def test_a_ray_that_starts_late_is_waited_for_and_one_whose_raylet_ended_is_not(
     monkeypatch.setattr(ray_cluster, "POLL", 0.01)
     raylet = psutil.Process(sleeper.pid)
     monkeypatch.setattr(ray_cluster, "vitals", lambda since: {"raylet": raylet} if asked else {})
-    with ray_cluster.patient(10.0):
+    with ray_cluster.wait_for_raylet(10.0):
         assert services.get_node("address", "node") == "there" and len(asked) == 3
     asked.clear()
     sleeper.kill()
     sleeper.wait()
-    with ray_cluster.patient(10.0), pytest.raises(ray_cluster.RayletEndedError) as seen:
+    with ray_cluster.wait_for_raylet(10.0), pytest.raises(ray_cluster.RayletEndedError) as seen:
         services.get_node("address", "node")
     assert len(asked) == 1 and not seen.value.late
     asked.clear()
     monkeypatch.setattr(ray_cluster, "vitals", lambda since: {})
-    with ray_cluster.patient(0.0), pytest.raises(RuntimeError, match="not there"):
+    with ray_cluster.wait_for_raylet(0.0), pytest.raises(RuntimeError, match="not there"):
         services.get_node("address", "node")
     assert services.get_node is get_node
 
@@ -222,7 +222,7 @@ def test_a_sigterm_while_ray_starts_is_for_who_started_it() -> None:
     try:
         ray_cluster.start_ray(ClusterConfig(), object_store_bytes=100 << 20)
         assert began.is_set() and got == [signal.SIGTERM]
-        assert ray_cluster.is_connected() and ray_cluster.ray_gone() == ""
+        assert ray_cluster.is_connected() and ray_cluster.lost_ray_processes() == ""
     finally:
         over.set()
         striking.join()
@@ -242,7 +242,7 @@ def vital() -> Iterator[dict[str, psutil.Process]]:
     # Ray's would end its processes and then this one, in the middle of a step.
     assert signal.signal(signal.SIGTERM, before) is _of_the_test
     found = ray_cluster.vitals()
-    assert found.keys() == {"raylet", "gcs_server"} and ray_cluster.ray_gone() == ""
+    assert found.keys() == {"raylet", "gcs_server"} and ray_cluster.lost_ray_processes() == ""
     yield found
     ray_cluster.stop_ray()
 
@@ -252,8 +252,8 @@ async def test_a_real_ray_that_loses_its_raylet_is_ended_whole(vital: dict[str, 
     """And none is begun by what is still asked of it."""
     import ray
 
-    assert ray_cluster._own is not None
-    mark, refused = ray_cluster._own.mark, list[str]()
+    assert ray_cluster._local_ray is not None
+    mark, refused = ray_cluster._local_ray.mark, list[str]()
     everyone = family(vital, mark)
 
     async def work() -> None:
@@ -315,7 +315,7 @@ def test_a_ray_that_loses_a_process_while_it_starts_is_started_again(victim: str
         ray_cluster.start_ray(ClusterConfig(startup_timeout=300.0), object_store_bytes=100 << 20)
         assert killed and time.monotonic() - began < 250
         time.sleep(1)
-        assert ray_cluster.ray_gone() == "" and killed[0] not in [one.pid for one in ray_cluster.vitals().values()]
+        assert ray_cluster.lost_ray_processes() == "" and killed[0] not in [one.pid for one in ray_cluster.vitals().values()]
     finally:
         ray_cluster.stop_ray()
 
@@ -323,8 +323,8 @@ def test_a_ray_that_loses_a_process_while_it_starts_is_started_again(victim: str
 @linux
 @proof
 def test_a_ray_that_is_stopped_after_it_lost_its_gcs_leaves_no_agents(vital: dict[str, psutil.Process]) -> None:
-    assert ray_cluster._own is not None
-    mark = ray_cluster._own.mark
+    assert ray_cluster._local_ray is not None
+    mark = ray_cluster._local_ray.mark
     everyone = family(vital, mark)
     vital["gcs_server"].kill()
     assert len(carrying(mark)) > 3

@@ -128,10 +128,10 @@ WORDED = """
 import signal, sys, time
 import psutil, ray
 from agentrl.cluster import ray_cluster as runtime
-from agentrl.cluster.ray_parent import unsaid
+from agentrl.cluster.ray_parent import silent_exit_message
 from agentrl.config.schema import ClusterConfig
 
-with runtime.last_words(unsaid("continue with:\\n\\nthis")):
+with runtime.exit_message(silent_exit_message("continue with:\\n\\nthis")):
     runtime.start_ray(ClusterConfig(), object_store_bytes=100 << 20)
     if sys.argv[1] == "ended by Ray":
         for process in psutil.Process().children(recursive=True):

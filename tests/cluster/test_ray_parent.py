@@ -26,7 +26,7 @@ DRIVER = """
 import os, signal, sys, time
 from pathlib import Path
 from agentrl.cli import main, train
-from agentrl.cluster.ray_parent import tell
+from agentrl.cluster.ray_parent import report_to_parent
 
 words, run = sys.argv[1].split(","), Path(sys.argv[2])
 
@@ -39,19 +39,19 @@ def drive(args, config, before, restarts):
     word = words[times]
     if word == "early":
         os._exit(1)
-    tell(folder=str(run), restarts=restarts, max_restarts=2, then=f"continue with: agentrl train --resume {run}")
+    report_to_parent(folder=str(run), restarts=restarts, max_restarts=2, then=f"continue with: agentrl train --resume {run}")
     if word == "no ray":
         os._exit(1)
     if word == "own error":
-        tell(error="AgentrlError: the gate is shut")
-    tell(ray="its GCS (pid 7) or its raylet (pid 8)")
+        report_to_parent(error="AgentrlError: the gate is shut")
+    report_to_parent(ray="its GCS (pid 7) or its raylet (pid 8)")
     if word in ("ray", "own error"):
         os._exit(1)
     if word == "stopped":
-        tell(ray="")
+        report_to_parent(ray="")
         os._exit(1)
     if word == "late":  # after what is begun has ended
-        tell(over=True)
+        report_to_parent(over=True)
         os._exit(1)
     if word == "waits":
         got = []
@@ -198,14 +198,14 @@ async def test_one_signal_to_the_whole_group_is_one_and_a_later_one_another(
 OTHER = """
 import os, sys
 from agentrl.cli import eval, main, train
-from agentrl.cluster.ray_parent import tell
+from agentrl.cluster.ray_parent import report_to_parent
 
 ends, run = int(sys.argv[1]), sys.argv[2]
 
 def drive(args, restarts, **more):
     print("asked", getattr(args, "resume", None), getattr(args, "success", None), restarts, more, flush=True)
-    tell(folder=run, restarts=restarts, max_restarts=0 if hasattr(args, "replay") else 2, then="so it goes on")
-    tell(ray="its GCS (pid 7) or its raylet (pid 8)")
+    report_to_parent(folder=run, restarts=restarts, max_restarts=0 if hasattr(args, "replay") else 2, then="so it goes on")
+    report_to_parent(ray="its GCS (pid 7) or its raylet (pid 8)")
     if restarts < ends:
         os._exit(1)
     return 0
