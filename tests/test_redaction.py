@@ -41,7 +41,7 @@ from agentrl.run.trackers import TRACKERS, check_trackers, makers
 from agentrl.utils import redaction
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError
 from agentrl.utils.parsing import toml_table
-from agentrl.utils.redaction import GONE, guard_process, guarded_output, learn, redact, redact_json, redact_said, remember
+from agentrl.utils.redaction import REDACTED, guard_process, guarded_output, learn, redact, redact_json, redact_said, remember
 from agentrl.utils.search_path import give
 from tests.rollout.loopback import LoopbackServer, completion
 
@@ -119,7 +119,7 @@ def test_references_are_resolved_late_and_remembered() -> None:
     assert redact(PLANTED["reference"]) == PLANTED["reference"]
     found = redaction.resolve_references(row, "k")
     assert found == {"a": PLANTED["reference"], "b": [f"x{PLANTED['within']}y", "env:NOT a name"], "c": 3}
-    assert redact(f"<{PLANTED['reference']}> {PLANTED['within']}") == f"<{GONE}> {GONE}"
+    assert redact(f"<{PLANTED['reference']}> {PLANTED['within']}") == f"<{REDACTED}> {REDACTED}"
     with pytest.raises(ConfigError, match=r"k\.z: the environment variable NOWHERE_SET is not set"):
         redaction.resolve_references({"z": "env:NOWHERE_SET"}, "k")
 
@@ -143,9 +143,9 @@ def test_logs_and_prints_and_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None
                 log.exception("d")
     finally:
         log.removeHandler(handler)
-    assert sys.stdout is out and (out.getvalue(), err.getvalue()) == (f"b {GONE}\n", f"a {GONE}\n")
+    assert sys.stdout is out and (out.getvalue(), err.getvalue()) == (f"b {REDACTED}\n", f"a {REDACTED}\n")
     assert found_in(seen.getvalue()) == [] and "sk-abc" not in seen.getvalue()
-    assert seen.getvalue().startswith(f"c {GONE}\nd\nTraceback") and "ValueError: 401: Incorrect" in seen.getvalue()
+    assert seen.getvalue().startswith(f"c {REDACTED}\nd\nTraceback") and "ValueError: 401: Incorrect" in seen.getvalue()
 
 
 async def test_a_tool_that_echoes_a_secret_tells_nobody() -> None:
@@ -163,7 +163,7 @@ async def test_a_tool_that_echoes_a_secret_tells_nobody() -> None:
 
     box = Toolbox([echo, fail])
     result = await box.call(ToolCall("echo", {"text": "x"}, id="1"))
-    assert found_in(str(result)) == [] and result.value == {"said": f"x {GONE}"}
+    assert found_in(str(result)) == [] and result.value == {"said": f"x {REDACTED}"}
     assert found_in(str(await box.call(ToolCall("echo", {"wrong": PLANTED["tool"]}, id="1")))) == []
     with pytest.raises(EnvError) as failed:
         await box.call(ToolCall("fail", {}, id="2"))
@@ -226,7 +226,7 @@ def _tracker(value: str) -> object:
 ])  # fmt: skip
 def test_every_address_and_argument_may_be_a_reference(key: str, used: Callable[[str], object]) -> None:
     assert used("http://h/${env:WITHIN}") == f"http://h/{PLANTED['within']}"
-    assert redact(PLANTED["within"]) == GONE
+    assert redact(PLANTED["within"]) == REDACTED
     with pytest.raises(ConfigError, match=f"{re.escape(key)}: the environment variable NOWHERE_SET is not set"):
         used("http://${env:NOWHERE_SET}/")
 
@@ -235,7 +235,7 @@ async def test_what_a_server_writes_to_standard_error_is_redacted_in_its_error()
     pytest.importorskip("mcp")
     remember(PLANTED["flag"])
     says = f"echo begun {PLANTED['flag']} >&2"
-    with pytest.raises(EnvError, match=re.escape(f"it wrote: begun {GONE}")) as failed:
+    with pytest.raises(EnvError, match=re.escape(f"it wrote: begun {REDACTED}")) as failed:
         await McpSource("s", McpServerConfig(command=["sh", "-c", says])).session().open()
     assert found_in(str(failed.value)) == []
 
@@ -248,7 +248,7 @@ def test_an_actor_of_ray_redacts_what_goes_to_its_log(monkeypatch: pytest.Monkey
     guard_process()
     print(PLANTED["url"], PLANTED["variable"])
     print(PLANTED["url"], file=sys.stderr)
-    assert (out.getvalue(), err.getvalue()) == (f"{GONE} {GONE}\n", f"{GONE}\n")
+    assert (out.getvalue(), err.getvalue()) == (f"{REDACTED} {REDACTED}\n", f"{REDACTED}\n")
 
 
 class Leaky(ToolEnv):
@@ -265,7 +265,7 @@ def test_parameters_of_an_environment_may_be_references_and_stay_references_unti
     ref = EnvRef("given:leaky-by-reference", {"token": {"a": ["x${env:WITHIN}", "env:REFERRED"], "pair": pair}})
     assert redact(PLANTED["reference"]) == PLANTED["reference"]
     assert cast(Any, ref.build()).token == {"a": [f"x{PLANTED['within']}", PLANTED["reference"]], "pair": pair}
-    assert redact(PLANTED["reference"]) == GONE and found_in(str(ref)) == []
+    assert redact(PLANTED["reference"]) == REDACTED and found_in(str(ref)) == []
     plain: Any = EnvRef("given:leaky-by-reference", {"token": pair}).build()
     assert plain.token is pair, "what refers to nothing stays as it is"
     with pytest.raises(ConfigError, match=r"env\.params\.token: the environment variable NOWHERE_SET is not set"):
@@ -336,7 +336,7 @@ async def test_a_password_in_an_address_reaches_the_server_whoever_asks(monkeypa
         _ask(ApiModel("k", "api.base", base, UserModel("openai/x", {"api_base": base}).request([])))
     said = "Basic " + b64encode(f"me:{password}".encode()).decode()
     assert server.who == [said] * 4
-    assert redact(f"{base} {said} {password}") == f"{base.replace(quote(password, safe=''), GONE)} Basic {GONE} {GONE}"
+    assert redact(f"{base} {said} {password}") == f"{base.replace(quote(password, safe=''), REDACTED)} Basic {REDACTED} {REDACTED}"
 
 
 ECHOES = """
@@ -389,7 +389,7 @@ async def test_secrets_in_a_servers_answers_are_in_nothing_that_is_kept(tmp_path
             call = ToolCall(name, {}, f"call_{number}", raw="")
             answers.append((await env.astep(Message("assistant", "", (call,))))[0][0].content)
     await env.aclose()
-    assert len(answers) == 3 and all(GONE in answer for answer in answers) and found_in(str(answers)) == []
+    assert len(answers) == 3 and all(REDACTED in answer for answer in answers) and found_in(str(answers)) == []
     folder = RunFolder(tmp_path / "run")
     folder.trajectories.mkdir(parents=True)
     folder.write_trajectories("step_000001", [env.trajectory])

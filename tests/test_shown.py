@@ -18,7 +18,7 @@ from agentrl.env import Message, Task, ToolEnv, tool
 from agentrl.env.catalog import EnvRef
 from agentrl.run.display import Display
 from agentrl.run.folder import LogFile
-from agentrl.utils.redaction import GONE, remember
+from agentrl.utils.redaction import REDACTED, remember
 from agentrl.utils.search_path import give
 from agentrl.utils.terminal import console, say
 from tests.sources import nodes
@@ -100,7 +100,7 @@ def test_the_display_and_the_log_of_a_run_in_python_hold_no_secret_and_nothing_t
     out = io.StringIO()
     with Display(console(file=out, soft_wrap=True)) as display:
         display.say(f"{NASTY} engine:one: planted-display-0123456789 sk-abcdefghijklmnop1234")
-    assert out.getvalue() == f"{WRITTEN} engine:one: {GONE} {GONE}\n"  # rich has a picture for ":one:"
+    assert out.getvalue() == f"{WRITTEN} engine:one: {REDACTED} {REDACTED}\n"  # rich has a picture for ":one:"
     handler, log = LogFile(tmp_path / "log.txt"), logging.getLogger("agentrl.of-this-test")
     log.addHandler(handler)
     try:
@@ -112,7 +112,7 @@ def test_the_display_and_the_log_of_a_run_in_python_hold_no_secret_and_nothing_t
         handler.close()
     written = (tmp_path / "log.txt").read_text()
     assert set(written) & ACTS == set() and f"failed {WRITTEN}\nTraceback" in written
-    assert f"ValueError: {WRITTEN} {GONE}\n" in written
+    assert f"ValueError: {WRITTEN} {REDACTED}\n" in written
 
 
 PROGRAMS = {

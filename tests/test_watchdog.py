@@ -108,7 +108,7 @@ def test_a_call_that_keeps_the_interpreters_lock_is_named_as_well(thread: bool) 
 
 def test_a_thread_that_only_waits_for_work_is_not_named() -> None:
     """Beside an idle thread of the tools', and one of a library, nothing keeps the lock: there is no line to name."""
-    looks = watchdog._Looks()
+    looks = watchdog._StackSamples()
 
     async def body() -> None:
         await TOOLS.call("once", int)
@@ -158,7 +158,7 @@ def test_time_without_a_processor_is_not_the_calls(monkeypatch: pytest.MonkeyPat
 def test_a_call_that_does_not_end_is_told_before_it_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watchdog, "STILL", 0.1)
+    monkeypatch.setattr(watchdog, "REPORT_AFTER_S", 0.1)
 
     def tells() -> bool:
         return any("and still does" in record.message and ".stuck (`time.sleep" in record.message for record in caplog.records)

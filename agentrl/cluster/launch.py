@@ -12,7 +12,7 @@ from agentrl.cluster.host import AROUND_CALLS
 from agentrl.cluster.worker import Mesh, Shipment, Worker, WorkerContext
 from agentrl.data.rows import select
 from agentrl.utils.errors import AgentrlError, DispatchError, ResourceError, UserError, WorkerError, fault_text
-from agentrl.utils.processor import own_threads
+from agentrl.utils.processor import set_cpu_threads
 
 # The inline backend
 
@@ -32,7 +32,7 @@ class InlinePending(Pending):
             worker = self.backend.workers[rank]
             # Copy even if all rows are selected, as Ray does: the method may write into the batch.
             rows = () if shipment.batch is None else (select(shipment.batch, shipment.rows[rank]),)
-            own_threads(worker.threads)  # this thread may differ from that of the last call
+            set_cpu_threads(worker.threads)  # this thread may differ from that of the last call
             try:
                 with ExitStack() as stack:
                     for around in AROUND_CALLS:

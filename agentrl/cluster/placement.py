@@ -491,7 +491,7 @@ def reserve(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], timeo
 
 
 def _hold(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled]) -> dict[str, Reserved]:
-    """Request resources on nodes where they are free now; {} if there are none."""
+    """Request resources on nodes where they are free now; {} if they do not fit."""
     free = _nodes(available_resources_per_node())
     try:
         shares = assign(pools, unpooled, list(free))

@@ -5,7 +5,7 @@ just being forked survives for a minute. So this process waits for the driver's 
 its environment, until there was none for `QUIET` seconds. Then it removes the temporary folders of vLLM's replicas and the
 semaphores named after them (engines/vllm/options.py).
 
-Stdin: one message per line, the latest of which is printed on stderr if the driver ends silently (killed, also by Ray). A blank
+Stdin: one message per line; the latest is printed on stderr if the driver ends silently (killed, also by Ray). A blank
 line withdraws it; an empty line reports that the driver has stopped Ray itself.
 
 Imports nothing of agentrl, because it starts with every run. Linux only: it reads /proc.

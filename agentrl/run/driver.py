@@ -49,7 +49,7 @@ from agentrl.utils.errors import (
     fault_text,
 )
 from agentrl.utils.event_loop import run_loop
-from agentrl.utils.files import full_disk_said
+from agentrl.utils.files import explain_full_disk
 from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import quiet_libraries
@@ -104,7 +104,7 @@ def execute(
     outcome = RunOutcome(restarts=restarts)
     trackers = makers(config.trackers, TrackedRun(folder, config, resumed))
     with (
-        full_disk_said(folder.path, f"continue with: {folder.resume_command()}"),
+        explain_full_disk(folder.path, f"continue with: {folder.resume_command()}"),
         folder.lock(),
         _log_to(folder),
         Display() as display,

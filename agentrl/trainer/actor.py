@@ -27,7 +27,7 @@ from agentrl.trainer.roles import POLICIES, TrainedRole, open_engine
 from agentrl.trainer.train_engine import BaseEngine
 from agentrl.trainer.update import Meter, MicroLoss, Pack, Steps, compute_logprobs, measured_means, visit_order
 from agentrl.utils.errors import AgentrlError, BrokenWeightsError, ConfigError
-from agentrl.utils.processor import own_threads
+from agentrl.utils.processor import set_cpu_threads
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -244,7 +244,7 @@ class Actor(TrainedRole):
         """Start a supervised phase with its own optimizer and CPU threads."""
         engine = self._ready()
         self._rl_threads, self.threads = self.threads, threads or self.threads
-        own_threads(self.threads)
+        set_cpu_threads(self.threads)
         self._sft, self._sft_done = cfg, 0
         engine.use_optimizer(sft_optim(self._optim, cfg, engine.cfg))
 
@@ -262,7 +262,7 @@ class Actor(TrainedRole):
         engine = self._ready()
         engine.export(Path(folder))
         self._sft, self.threads = None, self._rl_threads
-        own_threads(self.threads)
+        set_cpu_threads(self.threads)
         engine.use_optimizer(self._optim)
 
     # -- weights for others ---------------------------------------------------------------------------

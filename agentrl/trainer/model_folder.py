@@ -30,7 +30,7 @@ from agentrl.trainer.pretrained import empty_model, load_model_config, load_toke
 from agentrl.trainer.train_state import saved_tensors
 from agentrl.trainer.weight_files import MAX_FILE_BYTES, Region, WeightFiles, WeightWriter, local_file
 from agentrl.utils.errors import CheckpointError, DependencyError, ModelError
-from agentrl.utils.files import full_disk_said
+from agentrl.utils.files import explain_full_disk
 from agentrl.utils.terminal import quiet_libraries
 
 # Loading
@@ -280,7 +280,7 @@ def _export_run(folder: Path, target: Path, step: int | None, *, best: bool, ada
     try:
         check_intact(chosen)
         held, full = saved_model(chosen / "actor")
-        with full_disk_said(target, "repeat the command"), made_or_removed(target):
+        with explain_full_disk(target, "repeat the command"), made_or_removed(target):
             if adapter and (lora := model.lora) is not None:
                 write_adapter(target, Adapter(lora.rank, lora.alpha, adapter_of(held, full)), source)
                 if model.chat_template is not None:  # else the base model's own serves it
@@ -378,7 +378,7 @@ def convert_gguf(
     model = empty_model(None, read.config, dtype=read.dtype)
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
-    with full_disk_said(folder, "repeat the command"), made_or_removed(folder):
+    with explain_full_disk(folder, "repeat the command"), made_or_removed(folder):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return tokenizer

@@ -25,7 +25,7 @@ from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, compute_dtyp
 from agentrl.trainer.train_state import BackgroundSave, load_state, save_state
 from agentrl.trainer.update import Meter, Pack, Steps, compute_logprobs, forward_columns, visit_order
 from agentrl.utils.errors import ConfigError
-from agentrl.utils.processor import own_threads
+from agentrl.utils.processor import set_cpu_threads
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -47,7 +47,7 @@ def open_engine(
     """
     device = own_device()
     worker.threads = None if model.threads == "auto" else model.threads
-    own_threads(worker.threads)
+    set_cpu_threads(worker.threads)
     entry = TRAIN_ENGINES.entry(model.engine)
     if worker.world_size > 1 or compute_dtype(model, device) != torch.float32 or "alone" not in entry.traits:
         worker.init_process_group()

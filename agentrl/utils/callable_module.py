@@ -1,7 +1,7 @@
-"""A room that is also a call: `agentrl.rollout` is a package of this library, and `agentrl.rollout(...)` plays episodes.
+"""Make a package callable: `agentrl.rollout` is a package, and `agentrl.rollout(...)` runs episodes.
 
-Importing `agentrl.rollout.episode` anywhere makes `agentrl.rollout` the package, whatever `agentrl/__init__.py` says; so the
-package itself can be called.
+Any import of `agentrl.rollout.episode` binds `agentrl.rollout` to the package, whatever `agentrl/__init__.py` says; so the
+package itself must be callable.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 
 class CallableModule(types.ModuleType):
-    """A package whose call is the function `rollout` of the API, loaded when it is called."""
+    """A package whose call is the API function `rollout`, imported on first use."""
 
     @property
     def function(self) -> Any:
-        """The function itself."""
+        """The API function."""
         return import_module("agentrl.run.api.functions").rollout
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
     async def aio(self, *args: Any, **kwargs: Any) -> Any:
-        """The same call, awaited."""
+        """Await the same call."""
         return await self.function.aio(*args, **kwargs)
 
     @property

@@ -1,7 +1,7 @@
-"""Tools that run in child processes, which can be killed: `@tool(process=True)`.
+"""Run tools in child processes, which can be killed: `@tool(process=True)`.
 
-A child serves one call after the other; if a call is abandoned (a timeout, a cancelled episode), its child is killed
-and the next call starts another. A child imports the tool's module itself, so the tool is a plain module function."""
+A child serves one call after the other. If a call is abandoned (timeout, cancelled episode), its child is killed and the next
+call starts another. A child imports the tool's module, so the tool must be a plain module function."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ FunctionRef = tuple[str, str, str]
 """Module, qualified name and file of a function."""
 
 _idle: list[Child] = []
-os.register_at_fork(after_in_child=_idle.clear)  # they are not its children
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process must not use its parent's children
 
 
 def function_ref(function: Callable[..., Any], name: str) -> FunctionRef:
-    """Reference by which a child finds the function. Raises TypeError, naming the tool, if no child could import it."""
+    """Return a reference by which a child imports the function. Raises TypeError, naming the tool, if it cannot."""
     kinds = {
         "a coroutine function": inspect.iscoroutinefunction(function),
         "a method": next(iter(inspect.signature(function).parameters), None) == "self",
@@ -47,9 +47,9 @@ def function_ref(function: Callable[..., Any], name: str) -> FunctionRef:
 
 @asynccontextmanager
 async def child_for(name: str, place: FunctionRef) -> AsyncIterator[Child]:
-    """A child that has imported the function already, so that its start does not count as the tool's time."""
+    """Yield a child that has already imported the function, so that its start does not count as the tool's time."""
     child = None
-    while _idle and child is None:  # one that has ended meanwhile (killed for memory, say) must not fail the next call
+    while _idle and child is None:  # one that has ended since (for example killed for memory) must not fail the next call
         child = found if (found := _idle.pop())._process.is_alive() else None
     if child is None:
         child = await TOOLS.call(name, Child)
@@ -62,10 +62,10 @@ async def child_for(name: str, place: FunctionRef) -> AsyncIterator[Child]:
 
 
 class Child:
-    """A process that serves calls, and this side of its pipe."""
+    """A process that serves calls, with the parent's end of its pipe."""
 
     def __init__(self) -> None:
-        # spawn: a fork of a process with threads (this one has them) may hang on a lock that one of them holds.
+        # spawn: a forked copy of this multi-threaded process may hang on a lock that another thread held.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, list(sys.path)), daemon=True, name="agentrl-tool")
@@ -73,11 +73,11 @@ class Child:
         theirs.close()
         self.lives = True
         self.used = 0.0
-        """Seconds of CPU time used by the call during which it was killed."""
+        """CPU seconds of the call during which it was killed."""
 
     async def call(self, name: str, place: FunctionRef, values: Mapping[str, Any] | None) -> Any:
-        """Call the function (with values None, only import it). Raises what it raises, and EnvError if the child ends
-        instead of answering. If the caller gives up (is cancelled), the child is killed."""
+        """Call the function (`values` None: only import it). Raises what it raises, and EnvError if the child exits instead of
+        answering. Cancelling the call kills the child."""
         began = self._processor_s()
         try:
             answered, result = await TOOLS.call(name, self._ask, place, values)
@@ -86,7 +86,7 @@ class Child:
             self._kill()
             raise
         except (EOFError, OSError):
-            await TOOLS.call(name, self._process.join, 1)  # it is about to end by itself, and its exit code says why
+            await TOOLS.call(name, self._process.join, 1)  # it is exiting; wait for the exit code
             self._kill()
             raise EnvError(f"tool {name}: its process ended with exit code {self._process.exitcode}") from None
         if not answered:
@@ -94,7 +94,7 @@ class Child:
         return result
 
     def _ask(self, place: FunctionRef, values: Mapping[str, Any] | None) -> tuple[bool, Any]:
-        """Blocks. Raises EOFError or OSError if the process is gone."""
+        """Send a request and block for the answer. Raises EOFError or OSError if the process is gone."""
         self._pipe.send((place, values))
         answer: tuple[bool, Any] = pickle.loads(self._pipe.recv_bytes())
         return answer
@@ -102,19 +102,19 @@ class Child:
     def _kill(self) -> None:
         self.lives = False
         self._process.kill()
-        self._process.join(1)  # a killed process is gone in milliseconds
+        self._process.join(1)  # takes milliseconds
 
     def _processor_s(self) -> float:
         with suppress(OSError):
-            # The id that Linux gives to the CPU clock of a process (clock_getcpuclockid).
+            # Linux's id of a process's CPU clock (clock_getcpuclockid).
             return time.clock_gettime((~(self._process.pid or 0) << 3) | 2)
         return 0.0
 
 
 def serve(pipe: Connection, path: list[str]) -> None:
-    """The child: answer calls until the other side is gone."""
+    """Serve calls in the child until the parent closes the pipe."""
     sys.path[:] = path
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # they reach all processes; the run still finishes its step
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # sent to all processes of a job; the run finishes its step
         signal.signal(number, signal.SIG_IGN)
     while True:
         try:
@@ -125,14 +125,14 @@ def serve(pipe: Connection, path: list[str]) -> None:
         try:
             function = _find(*place)
             made = None if values is None else function(**values)
-            answer = True, asyncio.run(made) if inspect.iscoroutine(made) else made  # of a plain one around an async one
+            answer = True, asyncio.run(made) if inspect.iscoroutine(made) else made  # a plain function may return a coroutine
         except BaseException as fault:
             answer = False, exception_for(fault, place[1])
         answered, result = answer
         try:
             packed = pickle.dumps(answer)
             if not answered:
-                pickle.loads(packed)  # an exception with more constructor arguments than its message may not unpickle
+                pickle.loads(packed)  # an exception whose constructor needs other arguments may not unpickle
         except Exception as problem:
             plain: Exception = TypeError(f"what it returned cannot be pickled: {fault_text(problem)}")
             if isinstance(result, ToolError):
@@ -146,12 +146,12 @@ def serve(pipe: Connection, path: list[str]) -> None:
 def _find(module: str, name: str, file: str) -> Callable[..., Any]:
     package, _, _ = module.rpartition(".")
     if package.startswith("_agentrl_shelf_") and package not in sys.modules:
-        # Content files are modules of a package that only the catalog's loader creates.
+        # Shelf files belong to a package that only the catalog's loader creates.
         parent = types.ModuleType(package)
         parent.__path__ = [str(Path(file).parent)]
         sys.modules[package] = parent
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
-    plain: Callable[..., Any] = getattr(found, "function", found)  # decorated, it is a Tool
+    plain: Callable[..., Any] = getattr(found, "function", found)  # of a decorated function (a Tool)
     return plain

@@ -1,4 +1,4 @@
-"""One error class per cause. `UserError` and its children are a user's mistake or a machine's limit: the
+"""One error class per cause. `UserError` and its subclasses are a user's mistake or a machine's limit: the
 command line prints their message without a stack trace and exits with code 2."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What an OSError has as `errno` if a disk, or the user's part of it, is full, or a file has the size that it may have."""
+"""Values of `OSError.errno` for a full disk, an exhausted quota, or a file at its size limit."""
 
 
 def did_you_mean(
@@ -33,14 +33,14 @@ def did_you_mean(
     show: Callable[[str], str] = repr,
     like: float = 0.5,
 ) -> str:
-    """A hint for a misspelled `word`: "did you mean 'x'?" with the nearest of `known`, at most `most` of them, each formatted
-    by `show`; `otherwise` if none is `like` it (difflib's ratio)."""
+    """Format a hint for a misspelled `word`: "did you mean 'x'?" with up to `most` similar names of `known`, formatted by `show`;
+    `otherwise` if none has a difflib ratio of at least `like`."""
     near = _nearest(str(word), {str(item) for item in known}, most, like)
     return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
 
 
 def _nearest(word: str, known: Iterable[str], most: int, like: float) -> list[str]:
-    """`difflib.get_close_matches`, several times as fast: the likeliest by their letters come first, and rule out most others."""
+    """Compute `difflib.get_close_matches` several times as fast: an upper bound from letter counts rules out most words."""
     matcher, letters, found = difflib.SequenceMatcher(b=word), Counter(word), list[tuple[float, str]]()
     sized = [(len(item) + len(word), item) for item in known]
     sized = [(both, item) for both, item in sized if 2 * min(len(item), len(word)) >= like * both > 0]
@@ -56,7 +56,7 @@ def _nearest(word: str, known: Iterable[str], most: int, like: float) -> list[st
 
 
 def hint_text(word: object, known: Iterable[object], *, show: Callable[[str], str] = repr) -> str:
-    """The same hint to append to a sentence: "; did you mean 'x'?", or nothing."""
+    """Return the hint as the end of a sentence, "; did you mean 'x'?", or ""."""
     hint = did_you_mean(word, known, show=show)
     return f"; {hint}" if hint else ""
 
@@ -65,7 +65,7 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def fault_text(problem: BaseException) -> str:
-    """The problem's kind and text; if its `__str__` raises, its kind and what that raises."""
+    """Format an exception as "Type: text", even if its `__str__` raises."""
     try:
         return f"{type(problem).__name__}: {problem}"
     except BaseException as second:
@@ -75,8 +75,8 @@ def fault_text(problem: BaseException) -> str:
 
 
 def is_from_outside(fault: BaseException) -> bool:
-    """Return True for a user's Ctrl-C, and for the end of a coroutine that is closed; False for all that code raises itself, even
-    KeyboardInterrupt or GeneratorExit: that is its fault, and must end no run."""
+    """Return True for the user's Ctrl-C and the closing of a coroutine, which must propagate; False for a KeyboardInterrupt or
+    GeneratorExit that code raises itself: that is a fault, and must not end a run."""
     if not isinstance(fault, KeyboardInterrupt | GeneratorExit):
         return False
     handler: Any = signal.getsignal(signal.SIGINT)
@@ -86,11 +86,11 @@ def is_from_outside(fault: BaseException) -> bool:
         if code is own:
             return True
         raises = code.co_code[at] == _RAISE
-    return not raises  # Python's own handler has no frame: its Ctrl-C comes between two instructions
+    return not raises  # Python's own handler has no frame: it raises between two instructions
 
 
 def exception_for(fault: BaseException, name: str, kind: type[Exception] = RuntimeError) -> Exception:
-    """The fault, or a `kind` in place of one that would end an event loop or a process."""
+    """Return the exception, or a `kind` instead of one that would end an event loop or process."""
     if isinstance(fault, Exception):
         return fault
     raised = f"called sys.exit({fault.code!r})" if isinstance(fault, SystemExit) else f"raised {fault_text(fault)}"
@@ -98,24 +98,24 @@ def exception_for(fault: BaseException, name: str, kind: type[Exception] = Runti
 
 
 def is_alien(fault: BaseException) -> bool:
-    """Return True for a fault of code that agentrl calls: nothing that agentrl raises on purpose, and nothing from outside."""
+    """Return True for a fault in code that agentrl calls: neither an AgentrlError nor from outside."""
     return not (isinstance(fault, AgentrlError) or is_from_outside(fault))
 
 
 def raised_text(problem: BaseException, made: Any) -> str:
-    """Problem that a user's function or class raised, as words: its kind, its text, and its FILE:LINE."""
+    """Describe an exception of a user's function or class: type, text, and FILE:LINE."""
     return f"raised {fault_text(problem)} ({place_of(made, problem)})"
 
 
 def place_of(made: Any, problem: BaseException | None = None) -> str:
-    """FILE:LINE of a user's function or class: where it raised the problem, else its definition."""
+    """Return FILE:LINE where a user's function or class raised `problem`, else of its definition."""
     made = inspect.unwrap(getattr(made, "func", made))
     made = made if isinstance(made, type) or inspect.isroutine(made) else type(made)
     code = getattr(made, "__code__", None)
     try:
         file = inspect.getfile(made)
         line = inspect.getsourcelines(made)[1] if code is None else code.co_firstlineno
-    except (OSError, TypeError):  # typed in, or not of Python
+    except (OSError, TypeError):  # typed at a prompt, or not written in Python
         return str(getattr(made, "__qualname__", made))
     frames = traceback.extract_tb(None if problem is None else problem.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]
@@ -123,7 +123,7 @@ def place_of(made: Any, problem: BaseException | None = None) -> str:
 
 
 def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator for a function that users call: it raises ConfigError, which names the argument, for one of a wrong type."""
+    """Decorate a function that users call: a wrong argument type raises ConfigError, which names the argument."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -134,13 +134,13 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument whose type is not that of its annotation (also of the items of a container), and
-    TypeError as Python does for one that is missing or unknown."""
+    """Raise ConfigError for an argument (or an item of a container) of another type than annotated, and Python's TypeError for a
+    missing or unknown argument."""
     signature, hints = _signature_of(function)
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         several = signature.parameters[name].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         hint = Any if several else hints.get(name, Any)
-        # True is a number to Python: here a switch in its place (inside of a list, as rewards, it may be one).
+        # True is a number to Python, but as an argument a mistake (inside of a list, as of rewards, it is allowed).
         kinds = (hint, *get_args(hint))
         switch = isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds)
         if switch or not _test_of(hint)(value):
@@ -155,7 +155,7 @@ def _signature_of(function: Callable[..., Any]) -> tuple[inspect.Signature, dict
 
 
 def answer_problem(answer: Any, method: Callable[..., Any], made: Any) -> str:
-    """Text for an answer that the annotation of a base class's `method` does not allow, with FILE:LINE of the user's `made`."""
+    """Describe an answer that violates the return annotation of `method`, with the FILE:LINE of the override `made`; else ""."""
     hint = _signature_of(method)[1].get("return", Any)
     if type(answer) is hint or _test_of(hint)(answer):
         return ""
@@ -167,8 +167,8 @@ def answer_problem(answer: Any, method: Callable[..., Any], made: Any) -> str:
 
 @contextmanager
 def user_code(what: str, function: Any, made: Any = None) -> Iterator[None]:
-    """Raise CallbackError, with `what` raised, the fault and its FILE:LINE, if a user's function (or one of the object `made`)
-    raises anything but one of agentrl's errors. Those of agentrl's own code stay as they are."""
+    """Convert an exception of a user's function (or a method of `made`) into CallbackError, with `what` raised and FILE:LINE.
+    AgentrlErrors, and exceptions of agentrl's own functions, pass unchanged."""
     try:
         yield
     except (Exception, SystemExit) as problem:
@@ -178,14 +178,14 @@ def user_code(what: str, function: Any, made: Any = None) -> Iterator[None]:
 
 
 def is_users(function: Any) -> bool:
-    """Return True for a function or class that is not agentrl's."""
+    """Return True for a function or class defined outside of agentrl."""
     made = inspect.unwrap(getattr(function, "func", function))
     return not (getattr(made, "__module__", None) or "").startswith("agentrl.")
 
 
 def call_method(label: str, method: Callable[..., R], made: Any, *args: Any) -> R:
-    """Call an object's own version of a base class's method. Raises CallbackError as `user_code` does, and ConfigError, which
-    names FILE:LINE, for an answer of a type other than the annotation's."""
+    """Call an object's override of a base class's method. Raises CallbackError as `user_code`, and ConfigError with FILE:LINE if
+    the answer's type differs from the annotation."""
     own: Callable[..., R] = getattr(made, method.__name__)
     with user_code(f"{label}: {method.__name__}", own, made):
         answer = own(*args)
@@ -196,7 +196,7 @@ def call_method(label: str, method: Callable[..., R], made: Any, *args: Any) -> 
 
 @cache
 def _test_of(hint: Any) -> Callable[[Any], bool]:
-    """The test of an annotation, made once: a hook's answer is checked at each call."""
+    """Build the type test of an annotation; cached, because every call of a hook is checked."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind is Literal:
         return lambda value: value in parts
@@ -206,7 +206,7 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
     if kind is Any or not isinstance(kind, type):
         return lambda value: True
     if not issubclass(kind, Collection) or issubclass(kind, str):
-        # By its type first: a look at a protocol takes long. numpy's own truth is none of Python's.
+        # Exact type first: isinstance of a protocol is slow. numpy's bool is no Python bool.
         kinds, names = _LIKE.get(kind, kind), ("bool", "bool_") if kind is bool else ()
         return lambda value: type(value) is kind or isinstance(value, kinds) or type(value).__name__ in names
     if kind is tuple and parts and Ellipsis not in parts:
@@ -223,7 +223,7 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
         return lambda value: (
             isinstance(value, Mapping) and isinstance(value, kind) and (item is None or all(map(item, value.values())))
         )
-    # An array is a list too.
+    # An array counts as a list.
     return lambda value: (
         isinstance(value, Collection) and not isinstance(value, Mapping | str) and (item is None or all(map(item, value)))
     )
@@ -252,11 +252,11 @@ _WORDS: dict[Any, str] = {
 
 
 class AgentrlError(Exception):
-    """Base of every error that agentrl raises on purpose."""
+    """Base of all errors that agentrl raises on purpose."""
 
 
 class UserError(AgentrlError):
-    """A mistake the user can fix; the message names its place, the expected form and near names."""
+    """A mistake that the user can fix; the message names the place, the expected form and similar names."""
 
 
 class ConfigError(UserError):
@@ -276,7 +276,7 @@ class TaskDataError(UserError):
 
 
 class BadRowError(ValueError):
-    """A row of data cannot be used; the text says why. Readers count such rows, so it is no error of the program."""
+    """A data row cannot be used; the message says why. Readers count such rows instead of failing."""
 
 
 class RewardSpecError(UserError):
@@ -296,7 +296,7 @@ class DiskFullError(ResourceError):
 
 
 class OutputError(UserError):
-    """Standard output, or standard error, cannot be written."""
+    """Standard output or standard error cannot be written."""
 
 
 class DependencyError(UserError):
@@ -308,39 +308,39 @@ class CheckpointError(UserError):
 
 
 class RunFolderError(UserError):
-    """A folder is no run's, or what it holds is damaged or of another version."""
+    """A folder is not a run folder, or its content is damaged or of another version."""
 
 
 class RepositoryError(UserError):
-    """The object to push or pull has another form, is damaged, or must not leave."""
+    """An object to push or pull has another form, is damaged, or must not be published."""
 
 
 class NonFiniteError(UserError):
-    """Training got non-finite numbers, more often than it may skip or in the weights: names the rows."""
+    """Training produced non-finite numbers, in the weights or more often than may be skipped: names the rows."""
 
 
 class BrokenWeightsError(NonFiniteError):
-    """Weights became NaN or infinite; only a checkpoint has others."""
+    """Weights became NaN or infinite; only a checkpoint can restore them."""
 
 
 class JudgeBudgetError(UserError):
-    """The run has used up its budget for judges: its episodes can no longer be scored."""
+    """The run's judge budget is used up: its episodes can no longer be scored."""
 
 
 class StepOrderError(UserError):
-    """The calls of a step-wise loop come in an order that cannot be right: says which one is missing."""
+    """The calls of a step-wise loop are in an impossible order: names the missing one."""
 
 
 class CallbackError(UserError):
-    """A user's own function (a callback, a filter, a policy) raised: names it, and says what it raised."""
+    """A user's function (a callback, a filter, a policy) raised: names it and the exception."""
 
 
 class ToolError(AgentrlError):
-    """A tool refuses its arguments or its task; the message goes to the model as the tool's answer."""
+    """A tool refuses its arguments or its task; the message is the tool's answer to the model."""
 
 
 class ImageError(AgentrlError, ValueError):
-    """Bytes that are no image which is taken: too large, of another kind, or broken."""
+    """Bytes that are not an accepted image: too large, of another format, or broken."""
 
 
 class EnvError(AgentrlError):
@@ -348,7 +348,7 @@ class EnvError(AgentrlError):
 
 
 class HookError(EnvError):
-    """A hook of an environment answers with something else than it should: names file, line and hook."""
+    """A hook of an environment returned a wrong type: names file, line and hook."""
 
 
 class SandboxError(EnvError):
@@ -360,7 +360,7 @@ class HungError(EnvError):
 
 
 class RemoteEnvError(EnvError):
-    """An environment's server is gone or has lost the episode: names its url and what happened; unscored, never 0."""
+    """An environment server is unreachable or lost the episode: names its url and the cause; unscored, never 0."""
 
 
 class ToolTimeoutError(EnvError):
@@ -368,12 +368,12 @@ class ToolTimeoutError(EnvError):
 
 
 class PolicyTimeoutError(AgentrlError):
-    """The policy used up a tool's time (for example with an endless loop in its code): the episode ends there and is scored."""
+    """The policy used up a tool's time (for example by an endless loop in its code): the episode ends and is scored."""
 
 
 class UserLimitError(AgentrlError):
-    """The simulated user makes more calls to its own tools in one answer than it may: a budget, so the episode is cut there, as
-    at its most turns, and scored."""
+    """The simulated user exceeded its tool calls per answer: a budget, so the episode is truncated, as at its most turns, and
+    scored."""
 
 
 class EngineError(AgentrlError):
@@ -381,12 +381,11 @@ class EngineError(AgentrlError):
 
 
 class PromptTooLongError(EngineError):
-    """A prompt leaves no room for a token in the engine's context."""
+    """A prompt leaves no room for a token in the engine's context length."""
 
 
 class AgentFaultError(AgentrlError):
-    """An agent's own program failed or hung, for which neither policy nor environment is to blame: the episode is unscored,
-    never 0."""
+    """An agent's program failed or hung, not by fault of the policy or environment: the episode is unscored, never 0."""
 
 
 class RenderError(UserError):
@@ -394,24 +393,24 @@ class RenderError(UserError):
 
 
 class DispatchError(AgentrlError):
-    """A worker class, its dispatch table and a call do not fit together."""
+    """A worker class, its dispatch table and a call do not match."""
 
 
 class WorkerError(AgentrlError):
-    """A worker's method raised: names worker, rank and method, with the remote traceback once."""
+    """A worker's method raised: names worker, rank and method, with the remote traceback."""
 
 
 class WorkerDiedError(WorkerError):
-    """A worker process is gone."""
+    """A worker process died."""
 
 
 class NoRoomLeftError(WorkerError):
-    """A run that lost a worker cannot start again: the remaining machine or cluster lacks resources that it needs."""
+    """A run that lost a worker cannot restart: the remaining machine or cluster lacks resources."""
 
 
 class NothingScoredError(AgentrlError):
-    """No episode of a run could be scored, so nothing can be trained: gives the first one's error."""
+    """No episode of a run could be scored, so there is nothing to train on: gives the first error."""
 
 
 class StalledError(AgentrlError):
-    """Nothing moved within the allowed time: names the awaited event."""
+    """No progress within the allowed time: names the awaited event."""

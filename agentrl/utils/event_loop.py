@@ -1,4 +1,4 @@
-"""Deadlines that count an event loop's own running time, and a watchdog that names what blocks a loop."""
+"""Deadlines that count only the running time of an event loop, and a watchdog that names what blocks a loop."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from agentrl.utils.errors import exception_for, is_from_outside
 
 # Deadlines that count only the time in which the event loop was running.
 #
-# With `asyncio.timeout`, all that is awaited is late at once if something blocks the loop for longer than a deadline, even if
-# its result is there. Here one ticker per loop counts the time in which it was not blocked. That never runs faster than the
-# wall clock, so a deadline can sleep for part of what it has left: thousands of episodes cost the loop almost nothing.
+# With `asyncio.timeout`, a call that blocks the loop for longer than a deadline makes everything awaited late at once, even
+# finished results. Here one ticker per loop counts the time in which it was not blocked. This count never exceeds the wall
+# clock, so a deadline can sleep for part of its remaining time: thousands of episodes cost the loop almost nothing.
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 TICK = 0.05
-"""Seconds between two ticks of a loop's clock. A tick that comes late counts for at most twice that."""
+"""Seconds between two ticks of a loop's clock. A late tick counts for at most twice that."""
 LONGEST = 5.0
-"""Seconds after which a deadline reads the clock again at the latest; an eighth of the time left, if that is less."""
+"""Maximum seconds between two readings of the clock by a deadline; an eighth of the time left, if that is less."""
 GRACE = 10.0
-"""Seconds that cancelled work has to end; then it is abandoned."""
+"""Seconds for cancelled work to end before it is abandoned."""
 
 
 class LateError(TimeoutError):
-    """The awaited result did not come in time."""
+    """The awaited result did not arrive in time."""
 
 
 @dataclass(slots=True)
 class LoopClock:
-    """Seconds in which one event loop was running, counted while it has `users`: those that `enter` and have not left."""
+    """Running time of one event loop in seconds, counted while it has `users` (calls of `enter` without an exit)."""
 
     loop: asyncio.AbstractEventLoop
     users: int = 0
@@ -65,16 +65,16 @@ class LoopClock:
             self.next = self.loop.call_later(TICK, self._tick)
 
     def now(self) -> float:
-        """Seconds counted so far. Time is added at each tick and at each call of this."""
+        """Return the seconds counted so far; adds the time since the last tick or call."""
         now = time.monotonic()
-        # Capped: in a longer gap the loop was blocked except for a tick or two, and nothing could be answered.
+        # Capped: in a longer gap the loop was blocked except for a tick or two, and could not process an answer.
         self.counted += min(now - self.last, 2 * TICK)
         self.last = now
         return self.counted
 
     def _tick(self) -> None:
         self.now()
-        # Ends without users: an idle loop is not woken twenty times a second for a clock that nobody reads.
+        # Stops without users, so that an idle loop is not woken twenty times a second.
         self.next = self.loop.call_later(TICK, self._tick) if self.users else None
 
 
@@ -82,7 +82,7 @@ _CLOCKS: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopClock] = WeakKeyDictio
 
 
 def loop_clock() -> LoopClock:
-    """The clock of the running event loop."""
+    """Return the clock of the running event loop."""
     loop = asyncio.get_running_loop()
     if loop not in _CLOCKS:
         _CLOCKS[loop] = LoopClock(loop)
@@ -91,7 +91,7 @@ def loop_clock() -> LoopClock:
 
 @dataclass(eq=False, slots=True)
 class OwnedTasks(AbstractAsyncContextManager["OwnedTasks"]):
-    """Own tasks that no caller awaits to their end; `close`, as the end of a context, cancels them and waits."""
+    """Tasks that no caller awaits; `close`, as the exit of the context, cancels them and waits."""
 
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -99,14 +99,14 @@ class OwnedTasks(AbstractAsyncContextManager["OwnedTasks"]):
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Run `work` in a task."""
+        """Start `work` as a task."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def close(self, *_: object) -> None:
-        """Cancel what still runs, and wait until it has ended; idempotent."""
+        """Cancel the running tasks and wait for their end; idempotent."""
         while tasks := list(self._tasks):
             for task in tasks:
                 task.cancel()
@@ -116,8 +116,8 @@ class OwnedTasks(AbstractAsyncContextManager["OwnedTasks"]):
 
 
 async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable[[], bool] = lambda: True) -> T:
-    """The result of `work`. Raises LateError after `seconds`; the work is then cancelled. Time in which `counts` is
-    false (for example while it waits in a queue) does not count. The work runs in a separate task, `contained`."""
+    """Return the result of `work`, run as a contained task. Raises LateError, and cancels the work, after `seconds`, without
+    the time in which `counts` returns False (for example while it waits in a queue)."""
     task = asyncio.ensure_future(run_contained(work, name))
     try:
         if not await in_time(task, _Budget(seconds, counts)):
@@ -125,14 +125,14 @@ async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable
     except asyncio.CancelledError:
         await end(task, name)
         raise
-    if task.done() and not task.cancelled():  # also work that finished while it was being cancelled: its result counts
+    if task.done() and not task.cancelled():  # a result that arrived during the cancellation counts
         return task.result()
     raise LateError(f"{name}: not finished within {seconds:g} s")
 
 
 @dataclass(slots=True)
 class _Budget:
-    """The `spend` of `in_time` that begins with these seconds."""
+    """A `spend` function for `in_time` with a budget of `seconds`."""
 
     seconds: float
     counts: Callable[[], bool]
@@ -143,10 +143,10 @@ class _Budget:
 
 
 async def run_contained(work: Awaitable[T], name: str, kind: type[Exception] = RuntimeError) -> T:
-    """The result of `work`; to be run in a task of its own.
+    """Await `work` inside a task of its own and convert exceptions that would escape it.
 
-    If the work raises CancelledError although nobody cancelled that task, calls sys.exit, or raises a BaseException (a panic of
-    a Rust library), `kind` is raised instead: the first would look like a task that was given up, the others end the loop.
+    Raises `kind` if the work raises CancelledError without a cancellation of the task (which would look like an abandoned task),
+    calls sys.exit, or raises a BaseException such as a Rust panic (which would end the loop).
     """
     try:
         return await work
@@ -162,13 +162,13 @@ async def run_contained(work: Awaitable[T], name: str, kind: type[Exception] = R
 
 
 async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], longest: float = LONGEST) -> bool:
-    """Wait until the task is done (True) or no time is left (False). `spend(seconds)` gets the time counted since its last
-    call and returns the time left; the first call gets 0. It is called at least every `longest` seconds. Raises what `spend`
-    raises.
+    """Wait until the task is done (True) or no time is left (False). Raises what `spend` raises.
 
-    The caller continues a fixed number of loop iterations after the task's end, no matter when the clock was read: the
-    embedded engine steps once per iteration, so which requests share a step, and thus their last digits, must not depend on
-    the clock.
+    `spend(seconds)` gets the time counted since its last call (first 0) and returns the time left; it is called at least every
+    `longest` seconds.
+
+    The caller resumes a fixed number of loop iterations after the task's end, independent of the clock readings: the embedded
+    engine steps once per iteration, so the requests that share a step, and thus their last digits, must not depend on time.
     """
     clock, loop = loop_clock(), asyncio.get_running_loop()
     clock.enter()
@@ -179,7 +179,7 @@ async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], lo
         timer: asyncio.TimerHandle | None = None
 
         def look(ended: object = None) -> None:
-            """Report the time since the last look, by a timer or at the task's end; wake the caller once, at the end."""
+            """Count the time since the last reading, by a timer or at the task's end; wake the caller once, at the end."""
             nonlocal counted, timer
             if woken.done() or (task.done() and ended is None):
                 return
@@ -209,17 +209,17 @@ async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], lo
 
 
 async def end(task: asyncio.Future[Any], name: str, grace: float = GRACE) -> None:
-    """Cancel a task and wait for its end; one that does not end within `grace` seconds is abandoned with a warning."""
+    """Cancel a task and wait up to `grace` seconds for its end; then abandon it with a warning."""
     task.cancel()
-    # Not without a limit: work that swallows its cancellation would hold up everything that waits for its end. Of the loop's
-    # time: where thousands are cancelled at once, each of them waits for the loop.
+    # With a limit: work that swallows its cancellation would block everything that waits for it. Counted in the loop's running
+    # time, because thousands of cancelled tasks wait for the loop.
     if not await in_time(task, _Budget(grace, lambda: True)):
         log.warning("%s did not end within %g s of being cancelled and is abandoned", name, grace)
 
 
 def run_loop(work: Coroutine[Any, Any, T], grace: float = GRACE) -> T:
-    """As `asyncio.run`, but tasks left at the end have `grace` seconds to end once cancelled, and are then abandoned with the
-    loop: `asyncio.run` would wait for work that swallows its cancellation for ever."""
+    """`asyncio.run`, but cancelled remaining tasks get `grace` seconds and are then abandoned with the loop; `asyncio.run` would
+    wait forever for work that swallows its cancellation."""
     runner = asyncio.Runner()
     try:
         return runner.run(work)
@@ -230,7 +230,7 @@ def run_loop(work: Coroutine[Any, Any, T], grace: float = GRACE) -> T:
             task.cancel()
         if tasks:
             _, tasks = loop.run_until_complete(asyncio.wait(tasks, timeout=grace))
-        if tasks:  # without what waits: the runner's own close would, for all of them
+        if tasks:  # not `runner.close`, which would wait for all of them
             log.warning("%d tasks did not end within %g s of being cancelled and are abandoned", len(tasks), grace)
             asyncio.set_event_loop(None)
             loop.close()
@@ -238,32 +238,32 @@ def run_loop(work: Coroutine[Any, Any, T], grace: float = GRACE) -> T:
             runner.close()
 
 
-# A watchdog for event loops: it says what kept one from turning, while it does.
+# A watchdog that names the call that blocks an event loop, while it does.
 #
 # All episodes of a loop wait while one call holds it: a coroutine that sleeps or computes, a reward spec, a long text.
-# `LoopWatchdog` asks the loop for a sign of life a few times a second. If none comes within the limit, it reads the stack, as
-# often as the loop stays silent, and names the call: the innermost frame of the user's own code, and the episode.
+# `LoopWatchdog` pings the loop a few times a second. If there is no answer within the limit, it samples the loop's stack until
+# there is one, and names the call: the innermost frame of the user's own code, and the episode.
 
 EPISODE: ContextVar[str] = ContextVar("agentrl_episode", default="")
-"""The key of the episode that the running code belongs to; "" outside of episodes. Set by `LocalPlayer`."""
-STILL = 10.0
-"""Seconds after which a loop that is still silent is reported without waiting for its end."""
+"""Key of the episode that runs the current code; "" outside of episodes. Set by `LocalPlayer`."""
+REPORT_AFTER_S = 10.0
+"""Seconds after which a block is reported before it ends."""
 MOST_PLACES = 32
-"""Places that are reported; for further ones only the seconds are counted."""
+"""Maximum number of reported places; for further ones only the seconds are counted."""
 
 Owner = Literal["user", "package", "library"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")]
 _WAITING = frozenset({selectors.__file__, threading.__file__, queue.__file__, thread.__file__, connection.__file__})
-# Where a thread waits: of `threads` for a call, of `redaction` for a line of a program.
+# Functions in which a thread waits for work.
 _IDLE = {"DaemonThreads._serve", "_pass_on"}
 _RUN = events.Handle._run.__code__
 
 
 @dataclass(frozen=True, slots=True)
 class CodeLine:
-    """A line of code, and whose it is: the user's (an environment, a tool, a plug-in), this package's, or a library's."""
+    """A line of code and its owner: the user (an environment, a tool, a plug-in), this package, or a library."""
 
     file: str
     line: int
@@ -277,8 +277,8 @@ class CodeLine:
 
 @dataclass(frozen=True, slots=True)
 class LoopBlock:
-    """A time in which a loop did not turn. `share`: of the looks at its stack that found `place`; 0.0 if the call was over
-    before its stack could be read, with `place` None. `inner`: what `place` had called."""
+    """A period in which a loop was blocked. `share`: of the stack samples that found `place`; 0.0, with `place` None, if the call
+    ended before a sample. `inner`: the line that `place` had called."""
 
     seconds: float
     place: CodeLine | None
@@ -295,14 +295,14 @@ class LoopBlock:
 
 
 @dataclass(slots=True)
-class _Looks:
-    """Observations of one block so far."""
+class _StackSamples:
+    """Stack samples of one block so far."""
 
     found: Counter[tuple[CodeLine | None, str]] = field(default_factory=Counter)
     inner: dict[CodeLine | None, CodeLine | None] = field(default_factory=dict)
 
     def look(self, ident: int) -> None:
-        """One look at the loop's thread. If the loop itself only waits, a thread that keeps the interpreter's lock is named."""
+        """Sample the loop's thread; if it only waits, another thread that holds the interpreter lock."""
         frames = sys._current_frames()
         own = frames.pop(ident, None)
         frames.pop(threading.get_ident(), None)
@@ -328,15 +328,15 @@ class _Looks:
 
 
 SLOW_LOOP = 0.2
-"""Seconds of silence from which on runs report a block of an event loop."""
+"""Default limit in seconds from which runs report a block of an event loop."""
 
 
 class LoopWatchdog:
-    """Watches one event loop, which enters it as a context, from a thread of its own, until the context ends.
+    """Watches the event loop that enters it as a context, from a separate thread.
 
-    `limit`: seconds of silence from which on a block is counted and reported (it is seen for certain from twice that on);
-    0 turns the watchdog off. `say`: gets one line per place of the user's own code, on the loop, the first time that it blocks;
-    other places are logged. Time that other programs took from the loop is not counted.
+    `limit`: seconds without an answer from which a block is counted and reported (it is certainly detected from twice that); 0
+    turns the watchdog off. `say`: called on the loop with one line per place of the user's code, when it first blocks; other
+    places are logged. CPU time that other programs took from the loop is not counted.
     """
 
     def __init__(self, limit: float, say: Callable[[str], None] = log.warning, name: str = "the event loop") -> None:
@@ -344,12 +344,12 @@ class LoopWatchdog:
         self._say, self._name = say, name
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
-        self._over, self._turned = threading.Event(), threading.Event()
+        self._stopped, self._turned = threading.Event(), threading.Event()
         self._answered = self._blocked = self._longest = 0.0
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     def __enter__(self) -> LoopWatchdog:
-        """Watch the running loop; nothing if the limit is 0."""
+        """Start watching the running loop, unless the limit is 0."""
         if self.limit > 0:
             self._loop = asyncio.get_running_loop()
             ident, native = threading.get_ident(), threading.get_native_id()
@@ -358,15 +358,15 @@ class LoopWatchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop watching. The counts stay."""
-        self._over.set()
-        self._turned.set()  # it may be waiting for the loop, which is this very thread
+        """Stop watching; keep the counts."""
+        self._stopped.set()
+        self._turned.set()  # the watchdog may be waiting for the loop, which runs in this thread
         if self._thread is not None:
             self._thread.join(1.0)
             self._thread = None
 
     def read(self) -> dict[str, float]:
-        """Since the last reading: `loop/blocked_s`, the seconds of all blocks, and `loop/longest_s`, those of the longest."""
+        """Return since the last call: `loop/blocked_s`, seconds of all blocks, and `loop/longest_s`, of the longest."""
         found = {"loop/blocked_s": self._blocked, "loop/longest_s": self._longest}
         self._blocked = self._longest = 0.0
         return found
@@ -378,12 +378,12 @@ class LoopWatchdog:
         while True:
             ready = _seconds_ready(threads)
             due = time.monotonic() + self.limit
-            if self._over.wait(self.limit):
+            if self._stopped.wait(self.limit):
                 return
-            looks = _Looks()
+            looks = _StackSamples()
             if time.monotonic() - due > self.limit:
-                # A call that keeps the interpreter's lock (a regular expression, a sort) keeps this thread waiting too. It
-                # has just ended, and the stack is still that of its caller.
+                # A call that holds the interpreter lock (a regular expression, a sort) blocks this thread too. It has just ended,
+                # and the stack is still that of its caller.
                 looks.look(ident)
             self._turned.clear()
             try:
@@ -391,8 +391,8 @@ class LoopWatchdog:
             except RuntimeError:  # the loop is closed
                 return
             if looks.found or not self._turned.wait(self.limit):
-                # Look at the stack until the loop turns.
-                pause, still = self.limit / 4, STILL
+                # Sample the stack until the loop answers.
+                pause, still = self.limit / 4, REPORT_AFTER_S
                 while not self._turned.is_set():
                     looks.look(ident)
                     self._turned.wait(pause)
@@ -400,35 +400,35 @@ class LoopWatchdog:
                     if (passed := time.monotonic() - due) > still:
                         log.warning("%s has stood still for %s, and still does", self._name, looks.block(passed))
                         still *= 10
-                # Of the thread that waited longest.
+                # CPU time lost by the thread that waited longest.
                 lost = max(now - then for now, then in zip(_seconds_ready(threads), ready, strict=True))
                 self._count(self._answered - due - lost, looks)
 
     def _turn(self) -> None:
-        """Runs on the loop: its sign of life."""
+        """Answer a ping; runs on the loop."""
         self._answered = time.monotonic()
         self._turned.set()
 
-    def _count(self, seconds: float, looks: _Looks) -> None:
-        """Count a block, and name its place the first time."""
-        if self._over.is_set() or seconds < self.limit:
+    def _count(self, seconds: float, looks: _StackSamples) -> None:
+        """Count a block, and report its place once."""
+        if self._stopped.is_set() or seconds < self.limit:
             return
         block = looks.block(seconds)
         self._blocked += seconds
         self._longest = max(self._longest, seconds)
         key = (block.place.file, block.place.function) if block.place is not None else ("", "")
-        if key not in self._told and len(self._told) < MOST_PLACES:
-            self._told.add(key)
+        if key not in self._reported and len(self._reported) < MOST_PLACES:
+            self._reported.add(key)
             text = f"{self._name} stood still for {block}: every episode waited (docs/rollouts.md)"
             if block.place is not None and block.place.owner == "user":
                 with suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(self._say, text)
-            else:  # agentrl's own code, or a library's: nothing that the user could change
+            else:  # code of agentrl or a library, which the user cannot change
                 log.info("%s", text)
 
 
 def _seconds_ready(natives: tuple[int, ...]) -> list[float]:
-    """Seconds in which threads were ready and other programs had the processors (Linux's schedstat; else always 0)."""
+    """Seconds in which the threads were runnable while other programs had the CPU (Linux schedstat; else 0)."""
     try:
         return [int(Path(f"/proc/self/task/{n}/schedstat").read_text().split()[1]) * 1e-9 for n in natives]
     except (OSError, ValueError, IndexError):
@@ -436,17 +436,17 @@ def _seconds_ready(natives: tuple[int, ...]) -> list[float]:
 
 
 def _waits(frame: FrameType) -> bool:
-    """Return True if a thread waits for work, for another thread, or for what a socket brings."""
+    """Return True if a thread waits for work, another thread, or a socket."""
     return frame.f_code.co_filename in _WAITING or frame.f_code.co_qualname in _IDLE
 
 
 def _of_one_call(frame: FrameType) -> tuple[list[FrameType], str]:
-    """The frames of what the loop runs just now, innermost first, and its episode."""
+    """Return the frames of the loop's current callback, innermost first, and its episode."""
     stack: list[FrameType] = []
     at: FrameType | None = frame
     while at is not None:
         if at.f_code is _RUN:
-            # Tasks have a copy of the context that they were made in, so those that an episode makes have its key too.
+            # A task inherits the context of its creator, so tasks of an episode have its key too.
             return stack, str(at.f_locals["self"]._context.get(EPISODE, ""))
         stack.append(at)
         at = at.f_back
@@ -454,7 +454,7 @@ def _of_one_call(frame: FrameType) -> tuple[list[FrameType], str]:
 
 
 def _place(stack: list[FrameType]) -> tuple[CodeLine | None, CodeLine | None]:
-    """The innermost line of the user's code, else of this package's, else of any; and the innermost line of all if it differs."""
+    """Return the innermost line of the user's code, else of this package, else of any; and the innermost of all if it differs."""
     places = [CodeLine(f.f_code.co_filename, f.f_lineno or 0, f.f_code.co_qualname, _owner(f.f_code.co_filename)) for f in stack]
     if not places:
         return None, None
@@ -464,8 +464,8 @@ def _place(stack: list[FrameType]) -> tuple[CodeLine | None, CodeLine | None]:
 
 @cache
 def _owner(file: str) -> Owner:
-    """Owner of a file's code. Content that the package brings along (`_shelf`) counts as the user's, who may have changed it."""
-    if file.startswith("<"):  # made by a library (a dataclass, a named tuple)
+    """Return the owner of a file's code. Shipped content (`_shelf`) counts as the user's, who may have changed it."""
+    if file.startswith("<"):  # generated by a library (a dataclass, a named tuple)
         return "library"
     path = Path(file).resolve()
     if path.is_relative_to(_PACKAGE):
@@ -474,7 +474,7 @@ def _owner(file: str) -> Owner:
 
 
 def _short(file: str) -> str:
-    """A path as one reads it: relative to the working folder, or to where its library is installed."""
+    """Shorten a path: relative to the working folder or the installation folder."""
     for folder in (Path.cwd(), _PACKAGE.parent, *_LIBRARIES):
         if Path(file).is_relative_to(folder):
             return str(Path(file).relative_to(folder))

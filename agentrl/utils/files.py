@@ -1,4 +1,4 @@
-"""Files that readers see complete at any moment, how plain ones are opened, and their digests."""
+"""Atomic writes, safe opening of plain files, text decoding, and digests."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from agentrl.utils.errors import FULL, DiskFullError, OutputError
 
 
 def expand_home(path: str) -> str:
-    """A path with the home folder in place of a `~` at its beginning; as it is if there is no home folder."""
+    """Replace a leading `~` by the home folder; unchanged without a home folder."""
     return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path  # noqa: PTH111 - Path raises without one
 
 
 def atomic_write(path: Path, text: str | Iterable[str], *, private: bool = False) -> None:
-    """Write to a temporary file, fsync, rename: readers (and a kill) find the old file or the new one, never half of one. Of a
-    text in parts one at a time is in memory, and if producing one raises, the old file stays. `private`: only its owner may read
-    it."""
-    # In the same folder, because a rename is atomic only within one file system.
+    """Write a file by temporary file, fsync and rename, so that readers (and a kill) never see a partial file. `text` in parts is
+    written one part at a time; if producing a part raises, the old file stays. `private`: only the owner may read it."""
+    # In the same folder, because a rename is atomic only within a file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if private:
@@ -34,7 +33,7 @@ def atomic_write(path: Path, text: str | Iterable[str], *, private: bool = False
         with naming(path), temporary.open("w", encoding="utf-8") as file:
             file.writelines([text] if isinstance(text, str) else text)
             file.flush()
-            os.fsync(file.fileno())  # before the rename: after a power loss the new name could otherwise have no content
+            os.fsync(file.fileno())  # before the rename: after a power loss the new name could otherwise be an empty file
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -43,7 +42,7 @@ def atomic_write(path: Path, text: str | Iterable[str], *, private: bool = False
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of a write knows no file, in contrast to one of `open`: it gets this one."""
+    """Add the path to an OSError of a write, which, unlike one of `open`, names no file."""
     try:
         yield
     except OSError as error:
@@ -52,7 +51,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def full_text(path: Path | str, then: str) -> str:
-    """One line for a full disk: the file or folder, how much is free there, and what to do."""
+    """Format a message for a full disk: the path, free bytes there, and the remedy `then`."""
     there = Path(path).absolute()
     while not there.exists():
         there = there.parent
@@ -61,9 +60,9 @@ def full_text(path: Path | str, then: str) -> str:
 
 
 def disk_full(error: BaseException | None) -> bool:
-    """True if `error`, or one of its causes, says that no space is left."""
-    seen: set[int] = set()  # what is raised from itself has no end
-    # By its text as well: an error that came from another rank or process has nothing else left of the OSError.
+    """Return True if `error` or one of its causes reports a full disk."""
+    seen: set[int] = set()  # an exception raised from itself is a cycle
+    # Also by text: an error from another rank or process keeps only the text of the OSError.
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, OutputError):
@@ -77,9 +76,9 @@ def disk_full(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def full_disk_said(place: Path | str, then: str) -> Iterator[None]:
-    """Turn errors of a full disk, raised here, on a rank or by a library, into DiskFullError: names the file (`place` if the
-    error names none), the free space, and the fix `then`."""
+def explain_full_disk(place: Path | str, then: str) -> Iterator[None]:
+    """Convert errors of a full disk, raised here, on a rank or by a library, into DiskFullError, which names the file (default:
+    `place`), the free space, and the remedy `then`."""
     try:
         yield
     except Exception as error:
@@ -90,8 +89,8 @@ def full_disk_said(place: Path | str, then: str) -> Iterator[None]:
 
 
 def plain_file(path: str, flags: int) -> int:
-    """An `opener` for `open`, for what should be a plain file: of anything else (a pipe, which would be waited for; a folder; a
-    device) it raises OSError, which names it."""
+    """An `opener` for `open` that accepts only plain files: raises OSError, with the path, for a pipe (on which it would block),
+    a folder or a device."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -100,24 +99,24 @@ def plain_file(path: str, flags: int) -> int:
 
 
 def open_plain(path: Path) -> BufferedReader:
-    """Open a plain file for reading bytes. Raises OSError, also for other kinds of file."""
+    """Open a plain file for reading bytes. Raises OSError, also for other file types."""
     return open(path, "rb", opener=plain_file)
 
 
 def shown_path(path: Path | str) -> str:
-    """A path for messages: from the working folder, if it is inside."""
+    """Format a path for messages: relative to the working folder if inside it."""
     path, here = Path(path), Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that a user wrote: UTF-8, with or without a mark at its beginning. Raises OSError; UnicodeDecodeError,
-    which names another encoding and says what to do."""
+    """Read a user's text file in UTF-8, with or without a byte order mark. Raises OSError, and UnicodeDecodeError with a remedy
+    for another encoding."""
     return decode_text(path.read_bytes())
 
 
 def decode_text(data: bytes) -> str:
-    """Decode a file's bytes, as `read_text`."""
+    """Decode a file's bytes as `read_text` does."""
     if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or (b"\0" in data[:8] and len(data) % 2 == 0):  # also UTF-32
         raise UnicodeDecodeError("utf-8", data[:8], 0, 1, "the file is UTF-16 or UTF-32; save it as UTF-8")
     try:
@@ -128,12 +127,12 @@ def decode_text(data: bytes) -> str:
 
 
 def read_plain(path: Path, errors: str = "strict") -> str:
-    """Text of a plain file in UTF-8. Raises OSError, also for other kinds of file; ValueError for other encodings (`errors`)."""
+    """Read a plain UTF-8 file. Raises OSError, also for other file types; ValueError for other encodings (see `errors`)."""
     with open_plain(path) as file:
         return file.read().decode("utf-8", errors)
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content in hexadecimal."""
     with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

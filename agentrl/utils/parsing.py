@@ -1,6 +1,6 @@
 """Read and write JSON and TOML, parse Python source, and read numbers as people write them.
 
-Each reader takes untrusted text in linear time and raises ValueError for what it cannot read."""
+Readers take untrusted text in linear time and raise ValueError if they cannot read it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from agentrl.utils.threads import fork_safe
 # JSON and TOML
 
 MOST_BITS = 1023
-"""Of an integer that a double, as which most readers take numbers, can hold."""
+"""Bits of an integer that a double can hold, as which most readers parse numbers."""
 MOST_TOML = 1_000_000
-"""Characters of a TOML text."""
+"""Maximum characters of a TOML text."""
 MOST_DOTS = 64
-"""Dots in a key of TOML; each makes a table, and `tomllib` takes quadratic time and memory for them."""
+"""Maximum dots in a TOML key: each makes a table, for which `tomllib` takes quadratic time and memory."""
 _PART = r"""[\w"'-]"""
 _DOTTED = re.compile(rf"(?<!{_PART})(?:{_PART}++[ \t]*+\.[ \t]*+){{{MOST_DOTS}}}")
 
 
 def read_json(text: str | bytes | bytearray, *, once: bool = False) -> Any:
-    """`json.loads`. Raises ValueError, also for text that is nested too deep for it; `once`: for a key given twice as well."""
+    """`json.loads`. Raises ValueError also for text nested too deep, and if `once` for a duplicate key."""
     try:
         return json.loads(text, object_pairs_hook=no_twice if once else None)
     except RecursionError:
@@ -48,14 +48,14 @@ def read_json(text: str | bytes | bytearray, *, once: bool = False) -> Any:
 
 
 class TwiceError(ValueError):
-    """A key is given twice in one object: readers of JSON keep one of its values, each another one."""
+    """A duplicate key in one object: JSON readers differ in the value that they keep."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"key {key[:80]!r} is given twice in one object")
 
 
 def no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of its pairs. Raises TwiceError for a key given twice."""
+    """Build an object from its pairs. Raises TwiceError for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise TwiceError(Counter(key for key, _ in pairs).most_common(1)[0][0])
@@ -63,20 +63,20 @@ def no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def put_once(found: dict[str, Any], key: str, value: Any) -> None:
-    """Set a key of an object. Raises TwiceError if it is there."""
+    """Set a new key of an object. Raises TwiceError if it exists."""
     if key in found:
         raise TwiceError(key)
     found[key] = value
 
 
 def refuse_constant(name: str) -> NoReturn:
-    """Refuse NaN and the infinities, for `parse_constant` of a JSON reader."""
+    """Reject NaN and infinities, as `parse_constant` of a JSON reader."""
     raise ValueError(f"{name} is not JSON")
 
 
 def toml_table(text: str) -> dict[str, Any]:
-    """`tomllib.loads`. Raises ValueError, also for text that is too long or nested too deep, a key of very many parts, and an
-    integer of more than 64 bits, which TOML need not hold."""
+    """`tomllib.loads`. Raises ValueError also for text that is too long or nested too deep, a key with too many dots, and an
+    integer of more than 64 bits, which TOML need not support."""
     if len(text) > MOST_TOML:
         raise ValueError(f"{len(text)} characters; at most {MOST_TOML} are read")
     if _DOTTED.search(text):
@@ -92,43 +92,43 @@ def toml_table(text: str) -> dict[str, Any]:
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-    """A value, and all that is in its dictionaries, lists and tuples."""
+    """Yield a value and everything in its dicts, lists and tuples."""
     yield value
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
         yield from parts_of(part)
 
 
 def json_text(value: Any, *, default: Callable[[Any], Any] | None = None, **form: Any) -> str:
-    """`json.dumps`, which gets `form`, with null for the numbers that JSON cannot represent: NaN, the infinities, and integers
+    """`json.dumps` (with arguments `form`) that writes null for numbers that JSON cannot represent: NaN, infinities, and integers
     that Python refuses to write (over 4,300 digits). Raises TypeError for a value without JSON form."""
     try:
         return json.dumps(value, default=default, allow_nan=False, **form)
-    except ValueError:  # rare, so the others pay for no look at each number
+    except ValueError:  # rare, so that other values need no check per number
         return json.dumps(_plain(value, default), allow_nan=False, **form)
 
 
 def is_unbounded(value: Any) -> bool:
-    """Return True if it is a number that JSON cannot represent, or that most of its readers cannot."""
+    """Return True for a number that JSON, or most of its readers, cannot represent."""
     if isinstance(value, float):
         return not math.isfinite(value)
     return isinstance(value, int) and value.bit_length() > MOST_BITS
 
 
 def in_json(value: Any) -> Any:
-    """A Python value (dataclasses, pydantic models, enums and dates included) as one that JSON can represent: NaN and the
-    infinities are texts ("NaN", "-Infinity"), integers beyond a double a text that names their size. Raises ValueError for what
-    has no JSON form, and in place of what its own methods raise."""
+    """Convert a Python value (also dataclasses, pydantic models, enums, dates) to JSON values. NaN and infinities become texts
+    ("NaN", "-Infinity"), integers beyond a double a text with their size. Raises ValueError for a value without JSON form, and
+    instead of an exception of its methods."""
     with as_value_error():
-        # pydantic's own `inf_nan_mode` leaves floats as they are in Python's form.
+        # pydantic's `inf_nan_mode` does not change floats in Python mode.
         try:
             return _in_words(to_jsonable_python(value, fallback=_of_array))
-        except UnicodeEncodeError:  # half of a surrogate pair in a key, which pydantic refuses and a policy may write
+        except UnicodeEncodeError:  # a lone surrogate in a key, which a policy may write and pydantic refuses
             return _in_words(json.loads(json.dumps(value, default=partial(to_jsonable_python, fallback=_of_array))))
 
 
 @contextmanager
 def as_value_error() -> Iterator[None]:
-    """Inside, whatever the methods of a user's value raise becomes a ValueError, and so does endless recursion."""
+    """Convert exceptions of a user value's methods, and endless recursion, into ValueError."""
     try:
         yield
     except BaseException as fault:
@@ -140,18 +140,18 @@ def as_value_error() -> Iterator[None]:
 
 
 def json_form(value: Any) -> Any:
-    """The value itself if it is JSON; else as `in_json`, which a reader of its stored text sees. Raises ValueError for what has
-    no JSON form, and for a set (no order)."""
+    """Return the value itself if it is JSON, else `in_json` of it, as a reader of its stored text sees it. Raises ValueError for
+    a value without JSON form, and for a set (no order)."""
     read = None
     with suppress(ValueError), as_value_error():
-        # Not in Python: states may be large. No array passes the second, no unbounded number the others (one that Python does not
-        # write has over 4,300 digits); a text with these words passes the last.
+        # In C, as states may be large. An array fails the second test, an unbounded number the others (an integer that Python
+        # does not write has over 4,300 digits); a text with these words passes the last.
         if (read := to_jsonable_python(value, fallback=_of_array)) == value and (
             (len(text := to_json(value)) < 4300 and b"NaN" not in text and b"Infinity" not in text)
             or json.dumps(value, allow_nan=False)
         ):
             return value
-    form = in_json(value if read is None else read)  # once: what `map` and the like give is gone then
+    form = in_json(value if read is None else read)  # convert once: iterators such as `map` are exhausted then
     for part in parts_of(value):
         if isinstance(part, set | frozenset):
             raise ValueError(f"a set has no order ({part!r:.60})")
@@ -159,15 +159,15 @@ def json_form(value: Any) -> Any:
 
 
 def _of_array(value: Any) -> Any:
-    """A number or an array of numpy or torch; a view of a dict, or what `map` and the like give, as a list."""
+    """Convert a scalar or array of numpy or torch, a dict view, or an iterator such as `map`."""
     if isinstance(value, MappingView | range | map | filter | zip):
-        return [*value]  # type: ignore[misc]  # a view of a dict: its base class has no __iter__
+        return [*value]  # type: ignore[misc]  # type: ignore[misc]  # a dict view's base class has no __iter__
     made = value.tolist() if hasattr(value, "tolist") else value
     if type(made) is not type(value):
         return made
     if not isinstance(value, Real):
         raise ValueError(f"a {type(value).__name__} has no JSON form")
-    return float(value)  # of numpy's longdouble, which is its own list
+    return float(value)  # of numpy's longdouble, whose `tolist` returns itself
 
 
 def _in_words(value: Any) -> Any:
@@ -196,14 +196,14 @@ _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 def deep_copy_json(value: Any) -> Any:
-    """A copy of a JSON value that shares no list and no dictionary with it, however deep it is nested."""
+    """Copy a JSON value of any nesting depth without sharing lists or dicts."""
     if not isinstance(value, dict | list):
         return value
     whole = value.copy()
     rest = [whole]
-    while rest:  # not by recursion: a policy may nest deeper than Python's stack
+    while rest:  # iterative: a policy may nest deeper than Python's stack
         part = rest.pop()
-        # Values are replaced under keys that stay, which an iteration allows.
+        # Replacing the values of existing keys is allowed during iteration.
         for key, item in part.items() if isinstance(part, dict) else enumerate(part):
             if type(item) in _SCALARS:
                 continue
@@ -211,12 +211,12 @@ def deep_copy_json(value: Any) -> Any:
                 part[key] = item.copy()
                 rest.append(part[key])
             elif not isinstance(item, str | int | float):
-                part[key] = copy.deepcopy(item)  # an author's data may hold more than JSON has: a tuple of lists, say
+                part[key] = copy.deepcopy(item)  # an author's data may hold more than JSON, for example a tuple of lists
     return whole
 
 
 def identical(one: Any, other: Any) -> bool:
-    """Return True if two JSON values are equal and of the same types throughout: 1 is neither true nor 1.0."""
+    """Return True if two JSON values are equal and of equal types throughout: 1 is neither true nor 1.0."""
     if one is other:
         return True
     if type(one) is not type(other) or one != other:
@@ -236,16 +236,16 @@ def identical(one: Any, other: Any) -> bool:
 
 
 def nfc(text: str) -> str:
-    """A text in one of the spellings that Unicode has for it."""
+    """Normalize a text to Unicode NFC."""
     return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
 def own_name(name: str, names: Mapping[str, Any]) -> str:
-    """One of `names` that is the same name, or the name as it is."""
+    """Return the name in `names` that is equal in NFC, else `name`."""
     return name if name.isascii() or name in names else {nfc(one): one for one in names}.get(nfc(name), name)
 
 
-# Python source as trees
+# Parsing Python source
 
 _LOCK = fork_safe(threading.RLock())
 _WRONG = "recursion depth mismatch"
@@ -253,23 +253,23 @@ _TIMES = 8
 
 
 def module_of(source: str | bytes) -> ast.Module:
-    """`ast.parse(source)`. Raises SyntaxError, ValueError, RecursionError and MemoryError as it does."""
+    """`ast.parse(source)`, with its exceptions: SyntaxError, ValueError, RecursionError and MemoryError."""
     found = _tree(source, "exec")
     assert isinstance(found, ast.Module)
     return found
 
 
 def expression_of(text: str) -> ast.expr:
-    """The one expression that a text is. Raises as `module_of`."""
+    """Parse a text as one expression. Raises the errors of `module_of`."""
     found = _tree(text, "eval")
     assert isinstance(found, ast.Expression)
     return found.body
 
 
 def _tree(source: str | bytes, mode: Literal["exec", "eval"]) -> ast.AST:
-    """Python 3.11 counts how deep a tree is in a place that all its threads share: a parse within another (in another thread, or
-    in what the garbage collector calls) ends the outer one with a SystemError, whatever the source is (CPython issue 106905).
-    The lock keeps agentrl's own threads apart; others' are rare enough that a further try is alone."""
+    """Parse with retries: Python 3.11 counts the tree depth in a variable that all threads share, so a parse during another one
+    (in a thread, or in a finalizer) ends the outer one with a SystemError (CPython issue 106905). The lock serializes agentrl's
+    own threads; other threads rarely parse, so retries suffice."""
     for left in reversed(range(_TIMES)):
         try:
             with _LOCK:
@@ -283,13 +283,13 @@ def _tree(source: str | bytes, mode: Literal["exec", "eval"]) -> ast.AST:
 # Numbers as people write them
 
 LONGEST = 400
-"""Characters of a number."""
+"""Maximum characters of a number."""
 _SCRIPTS = (
     r"\u0e01-\u0e2e\u0e30-\u0e45\u0e81-\u0ece\u1000-\u1021\u1780-\u17b3\u1100-\u11ff\u3005\u3007\u3040-\u30ff\u3130-\u318f"
     r"\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff66-\uffdc\U00020000-\U0003ffff"
 )
 _LETTER = rf"(?:\d|(?![{_SCRIPTS}])\w)"
-"""A character that continues a word or a number. Scripts without blanks between words end one at each character."""
+"""A character that continues a word or number. In scripts without spaces between words, no character does."""
 _TIMES_TEN = "[十百万萬億亿만억조천백십]|[千兆](?![克米瓦卡赫])"
 _SIGN = "[-+\u2212\u2010\u2011\u2013\ufe63\u00b1\u2213]"
 MONEY = r"(?:[$€£¥₹₩]|\\\$)"
@@ -306,7 +306,7 @@ _FRACTION = (
     rf"(?:\\[dtc]?frac\s?(?:\{{\s?(?P<top_sign>{_SIGN}?)\s?(?P<top>{_PLAIN})\s?\}}|(?P<top1>[0-9]))\s?"
     rf"(?:\{{\s?(?P<bottom>{_PLAIN})\s?\}}|(?P<bottom1>[0-9]))|(?P<vulgar>[{_VULGAR}]))"
 )
-# Most numbers are digits with nothing behind them that could belong to them; to know it early is ten times as fast.
+# Most numbers are digits not followed by anything that could belong to them; testing this first is ten times as fast.
 _SIMPLE = (
     rf"(?P<simple>[0-9]+(?![0-9.eE{{(\\\u2044/×x*·⋅^√{_VULGAR}])(?!.?[0-9]{{3}}(?![0-9]))(?!\s?[-/\\×x*·⋅\u2044{_VULGAR}])"
     rf"(?!\s+[0-9.,]+\s?[/\u2044]))"
@@ -328,14 +328,14 @@ _POWERS = {"dozen": Fraction(12)} | {
 }  # fmt: skip
 _LETTERS = {"k": Fraction(1000), "m": Fraction(10**6), "b": Fraction(10**9), "t": Fraction(10**12)}
 MAGNITUDE = rf"(?i:{'|'.join(sorted(_POWERS, key=len, reverse=True))})s?(?!{_LETTER})"
-"""A word behind a number that makes a multiple of it."""
+"""A word after a number that multiplies it."""
 GAP = r"(?:[ \t\u00a0\u2009\u202f~*_-]|\\[,;: ]|\\text\s?\{\s?|</?b>|\((?:in )?){0,6}"
 _TOKEN = re.compile(
     rf"(?P<sign>(?:(?<!\w)(?i:minus|negative)\s+|{_SIGN})?)(?P<money>(?:{MONEY}\s?)?)(?P<sign2>{_SIGN}?){_VALUE}"
     rf"(?:(?!\s?[0-9.,;:?!)])(?:(?P<times>(?:{GAP}{MAGNITUDE}\}}?){{1,3}})|(?P<letter>\s?[kmbtKMBT](?!{_LETTER}))))?"
     r"(?P<percent>\s?(?:\\?%|per ?cent\b|pct\b))?"
 )
-# Beside these a number is part of another one, or of what is none: a power, a product, a date, a version, a name.
+# Next to these, a number is part of another number or of something else: a power, product, date, version or name.
 _BEFORE = re.compile(
     rf"(?:{_LETTER}|[.√∛^]|[{_VULGAR}]|\d[,:/'\u2019*×·⋅]|\d[-\u2013][0-9]{{1,4}}[-\u2013]|[/:]\s?\d|\d\s?/\s?|[_^}}]\{{|\\sqrt\s?\{{|[十百千万萬億亿만억조천백십]|%[0-9a-fA-F]?)\Z"
 )
@@ -350,7 +350,7 @@ _LOOSE_MINUS = re.compile(rf"(?<=[=≈<>≤≥(]) ?([-\u2212\u2013])\s(?={MONEY}
 
 @dataclass(frozen=True, slots=True)
 class Numeral:
-    """A number and how it was written. `exact`: without decimals; `lowest`: no fraction that can be reduced."""
+    """A number and its written form. `exact`: without decimals; `lowest`: not a reducible fraction."""
 
     value: Fraction
     text: str
@@ -371,7 +371,7 @@ def numerals(text: str) -> Iterator[Numeral]:
 
 
 def _match_number(text: str, found: re.Match[str]) -> tuple[Numeral | None, int]:
-    """The number of a match, if it stands by itself, and where to look on."""
+    """Return the number of a match, if it stands alone, and the position to continue from."""
     begin, value_at = found.start(), found.end("sign2")
     before = text[max(0, begin - 8) : begin]
     if found["sign"] and re.search(rf"(?:{_LETTER}|[)\]}}!])\Z", before):
@@ -408,7 +408,7 @@ def _plain_number(text: str) -> Fraction:
 
 
 def _value(found: re.Match[str], text: str) -> Numeral | None:
-    """The number without its sign; None for a fraction over zero."""
+    """Parse the number without its sign; None for a fraction over zero."""
     if found["simple"] is not None:
         return Numeral(Fraction(int(found["simple"])), text, True)
     if found["repeated"] is not None:
@@ -420,7 +420,7 @@ def _value(found: re.Match[str], text: str) -> Numeral | None:
         raised = found["raised"] and found["raised"].translate(str.maketrans(_RAISED + "⁺⁻", "0123456789+-"))
         power = int((raised or found["power"]).replace("\u2212", "-").replace("\u2013", "-"))
         mantissa = _plain_number(found["mantissa"])
-        # 3 × 10² is a product left standing; 1.6 × 10⁻¹⁹ is how such a number is written.
+        # 3 × 10² is an uncomputed product; 1.6 × 10⁻¹⁹ is standard notation.
         return Numeral(mantissa * Fraction(10) ** power, text, False, abs(power) > 3 and 1 <= mantissa < 10)
     if found["plain"] is not None:
         return Numeral(_plain_number(found["plain"]), text, re.search("[.eE]", found["plain"]) is None)
@@ -442,7 +442,7 @@ def _value(found: re.Match[str], text: str) -> Numeral | None:
 
 
 def numeral(text: str) -> Numeral | None:
-    """Return the number that a text is as a whole, or None."""
+    """Parse a text that is one number as a whole; else None."""
     text = text.strip()
     if len(text) > LONGEST + 8:
         return None
@@ -455,7 +455,7 @@ def numeral(text: str) -> Numeral | None:
 
 
 def digits(text: str) -> str | None:
-    """Return a text that is a plain number without signs of thousands or money, or None; leading zeros are those of a name."""
+    """Return a plain number without group separators or currency; None for other texts and for leading zeros (a name)."""
     found = numeral(text)
     if found is None or found.percent or re.search(r"[^-+\u2212$€£¥₹₩0-9., '\u2019\u00a0\u202f]|^0[0-9]", found.text):
         return None
@@ -463,5 +463,5 @@ def digits(text: str) -> str | None:
 
 
 def is_letter(character: str) -> bool:
-    """Return whether a character goes on with a word: of scripts without blanks between words none does, but marks do."""
+    """Return True if a character continues a word; in scripts without spaces between words, only combining marks do."""
     return bool(character) and (re.fullmatch(_LETTER, character) is not None or unicodedata.category(character) in ("Mn", "Mc"))

@@ -1,11 +1,11 @@
-"""Secrets: how a config refers to them without holding them, and the one place that takes them out of what leaves a process.
+"""Secrets: references to environment variables in configs, and redaction of everything that leaves a process.
 
-A config says `env:NAME`, or `${env:NAME}` within a longer text; `resolved` puts the variable's value in its place, as late as it
-is used, and what it gave is a secret from then on. So are values of environment variables and config keys whose names say so
-(API_KEY, token, password, ...), passwords in addresses, and what follows such a flag in a command.
+A config says `env:NAME`, or `${env:NAME}` within a text; `resolve_references` replaces it by the variable's value as late as
+possible, and that value is a secret from then on. So are values of environment variables and config keys with telling names
+(API_KEY, token, password, ...), passwords in URLs, and values of such flags in commands.
 
-`redact` replaces every known secret, `redact_said` also what looks like one (bearer tokens, keys of well-known providers): for
-messages, logs and errors. What a policy sees and writes is only changed where it holds a known secret."""
+`redact` replaces every known secret; `redact_said`, for messages, logs and errors, also text that looks like one (bearer tokens,
+keys of well-known providers). Text that a policy sees or writes is only changed where it contains a known secret."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from agentrl.utils.terminal import safe
 from agentrl.utils.threads import fork_safe
 
 SHORTEST = 8
-"""Shortest value taken for a secret by its name: shorter ones occur in too much ordinary text."""
-GONE = "[redacted]"
+"""Minimum characters of a secret recognized by its name: shorter values occur in too much ordinary text."""
+REDACTED = "[redacted]"
 _WHOLE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 _WITHIN = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 _NAMES = {"key", "apikey", "token", "secret", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "auth",
           "authorization", "bearer", "cookie", "pat"}  # fmt: skip
 _NOT_ITSELF = {"env", "path", "file", "dir", "folder", "name", "id", "url", "type", "max", "min", "mode", "sock"}
-"""Last words of names that are not the secret's own: `token_env`, `SSH_AUTH_SOCK`."""
+"""Last words of names whose value is not the secret itself: `token_env`, `SSH_AUTH_SOCK`."""
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^\s\"'<>]+", re.IGNORECASE)
 _LOOKS = re.compile(
     r"(?<![A-Za-z0-9])(?:sk|rk|pk)-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|"
@@ -48,8 +48,8 @@ _lock = fork_safe(threading.Lock())
 
 
 def resolve_references(value: Any, where: str) -> Any:
-    """The value with references replaced in all its texts; the very value if it has none. `where`: its key in the config. Raises
-    ConfigError for a variable that is not set."""
+    """Replace references in all texts of a value; returns the same object if it has none. `where`: its config key. Raises
+    ConfigError for an unset variable."""
     if next(references(value, where), None) is None:
         return value
     if isinstance(value, str):
@@ -62,14 +62,14 @@ def resolve_references(value: Any, where: str) -> Any:
 
 
 def references(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """References of a value to environment variables: the key of each text that does, below `where`, and the text."""
+    """Yield the texts with references to environment variables: (key below `where`, text)."""
     for key, text in texts(value, where):
         if _WHOLE.fullmatch(text) or _WITHIN.search(text):
             yield key, text
 
 
 def texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """The texts of a value, each with its key below `where`."""
+    """Yield all texts of a value: (key below `where`, text)."""
     if isinstance(value, str):
         yield where, value
     elif isinstance(value, Mapping):
@@ -81,7 +81,7 @@ def texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 def map_texts(value: Any, change: Callable[[str], str], keys: bool = True) -> Any:
-    """A JSON value with all its texts changed, and the names of its members if `keys`."""
+    """Apply `change` to all texts of a JSON value, and to its keys if `keys`."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -99,7 +99,7 @@ def _variable(name: str, where: str) -> str:
 
 
 def remember(*secrets: str) -> None:
-    """Take these out from now on, as they are and as JSON and addresses write them."""
+    """Redact these from now on, also as escaped in JSON and URLs."""
     with _lock:
         for secret in secrets:
             if len(secret) >= 4:
@@ -110,7 +110,7 @@ def remember(*secrets: str) -> None:
 
 
 def learn(value: Any, name: str = "") -> None:
-    """Remember what a config or a command holds as plain text: by names, flags and addresses."""
+    """Remember the plain-text secrets of a config or command, found by names, flags and URLs."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             learn(inner, str(key))
@@ -123,36 +123,36 @@ def learn(value: Any, name: str = "") -> None:
                 learn(inner, name)
     if not isinstance(value, str) or not value or _WHOLE.fullmatch(value):
         return
-    if _named_so(name) and len(value) >= SHORTEST and not _WITHIN.search(value) and not value.startswith(("/", "./")):
+    if _names_secret(name) and len(value) >= SHORTEST and not _WITHIN.search(value) and not value.startswith(("/", "./")):
         remember(value)
     for address in _ADDRESS.findall(value):
         try:
             parts = urlsplit(address)
             if parts.password:
                 remember(parts.password, unquote(parts.password), basic(address))
-            remember(*(said for key, said in parse_qsl(parts.query) if _named_so(key) and len(said) >= SHORTEST))
+            remember(*(said for key, said in parse_qsl(parts.query) if _names_secret(key) and len(said) >= SHORTEST))
         except ValueError:
             continue
     flag, equal, rest = value.lstrip("-").partition("=")
     if not equal:
         flag, equal, rest = value.partition(": ")  # a header
-    if equal and flag != value and " " not in flag and _named_so(flag) and len(rest) >= SHORTEST and not _WITHIN.search(rest):
+    if equal and flag != value and " " not in flag and _names_secret(flag) and len(rest) >= SHORTEST and not _WITHIN.search(rest):
         remember(rest.removeprefix("Bearer "))
 
 
 def basic(address: str) -> str:
-    """Name and password of an address, as a request's header has them (RFC 7617)."""
+    """Encode the name and password of a URL as in a request header (RFC 7617)."""
     parts = urlsplit(address)
     return b64encode(f"{unquote(parts.username or '')}:{unquote(parts.password or '')}".encode()).decode()
 
 
-def _named_so(name: str) -> bool:
+def _names_secret(name: str) -> bool:
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
     return bool(words) and words[-1] not in _NOT_ITSELF and not _NAMES.isdisjoint(words)
 
 
 def known() -> list[str]:
-    """All secrets of this process, the longest first: one may be a part of another."""
+    """Return all secrets of this process, longest first, as one may contain another."""
     if not _read:
         _read.append(True)
         for name, value in os.environ.items():
@@ -161,28 +161,28 @@ def known() -> list[str]:
 
 
 def redact(text: str) -> str:
-    """The text without known secrets."""
+    """Replace known secrets in a text."""
     for secret in known():
         if secret in text:
-            text = text.replace(secret, GONE)
+            text = text.replace(secret, REDACTED)
     return text
 
 
 def redact_said(text: str) -> str:
-    """The same, and without what looks like a secret: for messages, logs and errors."""
-    return _LOOKS.sub(GONE, redact(text))
+    """Replace known secrets and text that looks like one, for messages, logs and errors."""
+    return _LOOKS.sub(REDACTED, redact(text))
 
 
 def redact_json(value: Any, *, said: bool = False) -> Any:
-    """A JSON value with all its texts redacted; keys too."""
+    """Redact all texts and keys of a JSON value."""
     return map_texts(value, redact_said if said else redact)
 
 
-# -- ways out of a process -------------------------------------------------------------------------
+# -- outputs of a process --------------------------------------------------------------------------
 
 
 def guard_logs() -> None:
-    """Redact every log record of this process, tracebacks too, with what a terminal could act on written out; once."""
+    """Redact every log record of this process, including tracebacks, and escape control characters; idempotent."""
     before = logging.getLogRecordFactory()
     if getattr(before, "redacts", False):
         return
@@ -191,7 +191,7 @@ def guard_logs() -> None:
         record = before(*args, **kwargs)
         try:
             record.msg, record.args = safe(redact_said(record.getMessage())), ()
-        except Exception:  # a message that does not fit its arguments: logging itself reports it
+        except Exception:  # the message does not fit its arguments; logging reports it
             return record
         if record.exc_info and record.exc_info[0] is not None:
             record.exc_text = safe(redact_said(logging.Formatter().formatException(record.exc_info)))
@@ -202,7 +202,7 @@ def guard_logs() -> None:
 
 
 class _Stream:
-    """A text stream that redacts its input."""
+    """A text stream that redacts its output."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -218,14 +218,14 @@ class _Stream:
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """A terminal that is gone takes nothing more, and the work goes on; for a full disk there is an error of its own, since
-        whoever writes to a run's folder would take it for that."""
+        """Discard output after a terminal has gone (EIO), so that work continues. Raises OutputError for other failures: callers
+        that write a run folder would take a plain OSError for a full disk there."""
         try:
             yield
         except BrokenPipeError:
             raise
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._inner.fileno())  # also for what Python writes at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._inner.fileno())  # also for output of Python's own exit
             if error.errno != errno.EIO:
                 name = {1: "standard output", 2: "standard error"}.get(self._inner.fileno(), "the output")
                 raise OutputError(f"{name}: cannot be written: {error.strerror}. Send it elsewhere") from None
@@ -239,8 +239,8 @@ class _Stream:
 
 
 def guard_process(config: Any = None) -> None:
-    """Redact all that this process logs and prints from now on, for one whose output goes to a log: an actor of Ray's. `config`:
-    what may hold secrets in plain text."""
+    """Redact everything that this process logs and prints from now on; for processes whose output is logged, such as Ray actors.
+    `config`: may hold secrets in plain text."""
     learn(config)
     guard_logs()
     if not isinstance(sys.stdout, _Stream):
@@ -249,14 +249,14 @@ def guard_process(config: Any = None) -> None:
 
 @contextmanager
 def guarded_output() -> Iterator[None]:
-    """Redact logs and prints meanwhile."""
+    """Redact logs and prints inside the context."""
     guard_logs()
-    # Open what a shell has closed (`>&-`): else the next file that is opened is what programs take for their output.
+    # Open descriptors that a shell has closed (`>&-`): else the next opened file would receive output of programs.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
     before = sys.stdout, sys.stderr

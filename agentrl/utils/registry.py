@@ -1,17 +1,17 @@
-"""One way to register things by name: estimators, losses, engines, samplers, context policies, routes, trackers, wrappers.
+"""Registries of components by name: estimators, losses, engines, samplers, context policies, routes, trackers, wrappers.
 
     ADVANTAGES: Registry[...] = Registry("algorithm.advantage", "ADVANTAGES", "agentrl.trainer.algorithms.advantages",
     needs={...})
 
-    @ADVANTAGES.register("remax", needs={"baseline"})       # in one file; no table elsewhere names it
+        @ADVANTAGES.register("remax", needs={"baseline"})       # no other file names it
     def remax(batch, *, ...): ...
 
-What a component needs and what it is (`needs`, `traits`) are declared next to its function with words that the registry
-defines, so that the code that prepares a batch or places an engine reads these words and never compares names.
+A component declares its requirements and properties (`needs`, `traits`) next to its function, with words that the registry
+defines; code that prepares a batch or places an engine reads these words and never compares names.
 
-A name is found in the registry's own package, in `plugins/` of the shelves (the user's before all others), and among other
-packages' entry points in the group `agentrl.plugins`, called "KIND/NAME" with a module as value. Files are searched by
-their source text; only the one that registers the name is loaded."""
+A name is found in the registry's package, in `plugins/` of the shelves (the user's first), and in other packages' entry points
+of group `agentrl.plugins`, called "KIND/NAME" with a module as value. Files are searched as text; only the one that registers
+the name is loaded."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ T = TypeVar("T", bound=Callable[..., Any])
 GROUP = "agentrl.plugins"
 FOLDER = "plugins"
 CONTRIB = "agentrl.contrib"
-"""The package of features that the core does not import."""
+"""Package of optional features, which the core does not import."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[T]):
-    """One registered component: its factory, what it needs from others, and what others must know about it."""
+    """One registered component: its factory, requirements and properties."""
 
     name: str
     make: T
@@ -55,7 +55,7 @@ _registries: list[Registry[Any]] = []
 
 
 class Registry(Mapping[str, T]):
-    """The components of one kind; maps a name to its component."""
+    """Maps names to the components of one kind."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class Registry(Mapping[str, T]):
         needs: Mapping[str, str] | None = None,
         traits: Mapping[str, str] | None = None,
     ) -> None:
-        """`kind`: the config key, for messages. `symbol`: the name of this object in the source of files that register.
-        `home`: the package (or module) with agentrl's own components. `given`: the number of leading parameters that the
-        caller passes; the others are a config's arguments. `needs`, `traits`: the allowed words, each with its meaning."""
+        """`kind`: the config key, for messages. `symbol`: this object's name in files that register components. `home`: package
+        or module of agentrl's own components. `given`: number of leading parameters that the caller passes; a config sets the
+        others. `needs`, `traits`: the allowed words with their meanings."""
         self.kind, self.symbol, self.home, self.given = kind, symbol, home, given
         self.words = {"needs": dict(needs or {}), "traits": dict(traits or {})}
         self._entries: dict[tuple[str, str], Entry[T]] = {}
@@ -79,7 +79,7 @@ class Registry(Mapping[str, T]):
     def register(
         self, name: str, *, needs: Collection[str] = frozenset(), traits: Collection[str] = frozenset()
     ) -> Callable[[T], T]:
-        """Decorator for the function or class. Raises ValueError for a word that the registry does not define."""
+        """Decorate a function or class to register it. Raises ValueError for a word that the registry does not define."""
         for field, given in (("needs", needs), ("traits", traits)):
             for word in given:
                 if word not in self.words[field]:
@@ -94,13 +94,13 @@ class Registry(Mapping[str, T]):
 
         return keep
 
-    # -- looking up --------------------------------------------------------------------------------
+    # -- lookup ------------------------------------------------------------------------------------
 
     def entry(self, name: str) -> Entry[T]:
-        """Raises ConfigError for an unknown name, with the nearest, for one that two files register, and for an entry point that
-        does not import; CatalogError for a file that does not load. "given:NAME" is what the program gave
-        (agentrl/utils/search_path.py)."""
-        if name in self._own:  # cached, because losses are looked up for every micro-batch
+        """Return a component's entry; "given:NAME" is an object given in Python (agentrl/utils/search_path.py). Raises
+        ConfigError for an unknown name (with a hint), a name registered by two files, and an entry point that cannot be
+        imported; CatalogError for a file that does not load."""
+        if name in self._own:  # cached, because losses are looked up per micro-batch
             return self._own[name]
         if is_given(name):
             given = given_object(name, self.kind)
@@ -112,26 +112,26 @@ class Registry(Mapping[str, T]):
         if len(files) > 1:
             raise ConfigError(f"{self.kind}: two files register {name!r}: {files[0]} and {files[1]}; rename one")
         module = files[0]
-        if module.endswith(".py"):  # of a shelf; raises CatalogError if it does not load
+        if module.endswith(".py"):  # on a shelf; raises CatalogError if it does not load
             module = load_module(Path(module)).__name__
         else:
             try:
                 import_module(module)
             except Exception as problem:
-                if module.startswith("agentrl."):  # agentrl's own file: a fault of its own, not the name of one
+                if module.startswith("agentrl."):  # a fault in agentrl, not in the name
                     raise
                 point, reason = f"{self.kind}/{name}", fault_text(problem)
                 raise ConfigError(f"the entry point {point} names {module!r}, which does not import: {reason}") from problem
         found = self._entries.get((name, module))
         if found is None:
-            # The source text has the call, but the code did not reach it (a condition, or a function that was not called).
+            # The source contains the call, but it was not executed (a condition, or a function that was not called).
             raise ConfigError(f"{self.kind}: {files[0]} does not register {name!r} when it is loaded")
         if name in dict(_packaged_entries(self.home, self.symbol)):
             self._own[name] = found
         return found
 
     def __getitem__(self, name: str) -> T:
-        """Raises ConfigError as `entry` does."""
+        """Return a component. Raises the errors of `entry`."""
         return self.entry(name).make
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -147,11 +147,11 @@ class Registry(Mapping[str, T]):
         return name in self._files_by_name()
 
     def own(self) -> list[Entry[T]]:
-        """agentrl's own components, by name: a user's file is loaded only if its name is requested."""
+        """Return agentrl's own components by name, without loading users' files."""
         return [self.entry(name) for name in sorted(dict(_packaged_entries(self.home, self.symbol)))]
 
     def that_are(self, word: str, yes: bool = True) -> str:
-        """The names of agentrl's own components with the need or trait `word` (or without it), for a message."""
+        """List agentrl's own components with (or without) the need or trait `word`, for a message."""
         assert word in self.words["needs"] or word in self.words["traits"], word
         names = [entry.name for entry in self.own() if (word in entry.needs | entry.traits) == yes]
         return ", ".join(f'"{name}"' for name in sorted(names)) or "none"
@@ -159,16 +159,16 @@ class Registry(Mapping[str, T]):
     # -- arguments ---------------------------------------------------------------------------------
 
     def bind(self, name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
-        """The component registered under the name, with its keyword arguments bound.
+        """Return the component with keyword arguments bound.
 
-        Raises ConfigError for an unknown name, an unknown argument, a missing one, a value of the wrong type or range, and
-        for numbers `low` >= `high` (given or default).
+        Raises ConfigError for an unknown name, an unknown or missing argument, a value of the wrong type or range, and for
+        numbers `low` >= `high` (given or default).
         """
         return bind(f"{self.kind} {name!r}", self.entry(name).make, self.parameters(name), args)
 
     def build(self, name: str, args: Mapping[str, Any], *given: Any, kind: type[Any]) -> Any:
-        """Call the component with what the caller passes and a config's arguments. Raises ConfigError as `bind` does, and if it
-        makes something else than a `kind`; CallbackError if a plug-in's code raises."""
+        """Call the component with `given` arguments and a config's `args`. Raises ConfigError as `bind`, or if the result is not
+        a `kind`; CallbackError if a plug-in raises."""
         make = self.bind(name, args)
         with user_code(f"{self.kind} {name!r}: it", make):
             made = make(*given)
@@ -179,26 +179,26 @@ class Registry(Mapping[str, T]):
         return made
 
     def arguments(self, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
-        """All arguments of the name's call: the defaults, overridden by `args`. Raises ConfigError as `bind` does."""
+        """Return all arguments of the call: defaults overridden by `args`. Raises ConfigError as `bind`."""
         bound: partial[Any] = self.bind(name, args)  # type: ignore[assignment]
         known = self.parameters(name)
         return {key: bound.keywords.get(key, parameter.default) for key, parameter in known.items()}
 
     def parameters(self, name: str) -> dict[str, inspect.Parameter]:
-        """The arguments that a config may give to the name, in order. Raises ConfigError as `entry` does."""
+        """Return the parameters that a config may set, in order. Raises the errors of `entry`."""
         named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         rest = list(inspect.signature(self.entry(name).make).parameters.items())[self.given :]
         return {key: parameter for key, parameter in rest if parameter.kind in named}
 
-    # -- where names are ---------------------------------------------------------------------------
+    # -- sources of names --------------------------------------------------------------------------
 
     def _files_by_name(self) -> dict[str, list[str]]:
-        """The module or file that registers each name."""
+        """Map each name to the modules or files that register it."""
         packaged = _packaged_entries(self.home, self.symbol)
         found = [*packaged, *((name, module) for name, module in self._entries if not module.startswith(PRIVATE))]
         own, seen = {name for name, _ in packaged}, {name for name, _ in found}
         for shelf in shelves():
-            files = [path for path in sorted(shelf.glob(f"{FOLDER}/*.py")) if path.is_file()]  # no folder, no editor's lock
+            files = [path for path in sorted(shelf.glob(f"{FOLDER}/*.py")) if path.is_file()]  # no editor's lock file
             here = [(name, path) for path in files for name in registered_in(path, self.symbol)]
             found += [(name, str(path)) for name, path in here if name not in seen or name in own]
             seen |= {name for name, _ in here}
@@ -212,9 +212,9 @@ class Registry(Mapping[str, T]):
 def bind(
     label: str, make: Callable[..., Any], known: Mapping[str, inspect.Parameter], args: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """`make` with a config's keyword arguments bound; `known` has the allowed ones. Raises ConfigError as `Registry.bind`
-    does; its messages begin with `label`."""
-    called: Any = make.__init__ if isinstance(make, type) else make  # type: ignore[misc] # of the class, whatever its instances have
+    """Return `make` with a config's keyword arguments bound; `known`: the allowed parameters. Raises ConfigError as
+    `Registry.bind`, with messages that begin with `label`."""
+    called: Any = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]  # not of an instance
     hints = get_type_hints(called, include_extras=True)
     bound = {}
     for key, value in args.items():
@@ -237,7 +237,7 @@ def bind(
 
 @contextmanager
 def second_load(registry: Registry[Any], name: str) -> Iterator[Any]:
-    """The component of a plug-in from another load of its file: what calls leave in its module is gone afterwards."""
+    """Load a plug-in's file a second time for the context; state that calls leave in that module is dropped."""
     module = registry.entry(name).make.__module__
     kept, entries = sys.modules.pop(module), [(one, dict(one._entries)) for one in _registries]
     try:
@@ -249,14 +249,14 @@ def second_load(registry: Registry[Any], name: str) -> Iterator[Any]:
 
 
 def registered_in(path: Path, symbol: str) -> tuple[str, ...]:
-    """The names that a file registers with `SYMBOL.register("name", ...)`, read without running it."""
+    """Return the names that a file registers with `SYMBOL.register("name", ...)`, without running it."""
     stat = path.stat()
     return _registered_names(path, symbol, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=4096)
 def _registered_names(path: Path, symbol: str, modified: int, size: int) -> tuple[str, ...]:
-    source = path.read_bytes()  # as bytes, Python's own rules of encoding hold
+    source = path.read_bytes()  # as bytes, so that Python's encoding rules apply
     if f"{symbol}.register(".encode() not in source:
         return ()
     try:
@@ -279,7 +279,7 @@ def _registered_names(path: Path, symbol: str, modified: int, size: int) -> tupl
 
 @lru_cache(maxsize=64)
 def _packaged_entries(home: str, symbol: str) -> tuple[tuple[str, str], ...]:
-    """(name, module) of the components in `home` and in contrib; cached, since files do not change while a process runs."""
+    """Return (name, module) of the components in `home` and contrib; cached, as files do not change during a process."""
     return (*(() if home.startswith(CONTRIB) else _registering(home, symbol)), *_registering(CONTRIB, symbol))
 
 
@@ -299,5 +299,5 @@ def _registering(home: str, symbol: str) -> tuple[tuple[str, str], ...]:
 
 @lru_cache(maxsize=1)
 def _entry_points() -> tuple[tuple[str, str, str], ...]:
-    """(kind, name, module) of the installed packages' entry points."""
+    """Return (kind, name, module) of installed packages' entry points."""
     return tuple((*point.name.rpartition("/")[::2], point.value) for point in entry_points(group=GROUP))

@@ -22,23 +22,23 @@ from referencing.jsonschema import EMPTY_REGISTRY
 from agentrl.utils.parsing import nfc, own_name, put_once
 from agentrl.utils.threads import QUICK, TooLongError
 
-# Untrusted patterns and what a policy wrote: with a time limit, and never for long on an event loop.
+# Untrusted patterns and policy text: matched with a time limit, and never for long on an event loop.
 #
-# A regular expression may take exponential time on a text that is made for it, and `re` can neither be stopped nor lets another
-# thread run meanwhile. `regex` can and does. What it reads in another way than `re`, it is given in a form that both read alike.
+# A regular expression may take exponential time on a crafted text; `re` can neither be interrupted nor release the interpreter
+# lock. `regex` can do both. Patterns that it reads differently from `re` are rewritten into a form with one meaning.
 
 AT_ONCE_S = 0.005
-"""Seconds of this process's processor time that a match may take on an event loop, which is `regex`'s clock: waiting for the
-processor does not count, but what other threads compute meanwhile does."""
+"""CPU seconds of this process that a match may take on an event loop, by the clock of `regex`: waiting for the CPU does not
+count, but computation of other threads does."""
 
 
 def within_seconds(look: Callable[..., Any], text: str, seconds: float) -> Any:
-    """`look(text)`, where `look` is a method of a compiled `regex` pattern.
+    """Call `look(text)`, a method of a compiled `regex` pattern, with a time limit.
 
-    Raises TimeoutError after `seconds` of this thread, TextTooLongError, which is one, for a text of more than `MOST_TEXT`
-    characters, and TooLongError if it takes long and is tried at once (`threads.at_once`): never because the thread stood still
-    while others computed, though `regex`'s clock counts that. Whether a thread answers decides which requests share an engine's
-    step, hence last digits.
+    Raises TimeoutError after `seconds` of this thread's CPU time; TextTooLongError, a subclass, for a text longer than
+    `MOST_TEXT`; TooLongError if it is slow and tried on an event loop (`threads.at_once`). Never because other threads computed,
+    although the clock of `regex` counts that: whether a thread does the work decides which requests share an engine step, and
+    thus last digits.
     """
     if len(text) > MOST_TEXT:
         raise TextTooLongError(f"a text of {len(text)} characters; patterns are searched in at most {MOST_TEXT}")
@@ -55,31 +55,31 @@ def within_seconds(look: Callable[..., Any], text: str, seconds: float) -> Any:
 
 
 _TRIES = 5
-"""Tries of a match whose thread hardly ran meanwhile; the limit of the last is up to 4,096 times that of the first."""
+"""Tries of a match whose thread hardly ran; the limit of the last is up to 4,096 times that of the first."""
 MOST_PATTERN = 10_000
-"""Characters of a pattern."""
+"""Maximum characters of a pattern."""
 MOST_COPIES = 10_000
-"""Parts of a pattern, each counted by its minimum repeats: `regex` writes out that many copies."""
+"""Maximum parts of a pattern, multiplied by their minimum repeats: `regex` expands these copies."""
 MOST_TEXT = 1_000_000
-"""Characters of a text that a pattern is looked for in: what groups found is remembered at each of them."""
+"""Maximum characters of a searched text: `regex` stores group matches per position."""
 _TOKEN = regex.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*)(?:,\d*)?\}|[()]|.", regex.DOTALL)
 _RECURSION = regex.compile(r"\(\?(?:R|[+-]?\d+|&\w*|P>\w*)\)")
 _BRACKET = regex.compile(r"\\.|\[", regex.DOTALL)
 _NAMED = frozenset({r"\p", r"\P", r"\N", r"\x"})
-"""Escapes with a name in braces."""
+"""Escapes followed by a name in braces."""
 _SPACED = regex.compile(r"\(\?[\w-]*x")
 
 
 def compile_pattern(pattern: str, flags: int = regex.VERSION0) -> Any:
-    """Compile a pattern of `regex`. Raises ValueError, with the reason, if it is invalid or could cost more than the time limit
-    of its match: if it is long, repeats so often that its compiled form fills the memory, or calls itself."""
+    """Compile a pattern with `regex`. Raises ValueError if it is invalid, too long, recursive, or has so many repeats that its
+    compiled form fills the memory: such a pattern could exceed the time limit of a match."""
     if len(pattern) > MOST_PATTERN:
         raise ValueError(f"a pattern of {len(pattern)} characters; at most {MOST_PATTERN} are allowed")
     if _RECURSION.search(pattern):
         raise ValueError(f"{pattern[:80]!r} calls itself, which no time limit ends")
     if (copies := _copies(pattern)) > MOST_COPIES:
         raise ValueError(f"{pattern[:80]!r} repeats a part {copies:.0e} times; at most {MOST_COPIES} are allowed")
-    # Without what `regex` alone reads: fuzzy matches, as in a{e<=1}, and classes like [:alpha:] within brackets.
+    # Reject syntax of `regex` alone: fuzzy matches such as a{e<=1}, and classes like [:alpha:] within brackets.
     tokens, before = list[str](), ""
     for token in _TOKEN.finditer(pattern):
         text = token.group()
@@ -96,8 +96,8 @@ def compile_pattern(pattern: str, flags: int = regex.VERSION0) -> Any:
 
 
 def _copies(pattern: str) -> float:
-    """Largest number of copies of its parts, with each repeat written out to its minimum."""
-    flat = _SPACED.search(pattern) is not None  # comments may hold brackets, so each repeat counts as if nested in all others
+    """Estimate the copies of its parts after expanding every repeat to its minimum."""
+    flat = _SPACED.search(pattern) is not None  # comments may contain brackets, so assume nested repeats
     groups, last = [0.0], 0.0
     for token in _TOKEN.finditer(pattern):
         match token.group():
@@ -120,36 +120,36 @@ def _copies(pattern: str) -> float:
 
 
 class TextTooLongError(TimeoutError):
-    """A text is longer than `MOST_TEXT`, so that no pattern is looked for in it."""
+    """A text is longer than `MOST_TEXT`, so no pattern is searched in it."""
 
 
-# JSON Schemas of others (a tool's, a server's, a task's), in draft 2020-12 (https://json-schema.org/draft/2020-12), but for
-# `$id` and `$schema` below the root, and references to other documents.
+# Untrusted JSON Schemas (of a tool, a server, a task), in draft 2020-12 (https://json-schema.org/draft/2020-12), except `$id` and
+# `$schema` below the root, and references to other documents.
 #
-# A schema is a small program: it may name documents to fetch, call itself without end, hold patterns that take exponential
-# time, or be as large as its author likes. `check_schema` refuses such a one, and `first_fault` ends after `SCHEMA_S`.
+# A schema is a small program: it may fetch documents, recurse endlessly, contain patterns of exponential time, or be of any size.
+# `check_schema` rejects such schemas, and `first_fault` stops after `SCHEMA_S`.
 
 SCHEMA_S = 1.0
-"""Seconds of the processor that a value's check against a schema may take in all: waiting on a busy machine is not its fault."""
+"""CPU seconds for checking a value against a schema; waiting on a busy machine does not count."""
 AT_ONCE = 1000
-"""Comparisons of a value with a schema's keywords that are made on an event loop, about 5 ms. They are counted, not timed: how
-long they take hangs on what else the machine does, and whether a thread answers decides which requests share an engine step."""
+"""Comparisons of a value with a schema's keywords made on an event loop, about 5 ms. They are counted, not timed: time depends on
+the machine's load, and whether a thread does the work decides which requests share an engine step."""
 AT_ONCE_CPU_S = 0.05
-"""Seconds of the processor that they may take there, ten times what they do: a limit for many patterns, none of them slow."""
+"""CPU seconds for these comparisons, ten times the usual: limits many patterns that are each fast."""
 MOST_DEPTH = 64
-"""Levels of objects and arrays in a schema."""
+"""Maximum nesting of objects and arrays in a schema."""
 MOST_NODES = 100_000
-"""Values in a schema, all levels together."""
+"""Maximum values in a schema, over all levels."""
 MOST_CHARACTERS = 1_000_000
-"""Characters of all names and texts in a schema."""
+"""Maximum characters of all names and texts in a schema."""
 MOST_WORK = 10_000
-"""Schemas that one value may have to fit at once: those of `allOf`, `anyOf`, `$ref` and the like, and theirs."""
+"""Maximum schemas that apply to the same value, through `allOf`, `anyOf`, `$ref` and the like, recursively."""
 MOST_CHAIN = 64
-"""How many references and the like may lead from one to the next before a value is looked into."""
+"""Maximum chain of references and the like that apply to the same value."""
 
 
 class BadSchemaError(ValueError):
-    """A schema cannot be used: `place` (a JSON Pointer), the finding there, the fix."""
+    """An unusable schema: `place` (a JSON Pointer), the finding, the remedy."""
 
     def __init__(self, place: str, found: str, remedy: str) -> None:
         super().__init__(f"at {place or '(the root)'}: {found}; {remedy}")
@@ -158,7 +158,7 @@ class BadSchemaError(ValueError):
 
 Kind = Literal["schema", "map", "data"]
 DATA = frozenset({"const", "default", "enum", "examples"})
-"""Keywords whose values are data, and no schemas."""
+"""Keywords whose values are data, not schemas."""
 _MAPS = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")
@@ -166,12 +166,12 @@ _ONES = ("not", "if", "then", "else")
 
 
 def check_schema(schema: Any) -> None:
-    """Raise BadSchemaError if using the schema could fetch something, never end, or take too much time or memory. Meaningless
-    schemas pass (`checked_validator` rejects them)."""
+    """Raise BadSchemaError if using the schema could fetch documents, never end, or take too much time or memory. Invalid schemas
+    pass (`checked_validator` rejects them)."""
     try:
         text = json.dumps(schema)
     except (TypeError, ValueError, RecursionError):
-        text = ""  # the walk says what it is
+        text = ""  # the walk explains it
     if text and len(text) <= MOST_CHARACTERS:
         _check_text(text)
     else:
@@ -185,7 +185,7 @@ def _check_text(text: str) -> None:
 
 @dataclass
 class _Walk:
-    """One look through a schema; iterative, since a deep one would overflow."""
+    """One traversal of a schema; iterative, because a deep schema would overflow the stack."""
 
     root: Any
     nodes: int = 0
@@ -200,7 +200,7 @@ class _Walk:
             raise BadSchemaError("", f"a schema is an object, not {_short(self.root)}", "give an object")
         self._look(self.root, "")
         targets: dict[tuple[int, str], Any] = {}
-        for holder, key, above in self.references:  # grows while targets that are no schemas otherwise are looked at
+        for holder, key, above in self.references:  # grows while targets outside of known schemas are traversed
             reference, place = holder[key], f"{above}/{key}"
             if not isinstance(reference, str) or not reference.startswith("#"):
                 raise BadSchemaError(
@@ -284,12 +284,12 @@ class _Walk:
                 self.uses.setdefault(key, f"{place}/{key}")
 
 
-# Parts of a schema, to read a call by it without a validation.
+# Parts of a schema, to interpret a call without validation.
 
 
 def resolve_reference(reference: str, root: Any, anchors: Mapping[str, Any] | None = None) -> Any:
-    """The part of the schema `root` to which `reference` points: a JSON Pointer (RFC 6901) or an anchor behind `#`. None if it
-    points nowhere. `anchors`: the parts by anchor, if they are known; else they are looked for."""
+    """Return the part of schema `root` that `reference` names by JSON Pointer (RFC 6901) or anchor after `#`; None if there is
+    none. `anchors`: the known parts by anchor, else they are searched."""
     name = unquote(reference.removeprefix("#"))
     if name and not name.startswith("/"):
         if anchors is not None:
@@ -317,7 +317,7 @@ def resolve_reference(reference: str, root: Any, anchors: Mapping[str, Any] | No
 
 
 def schema_parts(node: Any, root: Any) -> list[Mapping[str, Any]]:
-    """A schema with its alternatives, conditional parts and references, each once, so that circles end."""
+    """Return a schema with its alternatives, conditionals and references, each once, so that cycles end."""
     found = dict[int, Mapping[str, Any]]()
     for part in (rest := [node]):  # grows
         if isinstance(part, Mapping) and id(part) not in found:
@@ -328,7 +328,7 @@ def schema_parts(node: Any, root: Any) -> list[Mapping[str, Any]]:
 
 
 def property_schemas(parts: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
-    """The schemas of a property of an object whose schema has these parts: by name, else by pattern, else of all others."""
+    """Return the schemas of an object's property: by name, else by pattern, else of additional properties."""
     named = [known[own] for part in parts if (own := own_name(name, known := part.get("properties") or {})) in known]
     matched = list[Any]()
     for pattern, inner in [pair for part in parts for pair in (part.get("patternProperties") or {}).items()] if not named else ():
@@ -338,7 +338,7 @@ def property_schemas(parts: Iterable[Mapping[str, Any]], name: str) -> list[Any]
 
 
 def _item_schemas(parts: Iterable[Mapping[str, Any]], place: int) -> list[Any]:
-    """The schemas of the item at a place of an array, in the words of any draft."""
+    """Return the schemas of an array item by index, in the keywords of any draft."""
     found = list[Any]()
     for part in parts:
         items = part.get("items")
@@ -348,17 +348,17 @@ def _item_schemas(parts: Iterable[Mapping[str, Any]], place: int) -> list[Any]:
     return found
 
 
-# Names of tools and parameters as their schema spells them: in NFC and in NFD a name is the same, though not for Python, and some
-# tokenizers show a policy one spelling where the schema has the other.
+# Unicode spellings of tool and parameter names. NFC and NFD spell the same name differently, and some tokenizers show a policy
+# another spelling than the schema's.
 
 
 def own_names(arguments: Any, schema: Mapping[str, Any]) -> Any:
-    """Arguments of a call with names, and texts among which the schema lets choose, as it spells them, at all depths. Raises
-    TwiceError if two names of an object are one."""
+    """Return a call's arguments with names and enum texts spelled as in the schema, at all depths. Raises TwiceError if two names
+    of an object coincide."""
     if not isinstance(arguments, dict) or _is_ascii(arguments):
         return arguments
     whole = [arguments]
-    late = _LATE.set(time.thread_time() + SCHEMA_S)  # of all patterns of names together
+    late = _LATE.set(time.thread_time() + SCHEMA_S)  # for all patterns of names together
     try:
         _take_own_names([(whole, 0, schema)], schema)
     finally:
@@ -367,8 +367,8 @@ def own_names(arguments: Any, schema: Mapping[str, Any]) -> Any:
 
 
 def _take_own_names(rest: list[tuple[Any, Any, Any]], root: Mapping[str, Any]) -> None:
-    """Put copies with names as they are spelt into the places of `rest`: (what holds a value, its place, its schema)."""
-    while rest:  # not by recursion: a policy may nest deeper than Python's stack
+    """Replace values by copies with the schema's names; `rest`: (container, key, schema)."""
+    while rest:  # iterative: a policy may nest deeper than Python's stack
         holder, place, node = rest.pop()
         value, parts = holder[place], schema_parts(node, root)
         if isinstance(value, str):
@@ -392,7 +392,7 @@ def _take_own_names(rest: list[tuple[Any, Any, Any]], root: Mapping[str, Any]) -
 
 
 def _is_ascii(value: Any) -> bool:
-    """Return True if all names and texts in a JSON value are of ASCII."""
+    """Return True if all names and texts in a JSON value are ASCII."""
     for part in (rest := [value]):  # grows
         if isinstance(part, dict):
             rest += (*part, *part.values())
@@ -404,8 +404,8 @@ def _is_ascii(value: Any) -> bool:
 
 
 def _check_work(schemas: Mapping[int, tuple[Any, str]], targets: Mapping[tuple[int, str], Any]) -> None:
-    """Raises BadSchemaError if a value that fits a schema has to fit, at the same place, too many others, or this one again."""
-    work: dict[int, tuple[int, int]] = {}  # schemas in all, and the longest chain
+    """Raise BadSchemaError if too many schemas, or the same one recursively, apply to a single value."""
+    work: dict[int, tuple[int, int]] = {}  # (total schemas, longest chain)
     for first in schemas:
         stack, open_ones = [first], set[int]()
         while stack:
@@ -437,13 +437,13 @@ def _check_work(schemas: Mapping[int, tuple[Any, str]], targets: Mapping[tuple[i
 
 
 def _at_once(node: dict[str, Any], targets: Mapping[tuple[int, str], Any]) -> Iterator[dict[str, Any]]:
-    """The schemas that the same value has to be compared with."""
+    """Yield the schemas that apply to the same value."""
     found = [targets[id(node), key] for key in _REFERENCES if (id(node), key) in targets]
     return (item for item in (*found, *_subschemas(node, _ONES)) if isinstance(item, dict))
 
 
 def _subschemas(node: Mapping[str, Any], ones: Sequence[str]) -> list[Any]:
-    """Subschemas for the same value: alternatives, `ones` and dependencies."""
+    """Return the subschemas for the same value: alternatives, `ones` and dependencies."""
     found = [node[key] for key in ones if key in node]
     for key in ALTERNATIVES:
         found += node[key] if isinstance(node.get(key), list) else []
@@ -453,9 +453,9 @@ def _subschemas(node: Mapping[str, Any], ones: Sequence[str]) -> list[Any]:
 
 
 def as_2020(schema: Any) -> Any:
-    """A schema in draft 2020-12, without "$schema": one of an older draft (4 to 2019-09) is rewritten by the draft's rules. Where
-    none is declared, so are keywords in a form that only older drafts have: a tuple as a list under "items", "dependencies", a
-    boolean "exclusiveMinimum". Raises BadSchemaError for a draft that is not known."""
+    """Convert a schema to draft 2020-12 without "$schema". Older drafts (4 to 2019-09) are rewritten by their rules; without a
+    declared draft, so are keywords in forms that only older drafts have: a list under "items", "dependencies", a boolean
+    "exclusiveMinimum". Raises BadSchemaError for an unknown draft."""
     if not isinstance(schema, Mapping):
         return schema
     declared = schema.get("$schema", "")
@@ -466,7 +466,7 @@ def as_2020(schema: Any) -> Any:
     try:
         return plain if draft == _NEWEST else _rewrite_schema(plain, plain, draft in _OLDER)
     except RecursionError:
-        return plain  # `check_schema` says how deep
+        return plain  # `check_schema` reports the depth
 
 
 _NEWEST = "json-schema.org/draft/2020-12/schema"
@@ -478,7 +478,7 @@ _NOTES = frozenset(
 
 
 def _rewrite_schema(node: Any, root: Any, alone: bool) -> Any:
-    """`alone`: as in drafts 4 to 7, keywords next to "$ref" count for nothing, and an id such as "#a" is an anchor."""
+    """`alone`: drafts 4 to 7, where keywords next to "$ref" are ignored, and an id such as "#a" is an anchor."""
     if not isinstance(node, Mapping):
         return node
     new: dict[str, Any] = {}
@@ -486,7 +486,7 @@ def _rewrite_schema(node: Any, root: Any, alone: bool) -> Any:
     for key, value in node.items():
         if alone and "$ref" in node and key != "$ref" and key not in _NOTES:
             continue
-        if key == "$recursiveRef":  # a schema within a schema, which would make a difference, is refused
+        if key == "$recursiveRef":  # differs only in nested schema resources, which are refused
             new["$ref"] = value
         elif key == "$ref" and isinstance(value, str):
             new[key] = _move_pointer(value, root)
@@ -515,7 +515,7 @@ _NULL = {"type": "null"}
 
 
 def _change_inside(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
-    """The value of a keyword, with the schemas in it changed."""
+    """Apply `change` to the schemas in a keyword's value."""
     if key in _MAPS and isinstance(value, Mapping):
         return {name: change(item) for name, item in value.items()}
     if key in DATA:
@@ -524,7 +524,7 @@ def _change_inside(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def with_nulls(node: Any) -> Any:
-    """A schema in which `nullable: true`, which only agentrl's own check of a call reads, is said by types, for grammars."""
+    """Express `nullable: true`, which only agentrl's own check of a call reads, by types, for grammars."""
     if not isinstance(node, Mapping):
         return node
     new = {key: _change_inside(key, value, with_nulls) for key, value in node.items()}
@@ -532,7 +532,7 @@ def with_nulls(node: Any) -> Any:
         return {**new, "nullable": node["nullable"]} if "nullable" in node else new
     if new.keys() & {"$ref", "allOf", "not", "if"}:
         return {"anyOf": [new, _NULL]}
-    # In place, so that pointers into it hold.
+    # In place, so that pointers into it remain valid.
     kinds = new.get("type", [])
     new |= {"type": list(dict.fromkeys([*([kinds] if isinstance(kinds, str) else kinds), "null"]))} if kinds else {}
     if values := [new.pop("const")] if "const" in new else new.get("enum"):
@@ -545,7 +545,7 @@ _EXCLUSIVE = {plain: exclusive for exclusive, plain in _LIMITS.items()}
 
 
 def _move_pointer(reference: str, root: Any) -> str:
-    """A reference by a pointer through keywords that `_rewrite_schema` renames."""
+    """Adapt a pointer reference to keywords that `_rewrite_schema` renames."""
     if not reference.startswith("#/"):
         return reference
     node, parts, named = root, [], False
@@ -574,7 +574,7 @@ _LEFT: contextvars.ContextVar[Iterator[int]] = contextvars.ContextVar("agentrl_s
 
 
 def _in_time() -> float:
-    """Remaining seconds. Raises TimeoutError, or TooLongError on an event loop, at the time limit."""
+    """Return the seconds left. Raises TimeoutError, or TooLongError on an event loop, at the limit."""
     left = _LATE.get() - time.thread_time()
     if left > 0:
         return left
@@ -612,7 +612,7 @@ def _pattern_properties(validator: Any, patterns: Mapping[str, Any], instance: A
 
 
 def _additional(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """`additionalProperties`: jsonschema's own matches the neighbouring patterns with `re`."""
+    """Check `additionalProperties` with a time limit; jsonschema matches the neighbouring patterns with `re`."""
     if not schema.get("patternProperties") or not validator.is_type(instance, "object"):
         yield from _PLAIN["additionalProperties"](validator, wanted, instance, schema) or ()
         return
@@ -626,13 +626,13 @@ def _additional(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iter
 
 
 def _unique(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """`uniqueItems`: jsonschema's own compares each object with each."""
+    """Check `uniqueItems` in linear time; jsonschema compares each pair of objects."""
     if wanted and validator.is_type(instance, "array") and len({_identity(item) for item in instance}) < len(instance):
         yield ValidationError(f"{instance!r} has non-unique elements")
 
 
 def _identity(value: Any) -> Any:
-    """Equal for what JSON Schema calls equal: 1 and 1.0 are, 1 and true are not."""
+    """Return a key that is equal for values equal in JSON Schema: 1 and 1.0 are, 1 and true are not."""
     if isinstance(value, dict):
         return "object", frozenset((key, _identity(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -654,7 +654,7 @@ def _timed_keyword(keyword: Keyword) -> Keyword:
         if QUICK.get() and next(_LEFT.get(), None) is None:
             raise TooLongError
         _in_time()
-        if instance is None and schema.get("nullable") is True:  # OpenAPI 3.0's way to say that null fits as well
+        if instance is None and schema.get("nullable") is True:  # OpenAPI 3.0: null is allowed too
             return ()
         return keyword(validator, value, instance, schema)
 
@@ -669,16 +669,16 @@ _OWN: dict[str, Keyword] = {
 
 
 SchemaValidator = _extend(Draft202012Validator, {name: _timed_keyword(keyword) for name, keyword in {**_PLAIN, **_OWN}.items()})
-"""jsonschema's validator of draft 2020-12, whose patterns and work have a limit (`first_fault`)."""
+"""Validator of draft 2020-12 whose patterns and work are limited (`first_fault`)."""
 
 
 def validator(schema: Any) -> Any:
-    """A `SchemaValidator` of a schema of agentrl's own, or one that was checked; it retrieves nothing."""
+    """Build a `SchemaValidator` of a trusted or checked schema; it fetches nothing."""
     return SchemaValidator(schema, registry=EMPTY_REGISTRY)
 
 
 def checked_validator(schema: Any) -> Any:
-    """The same of anyone's schema. Raises BadSchemaError if it should not be used (`check_schema`), or is no JSON Schema."""
+    """Build a `SchemaValidator` of an untrusted schema. Raises BadSchemaError if it is unusable (`check_schema`) or invalid."""
     check_schema(schema)
     plain = as_2020(schema)
     try:
@@ -695,15 +695,15 @@ _META = SchemaValidator(Draft202012Validator.META_SCHEMA)
 
 
 def fault_words(fault: ValidationError, most: int = 200) -> str:
-    """The reason of a fault in at most `most` characters: of a long value that it quotes, the beginning."""
+    """Format the reason of a fault in at most `most` characters; a long quoted value is cut."""
     shown = repr(fault.instance)
     text = fault.message.replace(shown, f"{shown[:80]}...") if len(shown) > 80 else fault.message
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def first_fault(validator: Any, instance: Any, *, at_once: bool = True) -> ValidationError | None:
-    """The error that says most of why the instance does not fit, or None. Raises TimeoutError after `SCHEMA_S`, and TooLongError
-    if it takes long and is tried at once (`threads.at_once`), unless `at_once` is false."""
+    """Return the most informative validation error, or None. Raises TimeoutError after `SCHEMA_S`, and, if `at_once`,
+    TooLongError if it is slow and tried on an event loop (`threads.at_once`)."""
     hurry = at_once and QUICK.get()
     late = _LATE.set(time.thread_time() + (AT_ONCE_CPU_S if hurry else SCHEMA_S))
     quick, count = QUICK.set(hurry), _LEFT.set(iter(range(AT_ONCE)))

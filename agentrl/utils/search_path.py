@@ -1,4 +1,4 @@
-"""Find environments, tools, rewards, configs and plug-ins on the search path, and objects given inline from Python."""
+"""Find environments, tools, rewards, configs and plug-ins on the search path, and objects given in Python."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ import cloudpickle
 from agentrl.utils.errors import CatalogError, ConfigError, checks_arguments, did_you_mean, fault_text, hint_text, is_alien
 from agentrl.utils.redaction import texts
 
-# What a program gives to agentrl in Python, and a config then calls `given:NAME`: environments, reward functions and specs,
+# Objects that a program gives to agentrl in Python and a config names "given:NAME": environments, reward functions and specs,
 # losses, filters, policies.
 #
-# A class or function of a notebook's cell is in no file that another process could import: those get it by value (`pack_given`).
+# Other processes cannot import a class or function of a notebook cell; they receive it pickled by value (`pack_given`).
 
 PREFIX = "given:"
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One registered object; `needs` and `traits` as for a registry's `register`."""
+    """One given object; `needs` and `traits` as in `Registry.register`."""
 
     value: Any
     needs: frozenset[str] = frozenset()
@@ -44,11 +44,10 @@ _TABLE: dict[str, Given] = {}
 
 @checks_arguments
 def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), traits: Collection[str] = ()) -> str:
-    """Keep a class, a function or a reward spec under `name`, by default its own, and return what a config calls it:
-    "given:NAME". Replaces an earlier object of that name (a cell that is run again) for runs that start from now on.
+    """Register a class, function or reward spec, by default under its own name, and return its config name "given:NAME".
 
-    `needs`, `traits`: what a registered component says of itself, such as `needs={"proximal"}` of a loss. Raises ConfigError for
-    something without a name.
+    Replaces an earlier object of that name (a cell that is run again) for runs that start afterwards. `needs`, `traits`: as
+    declared by a registered component, such as `needs={"proximal"}` of a loss. Raises ConfigError for an object without a name.
     """
     if not (callable(value) or isinstance(value, Mapping)):
         raise ConfigError(f"give: value = {value!r:.80}; expected a class, a function, or a reward spec as a dict")
@@ -67,20 +66,20 @@ def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), tr
 
 
 def own_reward(made: Any) -> str | None:
-    """Spec that the attribute `reward` of an environment's class names: a spec; one that is a spec itself, or a function, is
-    given as "given:CLASS.reward"."""
+    """Return the spec name of the attribute `reward` of an environment class; an inline spec or function is given as
+    "given:CLASS.reward"."""
     reward = inspect.getattr_static(made, "reward", None)
     reward = reward.__func__ if isinstance(reward, staticmethod) else reward
     return reward if reward is None or isinstance(reward, str) else give(reward, f"{made.__name__}.reward")
 
 
 def is_given(name: object) -> bool:
-    """Return True if a config's value is the name of something that was given."""
+    """Return True if a config's value names a given object."""
     return isinstance(name, str) and name.startswith(PREFIX)
 
 
 def given_object(name: str, key: str) -> Given:
-    """Object given under "given:NAME". Raises ConfigError, with the config's `key`, if this process has no such thing."""
+    """Return the object given under "given:NAME". Raises ConfigError, naming the config's `key`, if this process lacks it."""
     found = _TABLE.get(name.removeprefix(PREFIX))
     if found is None:
         raise ConfigError(
@@ -92,19 +91,19 @@ def given_object(name: str, key: str) -> Given:
 
 
 def value_of(name: str) -> Any:
-    """Object given under "given:NAME"; None if nothing was."""
+    """Return the object given under "given:NAME", or None."""
     found = _TABLE.get(name.removeprefix(PREFIX))
     return None if found is None else found.value
 
 
 def names() -> list[str]:
-    """All names that a config may use in this process."""
+    """Return all given names that a config may use in this process."""
     return sorted(PREFIX + name for name in _TABLE)
 
 
 def used_names(table: Any) -> list[str]:
-    """The given names in a config's dump, those that these use (a spec's functions, the reward of an environment's class)
-    included; sorted, each once."""
+    """Return the given names in a config's dump, sorted, including names that these objects use (functions of a spec, the reward
+    of an environment class)."""
     found: set[str] = set()
     rest = [table]
     while rest:
@@ -115,14 +114,14 @@ def used_names(table: Any) -> list[str]:
 
 
 def pack_given(used_names: Iterable[str]) -> bytes:
-    """Pickle these by value, for `unpack` in another process; empty without any. Raises ConfigError if one cannot be sent."""
+    """Pickle given objects by value, for `unpack` in another process; b"" for none. Raises ConfigError if pickling fails."""
     found: dict[str, bytes] = {}
     for name in used_names:
         try:
             found[name.removeprefix(PREFIX)] = cloudpickle.dumps(given_object(name, "given"))
         except ConfigError:
             raise
-        except Exception as problem:  # whatever its attributes and globals raise when they are pickled
+        except Exception as problem:  # raised by its attributes or globals during pickling
             raise ConfigError(
                 f"{name!r} cannot be sent to another process: {fault_text(problem)}; define what it uses inside of "
                 "it, put it into a file of envs/ or plugins/, or set rollout.workers = 0 and cluster.backend = 'inline'"
@@ -131,18 +130,18 @@ def pack_given(used_names: Iterable[str]) -> bytes:
 
 
 def unpack(content: bytes) -> None:
-    """Keep what `packed` made, in this process."""
+    """Register the objects of `pack_given` in this process."""
     if content:
         for name, given in cloudpickle.loads(content).items():
             _TABLE[name] = cloudpickle.loads(given)
 
 
 def source_digest(name: str) -> str | None:
-    """Digest of an object's source text; None for an unknown name, or without source (typed at a prompt)."""
+    """Digest an object's source text; None for an unknown name, or without source (typed at a prompt)."""
     value = value_of(name)
     try:
         text = json.dumps(value, sort_keys=True, default=str) if isinstance(value, Mapping) else inspect.getsource(value)
-    except (OSError, TypeError):  # of a class in a notebook: its functions have a source, it has not
+    except (OSError, TypeError):  # a class of a notebook: only its functions have source
         parts = list(vars(value).values()) if isinstance(value, type) else []
         inside = [getattr(part, "__func__", getattr(part, "function", part)) for part in parts]
         try:
@@ -152,22 +151,21 @@ def source_digest(name: str) -> str | None:
     return "sha256:" + sha256(text.encode()).hexdigest()[:16] if text else None
 
 
-# The shelves: folders with `envs/`, `tools/`, `rewards/`, `configs/` and `plugins/` in them, and how their files are loaded.
+# Shelves: folders with `envs/`, `tools/`, `rewards/`, `configs/` and `plugins/`, and how their files are loaded.
 #
-# A file on a shelf is not importable by name. It is loaded under a private module name derived from its path,
-# so two shelves may have files of the same name; files next to an `env.py` are imported relatively.
+# A shelf file is loaded under a private module name derived from its path, not imported by name. So two shelves may have files of
+# the same name; files next to an `env.py` are imported relatively.
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 PRIVATE = "_agentrl_shelf_"
-"""Prefix of the names of modules that were loaded from a shelf."""
+"""Prefix of the module names of shelf files."""
 
 SHIPPED = "AGENTRL_SHIPPED"
-"""Set on the workers of a cluster: the driver's folders whose shelves were copied to AGENTRL_PATH, in order."""
+"""Environment variable of cluster workers: the driver's folders whose shelves were copied to AGENTRL_PATH, in order."""
 
 
 def here(path: str) -> Path:
-    """The path in this process of a file that the driver names: in the shipped copy of its shelf if there is
-    one, else the same path."""
+    """Map the driver's path of a file to this process: into the shipped copy of its shelf if there is one."""
     copies = os.environ.get("AGENTRL_PATH", "").split(os.pathsep)
     for root, copy in zip(os.environ.get(SHIPPED, "").split(os.pathsep), copies, strict=False):
         if root and Path(path).is_relative_to(root):
@@ -179,39 +177,39 @@ log = logging.getLogger(__name__)
 
 
 def shelves() -> list[Path]:
-    """The folders to search, in order; only existing ones, each once."""
+    """Return the existing folders to search, in order, without duplicates."""
     folders = [Path.cwd(), *(Path(part) for part in os.environ.get("AGENTRL_PATH", "").split(os.pathsep) if part)]
     packaged = _PACKAGE / "_shelf"
     if packaged.is_dir():
         folders.append(packaged)
     elif (_PACKAGE.parent / "pyproject.toml").is_file():
-        # In a source checkout the shelf is not copied into the package: it is next to it.
+        # In a source checkout the shelf is next to the package.
         folders.append(_PACKAGE.parent)
     unique: list[Path] = []
     for folder in folders:
         resolved = folder.expanduser().resolve()
         if resolved.is_dir() and resolved not in unique:
             unique.append(resolved)
-        elif not resolved.is_dir() and resolved not in _MISSED:  # a name would be taken from another shelf without a word
+        elif not resolved.is_dir() and resolved not in _MISSED:  # else a name would silently come from another shelf
             _MISSED.add(resolved)
             log.warning("AGENTRL_PATH: %s is no folder. Correct it; nothing is found there", folder)
     return unique
 
 
 _MISSED: set[Path] = set()
-"""Folders that were said to be missing, each once."""
+"""Missing folders that were already reported."""
 
 
 def find_file(name: str, folder: str, suffix: str, what: str) -> Path:
-    """The file at a path, or `FOLDER/NAME` with the suffix on a shelf. `what`: the kind, for the error. Raises CatalogError
-    naming near ones."""
+    """Find a file by path, or as `FOLDER/NAME` with the suffix on a shelf. `what`: its kind, for the error. Raises CatalogError,
+    which names similar ones."""
     direct = Path(name).expanduser()
     if direct.is_file():
         return direct.resolve()
     known: list[str] = []
     for shelf in shelves():
         place = shelf / folder
-        own = [shelf / name] if name.startswith(f"{folder}/") else []  # configs/quickstart.toml is found from anywhere
+        own = [shelf / name] if name.startswith(f"{folder}/") else []  # so that configs/quickstart.toml works in any folder
         for candidate in (place / f"{name}{suffix}", place / name, *own):
             if candidate.is_file():
                 return candidate
@@ -221,12 +219,12 @@ def find_file(name: str, folder: str, suffix: str, what: str) -> Path:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The names of `known` nearest to `name`, or all of them."""
+    """Format the names of `known` nearest to `name`, or all of them."""
     return did_you_mean(name, known, f"known: {', '.join(sorted(set(known))[:20]) or 'none'}", most=3)
 
 
 def load_module(path: Path) -> types.ModuleType:
-    """The module of a content file, loaded once per process. Raises CatalogError with the cause."""
+    """Load the module of a shelf file once per process. Raises CatalogError with the cause."""
     path = path.resolve()
     package = PRIVATE + blake2b(str(path.parent).encode(), digest_size=6).hexdigest()
     if package not in sys.modules:
@@ -240,7 +238,7 @@ def load_module(path: Path) -> types.ModuleType:
     if spec is None or spec.loader is None:
         raise CatalogError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Registered before it runs: dataclasses and pickle look a class's module up there.
+    # Registered before execution: dataclasses and pickle look up a class's module there.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -251,7 +249,7 @@ def load_module(path: Path) -> types.ModuleType:
 
 
 def function_named(key: str, target: str) -> Callable[..., Any]:
-    """The function that the config key names as "module:function", or "given:NAME". Raises ConfigError for a missing function."""
+    """Resolve "module:function" or "given:NAME" of config key `key`. Raises ConfigError if it is missing."""
     if is_given(target):
         made: Callable[..., Any] = given_object(target, key).value
         return made

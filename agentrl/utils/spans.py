@@ -116,7 +116,7 @@ def here() -> TracePlace | None:
     return _HERE.get() if _LISTENERS.each else None
 
 
-def stand(place: TracePlace | None) -> None:
+def set_place(place: TracePlace | None) -> None:
     """Make `place` the parent of the spans that this task opens."""
     _HERE.set(place)
 
@@ -132,8 +132,8 @@ def at(place: TracePlace | None) -> Iterator[None]:
 
 
 def span(kind: Kind, name: str = "", *, track: str | None = None, root: bool = False) -> AbstractContextManager[TraceSpan | None]:
-    """Time the code inside the context. `track`: default the parent's. `root`: starts a trace if there is none; otherwise, a span
-    outside of a trace is not recorded."""
+    """Time the code inside the context. `track`: default the parent's. `root`: starts a trace outside of one; other spans
+    outside of a trace are not recorded."""
     if not _LISTENERS.each:
         return _NOTHING
     place = _HERE.get()

@@ -1,4 +1,4 @@
-"""Make untrusted text safe for a terminal, and silence the progress bars of libraries."""
+"""Escape untrusted text for a terminal, and silence libraries."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# Text of others for a terminal: what a policy, a tool or a file wrote may clear the screen, set its title or type for a user.
+# Untrusted text on a terminal: text of a policy, a tool or a file may clear the screen, set its title or send key strokes.
 #
-# `say` and `console` are the two doors to a terminal, and nothing else of agentrl prints (tests/test_shown.py holds it to that):
-# what passes them is written out, whoever wrote it.
+# All output of agentrl to a terminal goes through `say` and `console` (tests/test_shown.py enforces it), which escape such
+# characters.
 
 _KEPT = "\n\t"
 _ENDLESS = 10_000
-"""Columns of output that is not a terminal."""
+"""Columns of output that is no terminal."""
 _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
-"""Kinds of characters that a terminal may act on or not show: controls, directions and joiners, surrogates, line separators."""
+"""Unicode categories that a terminal may act on or hide: controls, format characters, surrogates, line separators."""
 
 
 def safe(value: object, most: int = 0) -> str:
-    """The text with what a terminal could act on written out (`\\x1b`); cut to `most` characters if that is not 0."""
+    """Escape characters that a terminal could act on (`\\x1b`); cut to `most` characters if that is not 0."""
     text = "" if value is None else str(value)
     if most and len(text) > most:
         text = text[: most - 3] + "..."
@@ -48,13 +48,13 @@ def safe(value: object, most: int = 0) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], justify: Callable[[str, int], str] = str.ljust) -> list[str]:
-    """A line for each row, whose cells stand below each other."""
+    """Format rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(justify, row, widths)).rstrip() for row in rows]
 
 
 def say(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """`print`, with what a terminal could act on written out."""
+    """`print` with escaped control characters."""
     out = sys.stdout if file is None else file
     out.write(safe(sep.join(map(str, values))) + end)
     if flush:
@@ -62,12 +62,12 @@ def say(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = 
 
 
 def console(*, gone: str = "", **options: Any) -> Console:
-    """A console of rich with these `options`, which writes out what a terminal could act on, but for rich's own colours and
-    movements. ":one:" in the name of a task or a judge is no picture. Output outside a terminal (`| grep`, a job's log) is not
-    wrapped, unless COLUMNS says otherwise: rich takes 80 columns there, and breaks the names of episodes and models in two."""
+    """Create a rich console that escapes control characters (except rich's own), does not replace ":one:" by emoji, and wraps no
+    output outside a terminal (`| grep`, a job's log) unless COLUMNS is set: rich would assume 80 columns there and split names.
+    `gone`: the message for a closed pipe."""
     found: Console = _console_class()(**{"emoji": False, **options})
     found.gone = gone  # type: ignore[attr-defined]
-    # 0 columns are those of a terminal without a size; rich would show nothing.
+    # 0 columns: a terminal without a size, where rich would show nothing.
     sized = "width" in options or os.environ.get("COLUMNS", "").strip("0")
     if not (found.width and (found.is_terminal or sized)):
         found.width = 80 if found.is_terminal else _ENDLESS
@@ -81,7 +81,7 @@ def _console_class() -> Any:
 
     class SafeConsole(Console):
         gone = ""
-        """Message on stderr for a closed pipe, before rich ends the process with code 1."""
+        """Message on stderr for a closed pipe, before rich exits with code 1."""
 
         def on_broken_pipe(self) -> None:
             if self.gone and not self.quiet:
@@ -96,29 +96,29 @@ def _console_class() -> Any:
 
 
 def cell(value: object) -> str:
-    """`safe`, for a cell or a title of a table of rich, which takes [brackets] for its own marks."""
+    """Escape text for a cell or title of a rich table, including [brackets], which are markup."""
     from rich.markup import escape
 
     return escape(safe(value))
 
 
 def folding(*columns: str, title: str | None = None) -> Table:
-    """A table of rich for `cell`s that goes on in the next line where a terminal is narrow: rich cuts words instead, and the
-    columns `policy_gold` and `policy_idle` would both read "policy_…"."""
+    """Create a rich table that wraps cells on a narrow terminal. By default rich truncates: the columns `policy_gold` and
+    `policy_idle` would both read "policy_…"."""
     from rich.table import Column, Table
 
     return Table(*(Column(name, overflow="fold") for name in columns), title=title)
 
 
-# Silence libraries
+# Silencing libraries
 
 log = logging.getLogger(__name__)
 _plain_hook = threading.excepthook
 
 
 def quiet_libraries() -> None:
-    """Silence the progress bars of transformers and of the hub's library, a note that torch writes about each traced graph, and
-    its warning that a checkpoint of one process is saved by one process."""
+    """Silence the progress bars of transformers and huggingface_hub, torch's note about each traced graph, and its warning about
+    saving a checkpoint from a single process."""
     import transformers
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
@@ -130,7 +130,7 @@ def quiet_libraries() -> None:
 
 
 def _thread_failed(args: threading.ExceptHookArgs, /) -> None:
-    """A library's writing thread (TensorBoard's) on a full disk: a line in the log; the run itself says that it is full."""
+    """Log one line if a library's writer thread (TensorBoard) meets a full disk, which the run itself reports."""
     if isinstance(args.exc_value, OSError) and args.exc_value.errno in FULL:
         log.warning("%s: %s", args.thread.name if args.thread else "a thread", args.exc_value)
     else:

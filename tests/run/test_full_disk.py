@@ -14,7 +14,7 @@ from agentrl.run.folder import RunFolder
 from agentrl.run.session import warmed_up
 from agentrl.trainer.checkpoint import Checkpoints, check_intact, seal
 from agentrl.utils.errors import DiskFullError
-from agentrl.utils.files import disk_full, full_disk_said
+from agentrl.utils.files import disk_full, explain_full_disk
 from tests.conftest import proof
 from tests.e2e.inside import config_of
 from tests.run import full_disk
@@ -178,11 +178,11 @@ def test_what_a_library_says_of_a_full_disk_is_understood() -> None:
         assert disk_full(Exception(said))
     assert not disk_full(Exception("no such device"))
     says = r"^/a/b: the disk is full \(\d+ bytes are free\): free some space, or raise a quota or ulimit -f, and go on$"
-    with pytest.raises(DiskFullError, match=says), full_disk_said("/a/b", "go on"):
+    with pytest.raises(DiskFullError, match=says), explain_full_disk("/a/b", "go on"):
         raise RuntimeError("I/O error: No space left on device")
-    with pytest.raises(DiskFullError, match=r"^/c: full; continue$"), full_disk_said("/a/b", "continue"):
+    with pytest.raises(DiskFullError, match=r"^/c: full; continue$"), explain_full_disk("/a/b", "continue"):
         raise DiskFullError("/c: full")  # whose cause a library did not name
-    with pytest.raises(KeyError), full_disk_said("/a/b", "go on"):
+    with pytest.raises(KeyError), explain_full_disk("/a/b", "go on"):
         raise KeyError("other")
 
 

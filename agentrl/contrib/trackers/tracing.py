@@ -37,7 +37,7 @@ from agentrl.utils.spans import (
     new_id,
     now,
     open_spans,
-    stand,
+    set_place,
 )
 from agentrl.utils.threads import in_thread
 
@@ -422,7 +422,7 @@ class Tracing:
         place = TracePlace(new_id(128), 0, "run", sampled, episodes=1.0 if traces is None else traces.episodes)
         self._step = begin("step", f"step {step}", place)
         self._step.set(step=step, run=self._config.name)
-        stand(place.within(self._step))
+        set_place(place.within(self._step))
 
     async def end(self) -> None:
         """The step is over, with its evaluation and the beginning of its checkpoint."""
@@ -442,4 +442,4 @@ class Tracing:
         if self._step is not None:
             finish(self._step)
             self._step = None
-            stand(None)
+            set_place(None)

@@ -26,7 +26,7 @@ from agentrl.engines.weights.parameters import Arrivals, apply_adapter
 from agentrl.render.modality import modality_in
 from agentrl.rollout.engine import EngineStats, Generation, OnTokens, Sampling, StreamingEngine
 from agentrl.utils.errors import EngineError, ModelError, ResourceError
-from agentrl.utils.processor import own_threads, threads_for
+from agentrl.utils.processor import set_cpu_threads, threads_for
 from agentrl.utils.threads import in_thread
 
 ON_LOOP = 1_500_000
@@ -88,7 +88,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
 
     async def start(self) -> None:
         """Load the model. Raises ModelError, or ResourceError if one episode does not fit in the cache."""
-        own_threads(self._threads)  # the probe below is tiny
+        set_cpu_threads(self._threads)  # the probe below is tiny
         kind: type[EmbeddedModel] = EmbeddedModel if self._cache else RecomputedModel
         if (modality := modality_in(self._path, self._trust)) is not None:
             if self._cache:
@@ -105,7 +105,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
         self._context = context
         size = sum(parameter.numel() for parameter in model.module.parameters())
         self._in_thread, self._threads = size > ON_LOOP, self._threads or threads_for(size)
-        own_threads(self._threads)
+        set_cpu_threads(self._threads)
         slots = Slots(model.shape, context, limit)
         self._model = model
         self._batcher = Batcher(model, slots, self._max_slots, self._step_tokens, [*self._unused, *model.never_drawn])
@@ -276,7 +276,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
         batcher, _ = self._running_parts()
 
         def advance() -> Drawn:
-            own_threads(self._threads)  # torch's setting is per thread
+            set_cpu_threads(self._threads)  # torch's setting is per thread
             return batcher.advance()
 
         while True:

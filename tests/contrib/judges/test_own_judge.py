@@ -34,7 +34,7 @@ from agentrl.run.provenance import Provenance
 from agentrl.run.services import RunServices
 from agentrl.trainer.pretrained import load_tokenizer
 from agentrl.utils.errors import ConfigError, EngineError, UserError
-from agentrl.utils.redaction import GONE, remember
+from agentrl.utils.redaction import REDACTED, remember
 from tests import tiny
 from tests.contrib.judges.judge_models import build
 from tests.e2e.inside import config_of, execute
@@ -224,7 +224,7 @@ async def test_a_fault_of_the_engine_is_tried_again_and_is_never_a_score(
     [verdict], one, engine = await asked(judge, [request("a")], **given)
     assert engine.asked == attempts
     if faults > retries:
-        assert verdict.value is None and verdict.error == f"engine:strict: no: {GONE}" and one.counted["failed"] == 1
+        assert verdict.value is None and verdict.error == f"engine:strict: no: {REDACTED}" and one.counted["failed"] == 1
     else:
         assert verdict.value["score"] is not None and one.counted["failed"] == 0
 
