@@ -334,9 +334,9 @@ async def test_a_password_in_an_address_reaches_the_server_whoever_asks(monkeypa
         user = ModelUser("tea", model="openai/x", api_base=base)
         assert await user.reply([Message("assistant", "hello")]) == "hi"
         _ask(ApiModel("k", "api.base", base, UserModel("openai/x", {"api_base": base}).request([])))
-    said = "Basic " + b64encode(f"me:{password}".encode()).decode()
-    assert server.who == [said] * 4
-    assert redact(f"{base} {said} {password}") == f"{base.replace(quote(password, safe=''), REDACTED)} Basic {REDACTED} {REDACTED}"
+    raw = "Basic " + b64encode(f"me:{password}".encode()).decode()
+    assert server.who == [raw] * 4
+    assert redact(f"{base} {raw} {password}") == f"{base.replace(quote(password, safe=''), REDACTED)} Basic {REDACTED} {REDACTED}"
 
 
 ECHOES = """
