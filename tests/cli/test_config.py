@@ -33,7 +33,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
 
 def test_a_key_is_explained_with_type_default_unit_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "docs", "rollout.turn_timeout")
-    assert text.startswith("rollout.turn_timeout\n  Time without a token or an answer of the engine")
+    assert text.startswith("rollout.turn_timeout\n  Time without any token or answer of the engine")
     assert "type: number > 0 <= 1e+09; default: 300.0; unit: seconds" in text
 
 

@@ -31,14 +31,14 @@ class SandboxConfig(Frozen):
     """Sandbox in which an environment runs the policy's code (docs/sandboxes.md)."""
 
     provider: str = "auto"
-    """The maker of the sandboxes: "local", "bubblewrap", "docker", "podman", a plug-in's, or "auto": bubblewrap where it
-    works, else the local one, as also with `args`."""
+    """Provider of sandboxes: "local", "bubblewrap", "docker", "podman", one of a plug-in, or "auto": bubblewrap where it works,
+    else the local one, as also with `args`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """The provider's own arguments, such as `image`."""
+    """Arguments of the provider, such as `image`."""
     warm: Annotated[NotNegativeInt, Unit("sandboxes")] = 0
-    """This many are started before anybody asks, so that an episode does not wait for a start."""
+    """Number of sandboxes started in advance, so that an episode does not wait for a start."""
     limit: Annotated[PositiveInt, Unit("sandboxes")] = 64
-    """How many run at once in each process that plays episodes; who comes later waits."""
+    """Maximum number that run at once in each process that runs episodes; further requests wait."""
 
     @model_validator(mode="after")
     def _warm_ones_run_too(self) -> SandboxConfig:
@@ -48,186 +48,181 @@ class SandboxConfig(Frozen):
 
 
 class McpServerConfig(Frozen):
-    """One Model Context Protocol server: the `command` that starts it, or the `url` of one that runs."""
+    """One Model Context Protocol server: the `command` that starts it, or the `url` of a running one."""
 
     command: list[str] = Field(default_factory=list)
-    """The words of the command that starts the server."""
+    """Command that starts the server, as a list of words."""
     url: str | None = None
-    """The address of a server that runs already."""
+    """Address of a running server."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the command, by name."""
     tools: list[str] | None = None
-    """Only these of its tools; by default all."""
+    """Only these tools of the server; by default all."""
     prefix: str = ""
-    """Text that is put before the name of each of its tools."""
+    """Prefix of the name of each of its tools."""
     timeout: Seconds = 30.0
-    """Limit of the start, and of every call."""
+    """Time limit of the start and of every call."""
     max_output: Tokens | None = None
-    """Limit of every answer; a longer one is cut, and says so. By default the environment's."""
+    """Token limit of every answer; a longer one is truncated with a note. By default the environment's."""
     check: Literal["strict", "off"] = "strict"
-    """"strict": arguments are checked against the schema that the server publishes, before it gets them; "off": it gets what the
-    policy wrote, and its own words about it reach the policy."""
+    """"strict": check arguments against the server's published schema before the call; "off": pass on the policy's arguments, so
+    that the server's own errors reach the policy."""
     late: Literal["infrastructure", "policy"] = "infrastructure"
-    """Who is to blame if a call is late: the "infrastructure" (the episode ends unscored and is tried again), or the "policy",
-    for servers that run code that the policy wrote (the episode ends there and is scored)."""
+    """Blame for a call that times out: "infrastructure" (the episode ends unscored and is retried), or "policy", for servers that
+    run code of the policy (the episode ends and is scored)."""
 
 
 class ToolsConfig(Frozen):
     """Tools in addition to the environment's own."""
 
     sets: list[str] = Field(default_factory=list)
-    """Tool sets: names on the shelves, or paths of files."""
+    """Tool sets: names on the shelves, or file paths."""
     args: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Arguments of those sets that have a state (`files`, `sqlite`, ...), by the set's name. Texts that begin with `./` or `../`
-    are paths."""
+    """Arguments of stateful tool sets (`files`, `sqlite`, ...), by set name. Texts that begin with `./` or `../` are paths."""
     mcp: dict[str, McpServerConfig] = Field(default_factory=dict)
     """Model Context Protocol servers, by a name of your choice."""
 
 
 class AgentConfig(Frozen):
-    """An agent that a user already has and that plays the episodes in place of the built-in loop (docs/agents.md): exactly
-    one of `command`, `python` and `url`."""
+    """A user's existing agent that runs the episodes instead of the built-in loop (docs/agents.md): exactly one of `command`,
+    `python` and `url`."""
 
     command: list[str] = Field(default_factory=list)
-    """The words of a program, started for each episode."""
+    """Program started for each episode, as a list of words."""
     python: str | None = None
-    """"module:function", an async function that plays one episode."""
+    """"module:function" of an async function that runs one episode."""
     url: str | None = None
-    """An address that gets a POST for each episode, and answers it when it is done."""
+    """Address that receives a POST per episode and answers it when the episode is done."""
     tools: Literal["mcp", "own"] = "mcp"
-    """"mcp": the agent is given the environment's tools, by an MCP server (a function also by a method); "own": it has only tools
-    of its own, whose calls and results are read from its requests."""
+    """"mcp": the agent gets the environment's tools by an MCP server (a function also by a method); "own": it has only its own
+    tools, whose calls and results are read from its requests."""
     user: bool = False
-    """The agent can talk with the environment's simulated user; without it an environment that has one is refused."""
+    """The agent can talk with the environment's simulated user; otherwise an environment with one is refused."""
     answer: Literal["last_message", "output"] = "last_message"
-    """The episode's last word is the policy's "last_message", or the agent's "output": what the command printed, the function
-    returned, or the URL answered as "answer"."""
+    """Final answer of the episode: the policy's "last_message", or the agent's "output" (printed by the command, returned by the
+    function, or "answer" in the URL's response)."""
     blame: Literal["infrastructure", "policy"] = "infrastructure"
-    """Who is to blame if the agent fails by itself (an exit code other than 0, an exception, an HTTP status): the
-    "infrastructure" (the episode is unscored and tried again), or the "policy" (it ends there and is scored)."""
+    """Blame for a failure of the agent itself (nonzero exit code, exception, HTTP status): "infrastructure" (the episode is
+    unscored and retried), or "policy" (it ends and is scored)."""
     idle_timeout: Seconds = 120.0
-    """Time without a request, a tool call or its end, after which the agent counts as failed."""
+    """Time without a request, a tool call or its end after which the agent counts as failed."""
     concurrency: Annotated[PositiveInt, Unit("agents")] = 32
-    """How many agents run at once in each process that plays."""
+    """Maximum number of agents that run at once in each process that runs episodes."""
     pass_env: list[str] = Field(default_factory=list)
-    """Names of the environment variables that a command gets from the run's own, next to PATH, HOME and those of language and
-    time zone."""
+    """Names of environment variables that a command inherits from the run, in addition to PATH, HOME, locale and time zone."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Other environment variables of a command, by value."""
+    """Additional environment variables of a command, with values."""
     host: str = "127.0.0.1"
-    """The address on which the agent reaches the process that plays."""
+    """Address at which the agent reaches the process that runs episodes."""
 
 
 class EnvLimits(Frozen):
-    """Limits of one environment's episodes, each instead of the key of the same name in [rollout]."""
+    """Limits of one environment's episodes; each overrides the key of the same name in [rollout]."""
 
     max_turns: Turns | None = None
-    """Instead of `rollout.max_turns`."""
+    """Overrides `rollout.max_turns` for this environment."""
     max_turn_tokens: Tokens | None = None
-    """Instead of `rollout.max_turn_tokens`."""
+    """Overrides `rollout.max_turn_tokens` for this environment."""
     max_episode_tokens: Tokens | None = None
-    """Instead of `rollout.max_episode_tokens`."""
+    """Overrides `rollout.max_episode_tokens` for this environment."""
     episode_timeout: Seconds | None = None
-    """Instead of `rollout.episode_timeout`."""
+    """Overrides `rollout.episode_timeout` for this environment."""
 
 
 class EnvEval(Frozen):
-    """Evaluation of one environment: each key instead of the one of the same name in [eval], and its `weight`."""
+    """Evaluation of one environment: keys override those of the same name in [eval]; and its `weight`."""
 
     tasks: Annotated[PositiveInt, Unit("tasks")] | None = None
-    """Instead of `eval.tasks`."""
+    """Overrides `eval.tasks` for this environment."""
     split: str | None = None
-    """Instead of `eval.split`."""
+    """Overrides `eval.split` for this environment."""
     temperature: Temperature | None = None
-    """Instead of `eval.temperature`."""
+    """Overrides `eval.temperature` for this environment."""
     weight: Annotated[Weight, Unit("1")] | None = None
-    """Its part in the mean success (and reward) over the environments, which decides about the best checkpoint and
-    `stop_at_success`; by default all have the same."""
+    """Weight in the mean success (and reward) over environments, which decides on the best checkpoint and `stop_at_success`; by
+    default equal weights."""
 
 
 class EnvSft(Frozen):
-    """One environment's part in the warm start, each instead of the key of the same name in [sft]."""
+    """One environment's part in the warm start; each key overrides the one of the same name in [sft]."""
 
     teacher: dict[str, Any] | None = None
-    """Instead of `sft.teacher`."""
+    """Overrides `sft.teacher` for this environment."""
     params: dict[str, Any] | None = None
-    """Instead of `sft.params`."""
+    """Overrides `sft.params` for this environment."""
     gate: Fraction | None = None
-    """Instead of `sft.gate`."""
+    """Overrides `sft.gate` for this environment."""
     gate_params: dict[str, Any] | None = None
-    """Instead of `sft.gate_params`."""
+    """Overrides `sft.gate_params` for this environment."""
 
 
 ONE, SEVERAL = "(one)", "(several)"
 BY_KIND = Discriminator(lambda given: SEVERAL if isinstance(given, list) else ONE)
-"""Of a value or a list of them: report only the mistakes of the intended form."""
+"""For a value or a list of values: report only errors of the form that was given."""
 WeightAt = Annotated[tuple[Annotated[int, Field(ge=0)], Weight], Field(strict=False)]
 
 
 Steps = Annotated[Annotated[Weight, Tag(ONE)] | Annotated[list[WeightAt], Tag(SEVERAL)], BY_KIND]
-"""A number, or points (step, number) with straight lines between them."""
+"""A number, or points (step, number) with linear interpolation."""
 
 
 class EnvConfig(Frozen):
-    """An environment, its parameters, and the reward spec.
-
-    `[env]` is the only environment of a run, `[[env]]` one of several (docs/mixtures.md).
-    """
+    """An environment, its parameters and reward spec: `[env]` alone, or one of several `[[env]]` (docs/mixtures.md)."""
 
     id: str
-    """Which environment: an id or a short name of `agentrl env list`."""
+    """Id or short name of the environment (`agentrl env list`)."""
     name: Annotated[str, Field(pattern=r"^[\w-]*[A-Za-z_-][\w-]*$")] | None = None
-    """By which metrics, tables and overrides (`env.NAME.params.calls=3`) call it; by default its id."""
+    """Name in metrics, tables and overrides (`env.NAME.params.calls=3`); by default the id."""
     weight: Annotated[Steps, Unit("1")] | None = None
-    """Its share of the training groups, as `rollout.mixture` reads it: a number, or points `[[step, weight], ...]` with straight
-    lines between them; 0 only evaluates it. By default 1."""
+    """Share of the training groups, as interpreted by `rollout.mixture`: a number, or points `[[step, weight], ...]` with linear
+    interpolation; 0: evaluated only. By default 1."""
     url: str | None = None
-    """Of the server that has the environment, if it is elsewhere ("http://HOST:PORT", docs/remote_environments.md)."""
+    """Address of the environment's server, if it is remote ("http://HOST:PORT", docs/remote_environments.md)."""
     protocol: Literal["agentrl", "openenv"] = "agentrl"
-    """What the server at `url` speaks: "agentrl" (`agentrl env serve ID --http`) or "openenv"."""
+    """Protocol of the server at `url`: "agentrl" (`agentrl env serve ID --http`) or "openenv"."""
     token_env: str | None = None
-    """The environment variable that has the token of the server at `url`."""
+    """Environment variable with the token of the server at `url`."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """The environment's own parameters, by name (`agentrl env show ID` lists them)."""
+    """Parameters of the environment, by name (`agentrl env show ID` lists them)."""
     sandbox: SandboxConfig | None = None
-    """Where it runs what the policy wrote, for environments that do; by default "local"."""
+    """Sandbox for the policy's code, for environments that run it; by default "local"."""
     reward: str | None = None
-    """The reward spec: an id, or the path of a file; by default the environment's own."""
+    """Reward spec: an id or a file path; by default the environment's own."""
     max_output: Tokens | None = None
-    """Limit of every answer of its tools that have no limit of their own (`@tool(max_output=...)`, `tools.mcp.NAME.max_output`);
-    a longer one is cut, and says so. By default the environment's own, else 2048."""
+    """Token limit of answers of its tools without one of their own (`@tool(max_output=...)`, `tools.mcp.NAME.max_output`); a
+    longer answer is truncated with a note. By default the environment's own limit, else 2048."""
     wrappers: list[Choice] = Field(default_factory=list)
     """Wrappers around the environment, the innermost first."""
     system: str | None = None
-    """Text that is put before the environment's own system message, or is one if it has none."""
+    """Text prepended to the environment's system message; without one, it becomes the system message."""
     tools: ToolsConfig | None = None
-    """Its own tools, instead of the run's [tools]."""
+    """Overrides the run's [tools]."""
     agent: AgentConfig | None = None
-    """Its own agent, instead of the run's [agent]."""
+    """Overrides the run's [agent]."""
     limits: EnvLimits | None = None
-    """Its own limits, instead of those in [rollout]."""
+    """Overrides the limits in [rollout]."""
     sampler: Choice | None = None
-    """Its own sampler, instead of `rollout.sampler`."""
+    """Overrides `rollout.sampler` for this environment."""
     advantage: Choice | None = None
-    """Its own advantage estimator, instead of `algorithm.advantage`."""
+    """Overrides `algorithm.advantage` for this environment."""
     eval: EnvEval | None = None
-    """How it is evaluated, instead of [eval]."""
+    """Overrides keys of [eval]."""
     sft: EnvSft | None = None
-    """Its part in the warm start, instead of what [sft] says of an environment."""
+    """Overrides keys of [sft]."""
 
     @property
     def called(self) -> str:
-        """The name, by default the id with "_" for all but letters, digits, "_" and "-"."""
+        """The name, by default the id with "_" for all characters except letters, digits, "_" and "-"."""
         return self.name or re.sub(r"[^\w-]", "_", self.id)
 
     @property
     def trains(self) -> bool:
-        """Return True if some update of a run draws tasks of it; else it is only evaluated."""
+        """True if updates of a run draw tasks of it; otherwise it is only evaluated."""
         return any(value for _, value in self.weight) if isinstance(self.weight, list) else self.weight != 0.0
 
 
 def entry_name(number: int, name: str) -> str:
-    """Name of an entry of `[[env]]` in messages."""
+    """Return the name of an entry of `[[env]]` in messages."""
     return f"env[{number}] ({name})"
 
 
@@ -235,259 +230,258 @@ class VllmConfig(Frozen):
     """The vLLM engine (`engine = "vllm"`): one Ray actor per replica (docs/engines.md)."""
 
     replicas: Annotated[PositiveInt, Unit("replicas")] = 1
-    """How many there are."""
+    """Number of replicas."""
     max_respawns: Annotated[NotNegativeInt, Unit("replicas")] = 3
-    """How many dead replicas are replaced in a run, in total. On a CPU one takes requests at once, with the newest weights from
-    Ray's object store (spilled to disk if that is full); on a GPU it waits for the actors to publish again, or, with
-    `rollout.max_staleness`, for their next update."""
+    """Maximum number of dead replicas that are replaced per run. On a CPU the new one serves at once, with the newest weights
+    from Ray's object store (spilled to disk if full); on a GPU it waits for the actors' next publish, which is at once or, with
+    `rollout.max_staleness`, after their next update."""
     call_timeout: Seconds = 300.0
-    """A replica that does not answer a call (other than to sample) for so long counts as dead."""
+    """Time without an answer to a call (other than sampling) after which a replica counts as dead."""
     startup_timeout: Seconds = 600.0
-    """In which a replica must be up, with its model loaded and its CUDA graphs captured."""
+    """Time limit of a replica's start, including model loading and CUDA graph capture."""
     tensor_parallel: Annotated[PositiveInt, Unit("GPUs")] = 1
-    """GPUs of each replica, which split each matrix."""
+    """GPUs per replica, which split each matrix."""
     kv_cache_mib: Annotated[PositiveInt, Unit("MiB")] | None = None
-    """Memory of the KV cache on each device; it must hold a sequence of `max_model_len` tokens. By default a GPU has vLLM's own
-    fraction of its memory (`args.gpu_memory_utilization`), and on a CPU it is what 64 sequences (or `args.max_num_seqs`) take, at
-    most 4096 unless one needs more."""
+    """KV cache memory per device; must hold a sequence of `max_model_len` tokens. By default vLLM's fraction of a GPU's memory
+    (`args.gpu_memory_utilization`); on a CPU the size of 64 sequences (or `args.max_num_seqs`), at most 4096 MiB unless one
+    sequence needs more."""
     max_model_len: Tokens = 16384
-    """The longest sequence; lowered to the model's context if that is less."""
+    """Maximum sequence length; lowered to the model's context length if that is less."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Any other argument of vLLM's AsyncEngineArgs, by name: `max_num_seqs`, `max_num_batched_tokens`, `enforce_eager` (no CUDA
+    """Further arguments of vLLM's AsyncEngineArgs, by name: `max_num_seqs`, `max_num_batched_tokens`, `enforce_eager` (no CUDA
     graphs; by default only on a CPU), ..."""
 
 
 class SglangConfig(Frozen):
-    """SGLang servers that are already running (`engine = "sglang"`). All serve the run's model; they load its weights when the
-    run starts, and new ones after each update, from files in `weights.folder`, which they must see under the same path."""
+    """Running SGLang servers (`engine = "sglang"`). All serve the run's model; they load its weights at the start of the run, and
+    new ones after each update, from files in `weights.folder`, which they must see under the same path."""
 
     servers: list[str] = Field(default_factory=list)
-    """Their addresses: `["http://10.0.0.5:30000"]`."""
+    """Addresses of the servers: `["http://10.0.0.5:30000"]`."""
     seeds: bool = True
-    """A server must draw with the seeds of its requests (`--enable-deterministic-inference`), without which no run can be
-    repeated."""
+    """Require servers to sample with the seeds of requests (`--enable-deterministic-inference`); otherwise a run is not
+    reproducible."""
     timeout: Seconds = 120.0
-    """A server that does not answer for so long (five times that while it loads weights) counts as dead, and its requests go to
+    """Time without an answer (five times that while loading weights) after which a server counts as dead, and its requests go to
     another one."""
     api_key_env: str | None = None
-    """The environment variable with the servers' API key."""
+    """Environment variable with the servers' API key."""
 
 
 class WeightsConfig(Frozen):
-    """Route of new weights to the engine (docs/weights.md)."""
+    """Transfer of new weights to the engine (docs/weights.md)."""
 
     route: str = "auto"
-    """"memory" (engine and trainer in one process), "ipc" (on the same GPUs), "nccl" (a broadcast to vLLM on other GPUs),
-    "shared" (on one machine), "disk" (files in `folder`), the name of one in `plugins/` of a shelf, or "auto": the first of those
-    five that works."""
+    """Route: "memory" (engine and trainer in one process), "ipc" (same GPUs), "nccl" (broadcast to vLLM on other GPUs), "shared"
+    (same machine), "disk" (files in `folder`), a name in `plugins/` of a shelf, or "auto": the first of these five that works."""
     bucket_mib: Annotated[Positive, Unit("MiB")] | None = None
-    """Size of the buckets in which they are sent; two are in memory at once; by default 256 on GPUs and 64 on CPUs."""
+    """Bucket size of the transfer, of which two are in memory at once; by default 256 on GPUs and 64 on CPUs."""
     folder: str | None = None
-    """A folder for the route "disk" (by default the run's; and SGLang's files), which all machines must see."""
+    """Folder of the route "disk" and of SGLang's files, which all machines must see; by default the run folder."""
     lora: Literal["merged", "adapter"] = "merged"
-    """What a model with adapters publishes: its weights with the adapter "merged" into them, or only the "adapter", which the
-    engine applies to the weights that it started with."""
+    """Weights published for a model with adapters: with the adapter "merged" into them, or only the "adapter", which the engine
+    applies to its initial weights."""
 
 
 class ApiConfig(Frozen):
-    """Calls of `--model api:NAME` (NAME in litellm's form). Keys come from the environment variables that litellm reads."""
+    """Calls of `--model api:NAME` (NAME in litellm's form). API keys come from the environment variables that litellm reads."""
 
     base: str | None = None
     """URL of your own server; by default the provider's."""
     args: ApiArgs = Field(default_factory=dict)
-    """Any other argument of litellm's calls, by name, handed over as it is: `drop_params = true` (what the model does not take is
-    left out), `reasoning_effort = "low"`, `extra_headers`, `extra_body`, ... Arguments with a key of agentrl are refused."""
+    """Further arguments of litellm's calls, passed unchanged: `drop_params = true` (omit what the model does not support),
+    `reasoning_effort = "low"`, `extra_headers`, `extra_body`, ... Arguments that have a key of agentrl are refused."""
     concurrency: Annotated[PositiveInt, Unit("calls")] = 32
-    """How many run at once."""
+    """Maximum number of calls at once."""
     timeout: Seconds = 120.0
-    """Limit of each attempt."""
+    """Time limit of each attempt."""
     retries: Annotated[NotNegativeInt, Unit("attempts")] = 3
-    """Further attempts after an outage or a rate limit, with growing waits, or what the server's Retry-After says; if that is
-    more than a minute, the call is given up."""
+    """Retries after an outage or a rate limit, with growing waits, or the server's Retry-After; if that exceeds a minute, the
+    call fails."""
     usd_per_million: Prices | None = None
-    """Prices of prompt and of sampled tokens, if litellm has none."""
+    """Prices of prompt tokens and of sampled tokens, if litellm has none."""
 
 
 class JudgeEngineConfig(Frozen):
-    """A judge of the run's own, which a judge leaf asks as `"model": "engine:NAME"`: a model whose weights stay as they are, on
-    an engine next to the policy's, from the start of the run to its end. It samples greedily; of an engine that can, only what
-    fits the form of a verdict. Of `reward.judge` it heeds `cache`, `timeout` and `retries`; no budget is spent."""
+    """A judge model with fixed weights, for judge leaves with `"model": "engine:NAME"`, on an engine that runs next to the
+    policy's during the whole run. It samples greedily; an engine that can restricts sampling to the form of a verdict. Of
+    `reward.judge` only `cache`, `timeout` and `retries` apply; it spends no budget."""
 
     path: str
-    """Its folder or hub name, with a chat template of its own; it need not have the policy's tokenizer."""
+    """Model folder or hub name, with its own chat template; it need not have the policy's tokenizer."""
     engine: str = "embedded"
-    """What samples: "embedded" (in the driver's process), "vllm" (in processes of its own), or an engine in `plugins/` of a shelf
-    with the trait "judges"."""
+    """Engine: "embedded" (in the driver's process), "vllm" (in separate processes), or one in `plugins/` of a shelf with the
+    trait "judges"."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of an engine that has no section here."""
+    """Arguments of an engine without a section here."""
     concurrency: Annotated[PositiveInt, Unit("verdicts")] = 64
-    """How many are sampled at once; they are computed together."""
+    """Maximum number of verdicts sampled at once, as one batch."""
     reasoning: bool = False
-    """It may reason before the verdict, within the leaf's `max_tokens`."""
+    """Allow reasoning before the verdict, within the leaf's `max_tokens`."""
     max_model_len: Tokens = 16384
-    """The longest prompt with its verdict; lowered to the model's context, and to `vllm.max_model_len`, if that is less."""
+    """Maximum length of prompt and verdict; lowered to the model's context length and `vllm.max_model_len` if that is less."""
     vllm: VllmConfig = VllmConfig()
-    """As the section `vllm` is for the policy."""
+    """Engine settings, as in the section `vllm` of the policy."""
 
 
 class JudgeConfig(Frozen):
-    """Calls of the models of judge leaves; model and prompt are in the spec. Keys come from the environment variables that
-    litellm reads. A run that has spent a budget (`calls`, `usd`) stops with a checkpoint."""
+    """Calls of judge models; the spec names model and prompt. API keys come from the environment variables that litellm reads. A
+    run that has spent a budget (`calls`, `usd`) stops with a checkpoint."""
 
     engines: dict[str, JudgeEngineConfig] = Field(default_factory=dict)
-    """Judges on engines of the run's own, by the name with which a leaf asks them: "engine:NAME"."""
+    """Judges on engines of the run, by the name that a leaf uses: "engine:NAME"."""
 
     api_base: str | None = None
     """URL of your own server; by default the provider's."""
     args: JudgeArgs = Field(default_factory=dict)
-    """Any other argument of litellm's calls, by name, as `api.args`; `temperature` (0 by default) and `drop_params` (true by
-    default) too."""
+    """Further arguments of litellm's calls, as `api.args`; also `temperature` (by default 0) and `drop_params` (by default
+    true)."""
     cache: str | None = None
-    """A folder for verdicts: an earlier question is not asked again, also in other runs."""
+    """Folder of cached verdicts: a repeated question is not asked again, also in other runs."""
     calls: Annotated[PositiveInt, Unit("calls")] | None = 10_000
-    """Budget of the whole run; a run that certainly needs more calls is refused."""
+    """Budget of the run in calls; a run that certainly needs more is refused."""
     usd: Annotated[Positive, Unit("USD")] | None = None
-    """Budget of the whole run; by default none."""
+    """Budget of the run in US dollars; by default unlimited."""
     usd_per_million: Prices | None = None
-    """Prices of prompt and of sampled tokens, if litellm has none."""
+    """Prices of prompt tokens and of sampled tokens, if litellm has none."""
     concurrency: Annotated[PositiveInt, Unit("calls")] = 8
-    """How many run at once."""
+    """Maximum number of calls at once."""
     timeout: Seconds = 60.0
-    """Limit of each attempt."""
+    """Time limit of each attempt."""
     retries: Annotated[NotNegativeInt, Unit("attempts")] = 3
-    """Further attempts at a call that failed; after the last one the episode is unscored."""
+    """Retries of a failed call; after the last one the episode is unscored."""
 
 
 class RewardConfig(Frozen):
     """Functions and judges that a reward spec may use in addition to the episode."""
 
     python: dict[str, str] = Field(default_factory=dict)
-    """Functions that `python` leaves may call, by name, each as "module:function"."""
+    """Functions for `python` leaves, by name, each as "module:function"."""
     judge: JudgeConfig = JudgeConfig()
-    """How judges are called."""
+    """Calls of judge models."""
 
 
 class RewardModelConfig(Frozen):
-    """A sequence classifier whose score, times `weight`, is added to the reward of each episode."""
+    """A sequence classifier whose score, times `weight`, is added to each episode's reward."""
 
     path: str
-    """Its folder or hub name; it must read the policy's token ids (the same tokenizer)."""
+    """Model folder or hub name; must have the policy's tokenizer."""
     weight: Annotated[float, Unit("1")] = 1.0
-    """What its score is multiplied by."""
+    """Factor of its score."""
 
 
 Factor = Annotated[float, Field(ge=1.0, le=8.0), Unit("1")]
 
 
 class StartConfig(Frozen):
-    """A reverse curriculum: episodes of training begin after this many calls of the gold solution that few are left to the
-    policy, and more are left as it succeeds (docs/howto/long_horizon.md).
+    """Reverse curriculum: training episodes begin late in the gold solution, and earlier as the policy succeeds
+    (docs/howto/long_horizon.md).
 
-    The calls before are made in the environment and stand in the prompt, untrained; all members of a group begin at the same
-    place. Success is that of the whole task, and rewards of the turns before are not the policy's.
+    The solution's earlier calls are executed in the environment and part of the prompt, untrained; all members of a group begin
+    at the same point. Success is that of the whole task; rewards of the earlier turns do not count for the policy.
     """
 
     left: Annotated[PositiveInt, Unit("calls")] = 2
-    """Calls of the solution that are left to the policy at first."""
+    """Calls of the solution initially left to the policy."""
     step: Annotated[PositiveInt, Unit("calls")] = 2
-    """This many more are left once it mostly succeeds: of tasks with as many calls as these, which go on by themselves."""
+    """Calls added once the policy mostly succeeds, separately per number of calls in a task's solution."""
     threshold: Annotated[float, Field(gt=0.0, le=1.0), Unit("share")] = 0.7
-    """The success of the last `window` groups at which that is so."""
+    """Success rate over the last `window` groups from which `step` more calls are left."""
     window: Annotated[PositiveInt, Unit("groups")] = 8
-    """Over this many groups of tasks with as many calls."""
+    """Groups in that success rate, of tasks with solutions of equal length."""
     whole: Annotated[float, Field(ge=0.0, lt=1.0), Unit("share")] = 0.2
-    """Share of the groups that begin at the beginning all the same; samplers and mixtures learn from these alone."""
+    """Share of groups that begin at the start of the task; samplers and mixtures learn only from these."""
 
 
 class BranchConfig(Frozen):
-    """Trees of episodes: some members of a group are played from the beginning, the others branch off them, with a fork of their
-    environment, before a turn of theirs (docs/howto/branching.md).
+    """Trees of episodes: some group members branch off others, with a forked environment, before a later turn
+    (docs/howto/branching.md).
 
-    What a branch shares with the episode that it left is context of it, so each sampled token is trained once. With
-    `algorithm.advantage` "tree", turns are credited by how the episodes that follow from them end.
+    The prefix that a branch shares with its parent is untrained context, so each sampled token is trained once. With
+    `algorithm.advantage` "tree", turns are credited by the outcomes of the episodes that continue from them.
     """
 
     at: Literal["entropy", "depth", "failure"] = "entropy"
-    """Before which turns: those whose tokens were the least expected (the mean of their surprisal, -log p, which estimates the
-    entropy), those that cut the episode into equal parts (or `turns`), or those with a failed tool call. Never before the first:
-    a branch for which an episode has no such turn begins at the beginning."""
+    """Branch turns: those with the least expected tokens (mean surprisal -log p, an estimate of the entropy), those that cut the
+    episode into equal parts (or `turns`), or those with a failed tool call. Never the first turn: a branch without such a turn
+    begins at the start."""
     roots: Annotated[PositiveInt, Unit("episodes")] = 4
-    """This many of the `group_size` members begin at the beginning; the others are dealt out to them as branches."""
+    """Members of a group that begin at the start; the other `group_size` - `roots` are distributed over them as branches."""
     width: Annotated[PositiveInt, Unit("episodes")] = 1
-    """Branches of one turn, before the next is taken."""
+    """Branches per turn before the next turn is chosen."""
     turns: list[Turns] = Field(default_factory=list)
-    """With `at` "depth": before these turns, counted from 0. Each branch has its own, so that no place depends on what was
+    """For `at` "depth": the turns to branch before, counted from 0. Each branch has its own, so that no place depends on tokens
     sampled after it."""
 
 
 class RolloutConfig(Frozen):
-    """Episodes and their limits. docs/rollouts.md says how to choose."""
+    """Episodes and their limits. docs/rollouts.md explains how to choose them."""
 
     groups: Annotated[PositiveInt, Unit("groups")] = 16
-    """Groups of an update: this many tasks, each tried `group_size` times."""
+    """Groups per update: the number of tasks, each tried `group_size` times."""
     group_size: Annotated[PositiveInt, Unit("episodes")] = 8
-    """Episodes of a group: all of one task, compared with one another."""
+    """Episodes per group: attempts at the same task, compared with each other."""
     oversample: Factor = 1.0
     """Start this many times the groups of an update, and cancel the slowest once enough have finished."""
     oversample_members: Factor = 1.0
     """Start this many times the members of a group, and cancel the slowest once enough have finished."""
     max_staleness: Annotated[NotNegativeInt, Unit("updates")] = 0
-    """How many updates old the weights that sampled a token may be when it is trained; 0: rollouts and updates take turns."""
+    """Maximum age in updates of the weights that sampled a trained token; 0: rollouts and updates alternate."""
     colocate: bool = False
-    """The engine frees its memory (weights and cache) while the actors update, and allocates it again in two stages, around the
-    publish; for one device that both use, with `max_staleness` 0."""
+    """Free the engine's memory (weights and cache) during updates, and allocate it again in two stages, around the publish; for
+    engine and actors on the same device, with `max_staleness` 0."""
     sampler: Choice = Choice(name="uniform")
-    """Which task a group gets."""
+    """Sampler that picks the task of each group."""
     start: StartConfig | None = None
-    """Where episodes of training begin; by default at the beginning."""
+    """Starting point of training episodes; by default the start of the task."""
     branch: BranchConfig | None = None
-    """Members of a group branch off others; by default all are played from the beginning."""
+    """Let group members branch off others; by default all begin at the start."""
     mixture: Choice = Choice(name="fixed")
-    """Which of several environments a group is of (docs/mixtures.md)."""
+    """Mixture that picks the environment of each group (docs/mixtures.md)."""
     context: Choice = Choice(name="stop")
-    """What happens to a conversation that outgrows the model's context."""
+    """Policy for a conversation that outgrows the model's context."""
     summary_model: str | None = None
-    """An API model (in litellm's form) that writes the summaries of `context` instead of the policy."""
+    """API model (in litellm's form) that writes the summaries of `context` instead of the policy."""
     max_episodes: Annotated[PositiveInt, Unit("episodes")] = 256
-    """How many run at once; the others wait."""
+    """Maximum number of episodes at once; others wait."""
     workers: Annotated[NotNegativeInt, Unit("processes")] = 0
-    """This many processes on the run's nodes play the episodes (environment, tools, rendering, scoring), next to the driver;
-    0: the driver does. With vLLM, as many as `vllm.replicas` live in the replicas themselves. One that is not heard of for a
-    minute counts as dead: its episodes are played again elsewhere, and up to 8 dead ones are replaced."""
+    """Processes on the run's nodes that run episodes (environment, tools, rendering, scoring); 0: the driver does. With vLLM, as
+    many as `vllm.replicas` run inside the replicas. A worker silent for a minute counts as dead: its episodes are repeated
+    elsewhere, and up to 8 dead workers are replaced."""
     max_turns: Turns = 16
-    """Turns of the policy in an episode."""
+    """Maximum turns of the policy per episode."""
     max_turn_tokens: Tokens = 2048
-    """What the policy may sample in one turn."""
+    """Maximum tokens that the policy samples per turn."""
     max_episode_tokens: Tokens = 16384
-    """All of an episode: prompts, tool results and sampled tokens."""
+    """Maximum tokens per episode: prompts, tool results and sampled tokens."""
     temperature: Annotated[Steps, Unit("1")] = 1.0
-    """Of sampling and of the policy that is trained, softmax(logits / temperature), so a training run needs at least 0.01 (0 is
-    greedy): a number, or points `[[update, temperature], ...]` with straight lines between them."""
+    """Temperature of sampling and of the trained policy, softmax(logits / temperature): a number, or points
+    `[[update, temperature], ...]` with linear interpolation. A training run needs at least 0.01; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0), Unit("1")] = 1.0
-    """Only the most likely tokens that have this probability together may be drawn."""
+    """Sample only from the most likely tokens with this total probability (nucleus sampling)."""
     top_k: Annotated[NotNegativeInt, Unit("tokens")] = 0
-    """Only this many most likely tokens may be drawn; 0 is all."""
+    """Sample only from this many most likely tokens; 0 is all."""
     turn_timeout: Seconds = 300.0
-    """Time without a token or an answer of the engine, to any episode, after which the turns that wait for one are given up:
-    unscored, and tried again. An engine that is slow but samples is waited for."""
+    """Time without any token or answer of the engine, for any episode, after which waiting turns fail: unscored, and retried. A
+    slow engine that still samples is waited for."""
     episode_timeout: Seconds = 600.0
-    """Limit of an episode, of the run time of the policy's own code in tools (cut and scored) and, by itself, of its environment
-    and agent (unscored and tried again). The engine's time does not count."""
+    """Limit of an episode's time: of the policy's own code in tools (cut and scored), and separately of the environment and agent
+    together (unscored and retried). The engine's time does not count."""
     env_timeout: Seconds = 120.0
-    """Limit of an environment's setup, of its teardown, and of scoring an episode (judges have a timeout of their own)."""
+    """Time limit of an environment's setup, of its teardown, and of scoring an episode (judges have their own)."""
     stall_timeout: Seconds = 900.0
-    """Time without a token, a tool's answer or a finished episode, after which the run stops and says what it waited for."""
+    """Time without a token, a tool's answer or a finished episode after which the run stops and names the awaited event."""
     retries: Annotated[NotNegativeInt, Unit("attempts")] = 1
-    """Further attempts at an episode that failed by a fault of the infrastructure; after the last one it is unscored."""
+    """Retries of an episode that failed by an infrastructure fault; after the last one it is unscored."""
     min_survivors: Annotated[int, Field(ge=2), Unit("episodes")] = 2
-    """Scored members that a group needs (at most all); with fewer it is replaced by another group."""
+    """Minimum scored members of a group (at most all); a group with fewer is replaced."""
     filter_zero_variance: bool = False
-    """Replace groups whose members all have the same score, which teach nothing."""
+    """Replace groups whose members all have the same score, which carry no learning signal."""
     router_replay: bool = False
-    """Of a mixture of experts: the trainer sends each token to the experts that the engine sent it to (docs/moe.md)."""
+    """For a mixture of experts: the trainer routes each token to the experts that the engine used (docs/moe.md)."""
     max_filtered: Annotated[NotNegative, Unit("1")] = 4.0
-    """`filter_zero_variance` replaces at most this many times the groups of an update; after that the update accepts such groups
-    too."""
+    """Maximum number of groups that `filter_zero_variance` replaces, as a multiple of an update's groups; further ones are
+    accepted."""
     accept: Choice | None = None
-    """Which finished groups are trained: a function of the group, in `plugins/` or given in Python; those that it refuses are
-    replaced (docs/python.md)."""
+    """Filter of finished groups: a function of the group, in `plugins/` or given in Python; rejected groups are replaced
+    (docs/python.md)."""

@@ -45,92 +45,92 @@ Role = Literal["actor", "rollout", "reference", "critic", "reward_model", "teach
 
 
 class PoolConfig(Frozen):
-    """A named set of processes for roles."""
+    """A named pool of processes for roles."""
 
     nodes: Annotated[PositiveInt, Unit("nodes")] = 1
-    """On how many nodes."""
+    """Number of nodes."""
     per_node: Annotated[PositiveInt, Unit("processes")] = 1
-    """How many on each node."""
+    """Processes per node."""
     cpus: Annotated[Positive, Unit("CPU slots")] = 1.0
-    """CPU slots of each process."""
+    """CPU slots per process."""
     gpus: Annotated[NotNegative, Unit("GPUs")] = 0.0
-    """GPUs of each process."""
+    """GPUs per process."""
 
 
 class ClusterConfig(Frozen):
     """Placement of the roles (docs/cluster.md)."""
 
     backend: Literal["ray", "inline"] = "ray"
-    """Roles are Ray actors, or all in the driver process ("inline"), for one device or a debugger."""
+    """Run roles as Ray actors ("ray"), or all in the driver process ("inline"), for one device or a debugger."""
     address: str | None = None
-    """Of the Ray cluster to join: HEAD:6379, or "auto" for the one that this machine belongs to; by default `RAY_ADDRESS`, else
-    this machine alone."""
+    """Ray cluster to join: HEAD:6379, or "auto" for the one that this machine belongs to; by default `RAY_ADDRESS`, else only
+    this machine."""
     actors: Ranks = 1
-    """Processes of a role that `roles` does not list."""
+    """Processes of a role that is not in `roles`."""
     startup_timeout: Seconds = 180.0
-    """In which workers must be placed and started; a local Ray itself has as long to start."""
+    """Time limit for placing and starting workers, and for starting a local Ray."""
     call_timeout: Seconds = 3600.0
-    """Limit of every call to a worker: one that hangs is reported by name, not waited for."""
+    """Time limit of every call to a worker; one that hangs is reported by name."""
     max_restarts: Annotated[NotNegativeInt, Unit("restarts")] = 2
-    """How often the run starts again from the newest checkpoint after a worker died."""
+    """Maximum restarts of the run from the newest checkpoint after a worker died."""
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
-    """Sets of processes, by a name of your choice."""
+    """Pools of processes, by a name of your choice."""
     roles: dict[Role, str] = Field(default_factory=dict)
-    """Which pool a role uses; roles in the same pool share its processes and take turns."""
+    """Pool of each role; roles in the same pool share its processes and take turns."""
 
 
 class TracesConfig(Frozen):
-    """OpenTelemetry traces, one a step (needs the extra `otel`). Where they go is said by the standard environment variables
-    OTEL_* (docs/observability.md)."""
+    """OpenTelemetry traces, one per step (needs the extra `otel`). The standard environment variables OTEL_* set their
+    destination (docs/observability.md)."""
 
     every: Annotated[PositiveInt, Unit("updates")] = 1
-    """Of how many updates one is traced; evaluations outside of updates always are."""
+    """Interval of traced updates; evaluations outside of updates are always traced."""
     episodes: Fraction = 1.0
-    """The share of a traced step's episodes whose spans are exported."""
+    """Share of a traced step's episodes whose spans are exported."""
 
 
 class PrometheusConfig(Frozen):
-    """An endpoint that Prometheus scrapes while the run goes on: http://HOST:PORT/metrics (needs the extra `prometheus`)."""
+    """An endpoint for Prometheus during the run: http://HOST:PORT/metrics (needs the extra `prometheus`)."""
 
     port: Annotated[int, Field(ge=0, le=65_535), Unit("1")] = 9464
-    """The port at which it listens; 0 is any that is free."""
+    """Port to listen on; 0 is any free one."""
     host: str = "127.0.0.1"
-    """The address at which it listens. Nobody is asked who he is: leave it at this machine's own, unless the network is yours."""
+    """Address to listen on. There is no authentication: keep the default, this machine only, unless the network is yours."""
 
 
 class ProfileConfig(Frozen):
     """Timelines of single steps, `profile/step_NNNNNN.json.gz` in the run folder, for ui.perfetto.dev: episodes, calls of the
-    training roles, weights under way; next to it, a file by torch for each call of a rank."""
+    training roles, weight transfers; next to it a torch profile per call of a rank."""
 
     steps: Annotated[list[PositiveInt], Field(min_length=1), Unit("updates")]
-    """The updates, counted from 1. Each takes somewhat longer than it would."""
+    """Profiled updates, counted from 1. Each takes somewhat longer than usual."""
 
 
 class EvalConfig(Frozen):
     """Evaluation before, during and after training."""
 
     tasks: Annotated[PositiveInt, Unit("tasks")] = 100
-    """How many are played, once each."""
+    """Number of tasks, one episode each."""
     split: str = "heldout"
-    """The split of the tasks."""
+    """Split of the tasks."""
     every: Annotated[NotNegativeInt, Unit("updates")] = 0
-    """How often it happens during training; 0 is never, so only before and after."""
+    """Interval of evaluations during training; 0: only before and after."""
     temperature: Temperature = 1.0
-    """At which it samples; 0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
 
 
 class CheckpointConfig(Frozen):
-    """Checkpoints: contents, and number kept. After an evaluation that beats all earlier ones the weights are saved even
-    between two regular saves."""
+    """Checkpoints: contents, and number kept. An evaluation that beats all earlier ones also saves the weights, even between
+    regular checkpoints."""
 
     every: Annotated[PositiveInt, Unit("updates")] = 10
-    """How often a checkpoint is saved; one is saved at the end too."""
+    """Interval of checkpoints; one is saved at the end too."""
     keep: Annotated[PositiveInt, Unit("checkpoints")] = 2
-    """How many of the newest are kept."""
+    """Number of newest checkpoints kept."""
     keep_best: Annotated[NotNegativeInt, Unit("checkpoints")] = 1
-    """How many of the best by held-out evaluation are kept next to them."""
+    """Number of best checkpoints by held-out evaluation kept in addition."""
     best: Literal["success", "reward"] = "success"
-    """The metric that decides which are best: success rate or mean reward."""
+    """Metric that decides which are best: success rate or mean reward."""
     asynchronous: bool = True
     """Write files in the background while training continues (needs a copy of the state in host memory)."""
 
@@ -139,51 +139,49 @@ class KeepConfig(Frozen):
     """Retention of files that grow with a run's length (checkpoints: `checkpoint.keep`)."""
 
     trajectories: Annotated[NotNegativeInt, Unit("steps")] = 0
-    """Of this many of the newest steps the episodes of updates and evaluations stay in `trajectories/` and `tokens/`; 0: of all.
-    Those before and after training always stay."""
+    """Number of newest steps whose episodes (of updates and evaluations) stay in `trajectories/` and `tokens/`; 0: all. Those
+    before and after training always stay."""
 
 
 class HealthConfig(Frozen):
-    """Checks that keep a run from starting if it cannot learn, and from ending as if it had learned (docs/debugging.md)."""
+    """Checks that stop a run that cannot learn at its start, and flag one that did not learn (docs/debugging.md)."""
 
     lint: bool = True
     """Before the start, try the reward spec on gold, empty and spam episodes of its environment, for a few seconds at most."""
     preflight: bool = True
-    """Before the start, start every MCP server once, and ask every model behind an API (judges, writers of summaries,
-    users) once."""
+    """Before the start, start every MCP server once, and call every model behind an API (judges, summary writers, users) once."""
     max_unsolvable: Fraction = 0.05
-    """The largest share of tasks whose gold solution may need more turns or tokens than an episode has (`rollout.max_turns`,
-    `max_turn_tokens`, `max_episode_tokens`, the model's context), with each set of parameters that is trained on, and of the
-    held-out ones; a run with more does not start. 1: it starts, and says so."""
+    """Maximum share of tasks whose gold solution may need more turns or tokens than an episode has (`rollout.max_turns`,
+    `max_turn_tokens`, `max_episode_tokens`, the model's context), for each set of parameters trained on, and for the held-out
+    tasks; a run with more does not start. 1: it starts with a warning."""
     idle_updates: Annotated[PositiveInt, Unit("updates")] = 5
-    """After this many in a row that trained nothing the run says so, with the cause; one that ends so "trained nothing", with
+    """Consecutive updates without training after which the run warns, with the cause; one that ends so "trained nothing", with
     exit code 1, unless its episodes succeed more often than at first, or `stop_at_success` is reached."""
     max_unscored: Fraction = 0.5
-    """The largest share of episodes that may be unscored, over as many updates or in an evaluation, before the run says so;
-    more make it "mostly unscored", with exit code 1."""
+    """Maximum share of unscored episodes, over `idle_updates` updates or in an evaluation, before the run warns; more make it
+    "mostly unscored", with exit code 1."""
 
 
 class TrainConfig(Frozen):
     """A whole run: `agentrl train CONFIG.toml [a.b=c ...]` (docs/configuration.md)."""
 
     name: FolderName = "run"
-    """What the run is called; its folder is `out`/`name`."""
+    """Name of the run; its folder is `out`/`name`."""
     out: str = "runs"
-    """The folder in which the run's folder is made."""
+    """Parent folder of the run folder."""
     seed: Annotated[NotNegativeInt, Unit("1")] = 0
-    """Of everything that is drawn: tasks, tokens, initial weights, minibatches."""
+    """Seed of all random draws: tasks, tokens, initial weights, minibatches."""
     steps: Annotated[PositiveInt, Unit("updates")] = 50
     """Updates of the run. A resume may change it; `optim.schedule` then decays over the new number."""
     stop_at_success: Fraction | None = None
-    """The run ends early once an evaluation (`eval.every`) reaches this success; by default it never does. A resume of a run that
-    has reached it makes more updates only with a higher one, or false."""
+    """Success rate of an evaluation (`eval.every`) that ends the run early; by default never. A resume of a run that has reached
+    it makes more updates only with a higher value, or false."""
     trajectories_every: Annotated[PositiveInt, Unit("updates")] = 1
-    """Of how many updates the episodes of one are written to `trajectories/`; the last one's always are."""
+    """Interval of updates whose episodes are written to `trajectories/`; the last one's always are."""
     engine: str = "auto"
-    """What samples: "embedded", "vllm", "sglang", the name of one in `plugins/` of a shelf, or "auto": the one that suits the
-    machine."""
+    """Inference engine: "embedded", "vllm", "sglang", a name in `plugins/` of a shelf, or "auto": the one for this machine."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of an engine that has no section here."""
+    """Arguments of an engine without a section here."""
     env: (
         Annotated[Annotated[EnvConfig, Tag(ONE)] | Annotated[list[EnvConfig], Field(min_length=1), Tag(SEVERAL)], BY_KIND] | None
     ) = None
@@ -191,59 +189,59 @@ class TrainConfig(Frozen):
     tools: ToolsConfig = ToolsConfig()
     """Tools in addition to the environment's own."""
     agent: AgentConfig | None = None
-    """An agent that plays the episodes in place of the built-in loop."""
+    """Agent that runs the episodes instead of the built-in loop."""
     model: ModelConfig = ModelConfig()
-    """The model that is trained."""
+    """The trained model."""
     sft: SftConfig | None = None
-    """A supervised warm start before the first update; by default none."""
+    """Supervised warm start before the first update; by default none."""
     data: DataConfig | None = None
-    """Data that is there already, for `agentrl sft`; by default none."""
+    """Existing data for `agentrl sft`; by default none."""
     rollout: RolloutConfig = RolloutConfig()
-    """How episodes are run."""
+    """Execution of episodes."""
     reward: RewardConfig = RewardConfig()
-    """What a reward spec may use in addition to the episode."""
+    """Functions and judges of reward specs."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Advantage estimator, policy loss and how token losses are averaged."""
+    """Advantage estimator, policy loss and averaging of token losses."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and micro-batching."""
     critic: CriticConfig | None = None
-    """A value function next to the policy; by default none."""
+    """Value function; by default none."""
     reward_model: RewardModelConfig | None = None
-    """A sequence classifier whose score is added to the reward; by default none."""
+    """Sequence classifier whose score is added to the reward; by default none."""
     cluster: ClusterConfig = ClusterConfig()
-    """Where the roles run."""
+    """Placement of the roles."""
     vllm: VllmConfig = VllmConfig()
     """The vLLM engine."""
     sglang: SglangConfig = SglangConfig()
-    """SGLang servers that are already running."""
+    """Running SGLang servers."""
     weights: WeightsConfig = WeightsConfig()
-    """How new weights reach the engine."""
+    """Transfer of new weights to the engine."""
     eval: EvalConfig = EvalConfig()
     """Evaluation before, during and after training."""
     api: ApiConfig = ApiConfig()
-    """How API models are called."""
+    """Calls of API models."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saved state, and how much of it is kept."""
     keep: KeepConfig = KeepConfig()
-    """How much stays of what grows with the run's length."""
+    """Retention of files that grow with the run's length."""
     health: HealthConfig = HealthConfig()
-    """What keeps a run that cannot learn from starting, and from ending as if it had learned."""
+    """Checks of whether a run can learn, and has learned."""
     trackers: list[Choice] = Field(default_factory=lambda: [Choice(name="tensorboard")])
-    """Where metrics are written in addition to metrics.jsonl: "tensorboard", "jsonl", "wandb", "mlflow", "trackio"
+    """Outputs of metrics in addition to metrics.jsonl: "tensorboard", "jsonl", "wandb", "mlflow", "trackio"
     (docs/observability.md), or one in `plugins/`."""
     callbacks: list[Choice] = Field(default_factory=list)
-    """What hears of each update and of each finished group: classes in `plugins/` (docs/python.md)."""
+    """Classes in `plugins/` that are called for each update and each finished group (docs/python.md)."""
 
     traces: TracesConfig | None = None
     """OpenTelemetry traces of steps; by default none."""
     prometheus: PrometheusConfig | None = None
-    """An endpoint for Prometheus; by default none."""
+    """Endpoint for Prometheus; by default none."""
     profile: ProfileConfig | None = None
     """Timelines of single steps; by default none."""
 
     @property
     def envs(self) -> tuple[EnvConfig, ...]:
-        """The environments of the run, one for `[env]`: read this instead of `env`."""
+        """All environments of the run, one for `[env]`; read this instead of `env`."""
         if self.env is None:
             return ()
         return tuple(self.env) if isinstance(self.env, list) else (self.env,)
@@ -260,19 +258,19 @@ class TrainConfig(Frozen):
 
     @property
     def trained_envs(self) -> list[EnvConfig]:
-        """The environments that some update of a run draws tasks of; the others are only evaluated."""
+        """The environments whose tasks updates draw; the others are only evaluated."""
         return [env for env in self.envs if env.trains]
 
     def alone(self, env: EnvConfig) -> Self:
-        """The config as if `env` were its only environment: what it sets itself takes the place of the run's sections.
+        """Return the config as if `env` were its only environment: its own settings replace the run's sections.
 
-        All that plays, scores and checks one environment reads such a config, whose `envs` is this one.
+        Code that runs, scores or checks one environment reads such a config, whose `envs` has only this one.
         """
         own = dict.fromkeys(("tools", "agent", "limits", "sampler", "advantage", "eval", "sft"))
         rest = {**own, "weight": None if env.trains else 0.0}
         if env.trains:
             drawn: dict[str, Any] = {"sampler": env.sampler or self.rollout.sampler}
-        else:  # it is only evaluated: neither the run's curriculum nor its forks are of its tasks
+        else:  # only evaluated: the run's curriculum and branching do not apply to its tasks
             drawn = {"sampler": env.sampler or type(self.rollout)().sampler, "start": None, "branch": None}
         advantage = env.advantage or self.algorithm.advantage
         update = {
@@ -287,19 +285,18 @@ class TrainConfig(Frozen):
         return self.model_copy(update=update)
 
     def with_date(self, day: str | None) -> Self:
-        """The config with a date for chat templates: its own, else `day`."""
+        """Return the config with a date for chat templates: its own, else `day`."""
         if self.model.date is not None or day is None:
             return self
         return self.model_copy(update={"model": self.model.model_copy(update={"date": day})})
 
     def each(self) -> list[Self]:
-        """The config of each environment, as `alone` makes it."""
+        """Return the config of each environment, as `alone` makes it."""
         return [self.alone(env) for env in self.envs]
 
     @contextmanager
     def name_entry_in_errors(self, env: EnvConfig) -> Iterator[Self]:
-        """Begins a UserError with the entry of `[[env]]` that it is about, if there are several. Yields the config of it
-        `alone`."""
+        """Prefix a UserError with its entry of `[[env]]`, if there are several. Yields the config of `env` `alone`."""
         try:
             yield self.alone(env)
         except UserError as problem:
@@ -309,8 +306,8 @@ class TrainConfig(Frozen):
             raise type(problem)(entry + text[3:] if text.startswith("env.") else f"{entry}: {text}") from problem
 
     def widest(self, of: Sequence[EnvConfig] = ()) -> Self:
-        """The config with the widest limits of the environments `of`, by default all, in [rollout], for what they share, such as
-        the engine's cache."""
+        """Return the config with the widest limits of the environments `of` (default: all) in [rollout], for shared resources
+        such as the engine's cache."""
         if not self.envs:
             return self
         rollouts = [self.alone(env).rollout for env in of or self.envs]
@@ -319,25 +316,25 @@ class TrainConfig(Frozen):
         return self.model_copy(update={"rollout": self.rollout.model_copy(update=limits)})
 
     def longest_sample(self) -> int:
-        """The most tokens that an episode may sample in any of the environments that updates draw tasks of."""
+        """Return the most tokens that an episode may sample in any trained environment."""
         rollouts = [self.alone(env).rollout for env in self.trained_envs]
         return max(min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_episode_tokens) for rollout in rollouts)
 
     def settled_algorithm(self) -> AlgorithmConfig:
-        """The algorithm section, with the constant length of `seq_mean_token_sum_norm` filled in."""
+        """Return the algorithm section with the default `length_norm` of `seq_mean_token_sum_norm` filled in."""
         algorithm = self.algorithm
         if algorithm.aggregate != "seq_mean_token_sum_norm" or algorithm.length_norm is not None:
             return algorithm
         return algorithm.model_copy(update={"length_norm": self.longest_sample()})
 
     def other_models(self) -> dict[str, str]:
-        """By the key that names them, the folders or hub names of the models of other roles than the policy's. A critic that
-        starts from the policy's model has none."""
+        """Return the models (folders or hub names) of roles other than the policy, by config key. A critic that starts from the
+        policy's model has none."""
         roles = {"critic": self.critic, "reward_model": self.reward_model, "algorithm.distillation": self.algorithm.distillation}
         return {f"{at}.path": one.path for at, one in roles.items() if one is not None and one.path is not None}
 
 
 def _with(section: Any, own: Any, but: str = "") -> Any:
-    """The section with what the environment's own part of it sets."""
+    """Override a section by the values that the environment's own part sets."""
     given = {} if own is None else {key: value for key, value in own if value is not None and key != but}
     return section.model_copy(update=given)
