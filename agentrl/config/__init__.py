@@ -1,4 +1,4 @@
-"""Typed, frozen, validated configuration: TOML files plus `a.b=c` overrides. Never imports torch."""
+"""Typed, frozen, validated configuration: TOML files plus `a.b=c` overrides. Does not import torch."""
 
 from agentrl.config.load import load_config as load_config
 from agentrl.config.load import parse_overrides as parse_overrides

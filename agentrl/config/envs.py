@@ -1,4 +1,4 @@
-"""Read a config by environment: the environments by name, their weights, the temperature of an update."""
+"""Access a config per environment: environments by name, their weights, and the temperature of an update."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Table = dict[str, Any]
 
 
 def own_advantages(envs: tuple[EnvConfig, ...]) -> dict[str, Choice]:
-    """The environments with an advantage estimator of their own, by name, of those that updates draw tasks of."""
+    """Return the advantage estimators that trained environments override, by environment name."""
     return {env.called: env.advantage for env in envs if env.trains and env.advantage is not None}
 
 
 def eval_weights(envs: tuple[EnvConfig, ...]) -> dict[str, float]:
-    """The weight of each environment in the mean over them: 1, or its own `eval.weight`."""
+    """Return each environment's weight in the mean over environments: `eval.weight`, by default 1."""
     return {env.called: 1.0 if env.eval is None or env.eval.weight is None else env.eval.weight for env in envs}
 
 
 def warm_start_envs(envs: tuple[EnvConfig, ...], sft: SftConfig | None) -> list[EnvConfig]:
-    """The environments that take part in the warm start. Raises ConfigError without one."""
+    """Return the environments of the warm start. Raises ConfigError if there are none."""
     assert sft is not None
     named = sft.envs
     found = [env for env in envs if (env.called in named if named is not None else weight_at(env.weight, 0) > 0)]
@@ -34,8 +34,8 @@ def warm_start_envs(envs: tuple[EnvConfig, ...], sft: SftConfig | None) -> list[
 
 
 def check_envs(envs: tuple[EnvConfig, ...], sft: SftConfig | None) -> None:
-    """Of a config with environments: raise ConfigError for two of one name, for weights that leave nothing to train on or to
-    compare by, for a schedule whose steps do not ascend, and for names in `sft.envs` that there are not."""
+    """Raise ConfigError for environments with equal names, weights that leave nothing to train on or to compare by, a schedule
+    with unsorted steps, and unknown names in `sft.envs`."""
     if not envs:
         return
     names = [env.called for env in envs]
@@ -51,7 +51,7 @@ def check_envs(envs: tuple[EnvConfig, ...], sft: SftConfig | None) -> None:
             raise ConfigError(
                 f"{entry_name(number, env.called)}.weight: expected points [step, weight] with ascending steps, got {steps}"
             )
-    # Between two of these steps the sum of the weights is a straight line, so it is 0 nowhere if it is at none of them.
+    # Between two of these steps the sum of the weights is linear, so it can only be 0 at one of them.
     for step in sorted({0, *(step for env in envs if isinstance(env.weight, list) for step, _ in env.weight)}):
         if not any(weight_at(env.weight, step) > 0 for env in envs):
             at = f" at step {step}" if step else ""
@@ -64,8 +64,7 @@ def check_envs(envs: tuple[EnvConfig, ...], sft: SftConfig | None) -> None:
 
 
 def weight_at(weight: Steps | None, step: int) -> float:
-    """A weight, or a temperature, after `step` updates: on the line between the points before and after it, else that of the
-    nearest; by default 1."""
+    """Interpolate a weight or temperature linearly after `step` updates; constant outside of the points; None is 1."""
     if not isinstance(weight, list):
         return 1.0 if weight is None else weight
     for (before, low), (after, high) in pairwise(weight):
@@ -74,18 +73,18 @@ def weight_at(weight: Steps | None, step: int) -> float:
     return weight[0][1] if step < weight[0][0] else weight[-1][1]
 
 
-# -- in tables ---------------------------------------------------------------------------------------
+# -- raw tables --------------------------------------------------------------------------------------
 
 
 def name_of(entry: Any) -> str:
-    """The name of an entry that was not validated yet; "" if it has none."""
+    """Return the name of an unvalidated entry; "" if it has none."""
     if not isinstance(entry, dict) or not isinstance(named := entry.get("name", entry.get("id")), str):
         return ""
     return named if "name" in entry else EnvConfig(id=named).called
 
 
 def find_entry(entries: Sequence[Any], key: str) -> int | None:
-    """The place of the entry that `key` names, or whose number it is; else None."""
+    """Return the index of the entry with the name or number `key`, or None."""
     names = [name_of(entry) for entry in entries]
     if key in names:
         return names.index(key)
@@ -93,7 +92,7 @@ def find_entry(entries: Sequence[Any], key: str) -> int | None:
 
 
 def entry_of(entries: Sequence[Any], key: str) -> int:
-    """As `find_entry`. Raises ConfigError, with the nearest name, without one."""
+    """Return the index of an entry as `find_entry`. Raises ConfigError, with the nearest name, if there is no such entry."""
     place = find_entry(entries, key)
     if place is None:
         names = [name_of(entry) for entry in entries]
@@ -102,17 +101,17 @@ def entry_of(entries: Sequence[Any], key: str) -> int:
 
 
 def as_list(table: Mapping[str, Any]) -> list[Any]:
-    """The entries of `env` in a table; none if it is not a list."""
+    """Return the entries of `env` in a table; [] if it is not a list."""
     given = table.get("env")
     return given if isinstance(given, list) else []
 
 
 Keys = tuple[str | int, ...]
-"""The way to a value: keys of tables, and places in lists."""
+"""Path to a value: table keys and list indices."""
 
 
 def leaves(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """The values in a table and its tables, each with the way to it; an empty table sets nothing."""
+    """Yield (path, value) of the values in nested tables; empty tables are skipped."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from leaves(inner, (*keys, key))
@@ -121,7 +120,7 @@ def leaves(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 
 
 def named_leaves(table: Table, envs: Sequence[EnvConfig]) -> Iterator[tuple[str, Keys, Any]]:
-    """Each value of a config's table: its dotted key (environments of a list by name), the way to it (by number), itself."""
+    """Yield each value of a config's table: dotted key (environments by name), path (environments by index), value."""
     entries = as_list(table)
     for keys, value in leaves({**table, "env": {}} if entries else table):
         yield ".".join(map(str, keys)), keys, value
@@ -136,12 +135,12 @@ LEAST_TEMPERATURE = 0.01
 
 
 def scheduled_temperature(rollout: RolloutConfig, version: int) -> float | None:
-    """The temperature of the update after `version` others, of its episodes and itself; None if it is one for the whole run."""
+    """Return the temperature of the update with this number and of its episodes; None if it is constant in the run."""
     return weight_at(rollout.temperature, version) if isinstance(rollout.temperature, list) else None
 
 
 def one_temperature(rollout: RolloutConfig, what: str) -> float:
-    """The only temperature. Raises ConfigError for points: `what` has no updates that they could be told by."""
+    """Return the constant temperature. Raises ConfigError for a schedule, because `what` has no updates."""
     if isinstance(rollout.temperature, list):
         raise ConfigError(
             f"rollout.temperature: points [step, temperature] are followed by the updates of `agentrl train`, and {what} has no "
@@ -151,7 +150,7 @@ def one_temperature(rollout: RolloutConfig, what: str) -> float:
 
 
 def check_temperatures(rollout: RolloutConfig, evaluation: EvalConfig, experience: bool) -> None:
-    """Raise ConfigError for temperatures that cannot be sampled at, and for points next to a trainer of other updates' tokens."""
+    """Raise ConfigError for temperatures too low to sample at, and for a schedule where updates train tokens of other updates."""
     given = rollout.temperature
     points = given if isinstance(given, list) else [(0, given)]
     for section, value in (*(("rollout", value) for _, value in points), ("eval", evaluation.temperature)):
@@ -165,7 +164,7 @@ def check_temperatures(rollout: RolloutConfig, evaluation: EvalConfig, experienc
     steps = [step for step, _ in given]
     if not steps or steps != sorted(set(steps)):
         raise ConfigError(f"rollout.temperature: expected points [step, temperature] with ascending steps, got {steps}")
-    # What is trained is softmax(logits / T) with the T of the update; every token must have been sampled at it.
+    # An update trains softmax(logits / T) with its own T, so all of its tokens must be sampled at T.
     other = None
     if rollout.max_staleness > 0:
         other = f"rollout.max_staleness = {rollout.max_staleness} trains tokens that earlier updates' episodes sampled"

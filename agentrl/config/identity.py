@@ -1,4 +1,4 @@
-"""Compare configs for results that belong together, and find references to environment variables."""
+"""Compare configs of results that are to be combined, and check references to environment variables."""
 
 from __future__ import annotations
 
@@ -18,41 +18,39 @@ from agentrl.utils.redaction import redact_json, references, resolve_references,
 
 # References to environment variables
 
-TAKEN = (
+REFERENCE_KEYS = (
     "env.params", "env.system", "env.wrappers", "env.tools.args", "env.tools.mcp", "env.sandbox.args", "env.sft.params",
     "env.sft.gate_params", "tools.args", "tools.mcp", "sft.params", "sft.gate_params", "agent.command", "agent.env", "agent.url",
     "api.base", "api.args", "reward.judge.api_base", "reward.judge.args", "trackers.args",
 )  # fmt: skip
-"""Keys whose texts, or those below them, are resolved where they are used."""
-PLACES = ("name", "out", "model.path", "critic.path", "reward_model.path", "*.distillation.path", "data.path", "weights.folder",
+"""Keys (and keys below them) whose texts may refer to environment variables; resolved on use."""
+PATH_KEYS = ("name", "out", "model.path", "critic.path", "reward_model.path", "*.distillation.path", "data.path", "weights.folder",
           "model.chat_template", "reward.judge.cache", "reward.judge.engines.*.path", "env.reward")  # fmt: skip
-"""Keys with names of files and folders, in which a shell's `$NAME` would stay as it is."""
+"""Keys of files and folders, where shell variables such as `$NAME` are not expanded."""
 _ALMOST = re.compile(r"(?i)\$\{(?!(?-i:env:[a-zA-Z_][a-zA-Z0-9_]*\}))\s*(?:oc\.)?env\s*:")
 
 
 def check_references(config: TrainConfig) -> None:
-    """Raise ConfigError for a reference at a key that takes none, for a variable that is not set, and for an address that no API
-    can be asked at.
-    """
+    """Raise ConfigError for a reference at a key that takes none, an unset variable, and an invalid API address."""
     for key, text in texts(config.model_dump(mode="json", exclude_none=True)):
         if _ALMOST.search(text):
             raise ConfigError(f"{key} = {text!r}: no reference to an environment variable. Write ${{env:NAME}}")
         if any(references(text)):
-            if not any(fnmatchcase(key, pattern) for name in TAKEN for pattern in (name, f"{name}.*")):
+            if not any(fnmatchcase(key, pattern) for name in REFERENCE_KEYS for pattern in (name, f"{name}.*")):
                 raise ConfigError(
                     f"{key} = {text!r}: a reference to an environment variable is not resolved here, and would be taken for "
-                    f"plain text; the keys that take one: {', '.join(TAKEN)}"
+                    f"plain text; the keys that take one: {', '.join(REFERENCE_KEYS)}"
                 )
             resolve_references(text, key)
-        elif ("$" in text or text[:1] == "~") and any(fnmatchcase(key, name) for name in PLACES):
+        elif ("$" in text or text[:1] == "~") and any(fnmatchcase(key, name) for name in PATH_KEYS):
             raise ConfigError(f"{key} = {text!r}: a shell's variables, and ~NAME, stay as they are here. Write the value")
     check_base(config.api.base, "api.base")
     check_base(config.reward.judge.api_base, "reward.judge.api_base")
 
 
 def check_base(address: str | None, key: str) -> str:
-    """The address of an API, with references resolved; "" for None. Raises ConfigError for a variable that is not set, and for an
-    address with a query or a fragment: requests append to all of it, `/chat/completions` into the query."""
+    """Return the address of an API with references resolved; "" for None. Raises ConfigError for an unset variable, and for an
+    address with a query or fragment, because requests append `/chat/completions` to it."""
     found = str(resolve_references(address or "", key))
     parts = urlsplit(found)
     if "?" in found or "#" in found:
@@ -66,10 +64,11 @@ def check_base(address: str | None, key: str) -> str:
     return found
 
 
-# What must be equal for results to belong together: the whole config except the keys listed here, each with its reason.
+# Identity: the values that must be equal for results to be combined. It is the whole config except the keys below, each with its
+# reason.
 #
-# A key that is added to the config is part of every identity until it is listed here. An `agentrl eval` or `agentrl rollout`
-# folder and a run are continued only under an equal identity.
+# A new config key is part of every identity until it is listed here. An `agentrl eval` or `agentrl rollout` folder, and a run,
+# continue only with an equal identity.
 
 Purpose = Literal["train", "eval", "rollout"]
 Identity = dict[str, Any]
@@ -160,7 +159,7 @@ LATER = dict.fromkeys(
      "algorithm.kl.kind", "algorithm.kl.where", "algorithm.kl.horizon", "rollout.max_turns", "rollout.max_turn_tokens",
      "rollout.max_episode_tokens", "rollout.min_survivors", "rollout.filter_zero_variance", "rollout.max_filtered"), _LATER,
 )  # fmt: skip
-"""Keys that a resume may change although they matter: what they steer is read anew in each update, and a checkpoint fits."""
+"""Keys that matter but that a resume may change: updates read them anew, and checkpoints remain compatible."""
 CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
     "train": {
         **_ANYWHERE,
@@ -181,23 +180,23 @@ CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
         "env.eval.temperature": "a rollout samples at rollout.temperature",
     },
 }
-"""Keys, or sections with all their keys, by purpose; each with the reason why its value cannot matter for it. "*" is any name."""
+"""Keys or sections that cannot matter, by purpose, each with the reason. "*" is any name."""
 
 OF_A_START = ("name", "out", "data.max_bad")
 """Keys that a resume does not read: the run stays in its folder, with its data as read at the start."""
 
 OF_SEVERAL = ("env.weight", "rollout.mixture")
-"""Keys that are read with `[[env]]` alone: a run in one environment that began with them goes on without."""
+"""Keys used only with `[[env]]`; a run with a single environment that began with them may continue without them."""
 
 _DIGEST = "sha256:"
 _SECRET = ("command", "url", "env")
-"""Keys of a tool server or an agent that may contain passwords: an identity is written to files, so it holds their digests."""
+"""Keys of a tool server or agent that may contain passwords: an identity, which is written to files, stores their digests."""
 
 
 def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
-    """Values that must be equal for `config` to continue another config's run."""
+    """Return the values that must be equal for `config` to continue a run."""
     found: Identity = {}
-    for name, keys, value in named_leaves(without_secrets(config), config.envs):  # by name: their order does not matter
+    for name, keys, value in named_leaves(without_secrets(config), config.envs):  # by name, as their order does not matter
         key = ".".join(key for key in keys if isinstance(key, str))
         idle = not isinstance(config.env, list) and key.startswith(OF_SEVERAL)
         found |= {} if idle or cannot_matter(key, purpose) else {name: value}
@@ -205,7 +204,7 @@ def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
 
 
 def without_secrets(config: TrainConfig) -> dict[str, Any]:
-    """The config as a JSON table that may be shown to others: digests stand for what may contain passwords."""
+    """Return the config as a JSON table for display, with digests in place of values that may contain passwords."""
     table = config.model_dump(mode="json", exclude_none=True)
     given = table.get("env", [])
     places: list[dict[str, Any]] = [table, *(given if isinstance(given, list) else [given])]
@@ -217,7 +216,7 @@ def without_secrets(config: TrainConfig) -> dict[str, Any]:
 
 
 def digest_of(value: Any) -> str:
-    """Digest that an identity stores instead of a JSON value that it should not contain itself."""
+    """Digest a JSON value for an identity that must not contain it."""
     return _DIGEST + hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -230,12 +229,12 @@ def cannot_matter(key: str, purpose: Purpose) -> bool:
 
 
 def differences(before: Identity, now: Identity) -> str:
-    """Every key that differs, with both values; empty if none does."""
+    """List every differing key with both values; "" without differences."""
     return "; ".join(changes(before, now))
 
 
 def changes(before: Identity, now: Identity) -> list[str]:
-    """The same, one text a key."""
+    """List every differing key with both values, one text per key."""
     keys = sorted(key for key in before.keys() | now.keys() if json.dumps(before.get(key)) != json.dumps(now.get(key)))
     found = []
     for key in keys:
@@ -248,7 +247,7 @@ def changes(before: Identity, now: Identity) -> list[str]:
 
 
 def later_changes(before: TrainConfig, now: TrainConfig) -> list[str]:
-    """Changes of keys that steer later updates, one text per key."""
+    """List the changes of keys that affect only later updates, one text per key."""
     return _changes_below(LATER, before, now)
 
 
@@ -265,7 +264,7 @@ def _changes_below(parts: Collection[str], before: TrainConfig, now: TrainConfig
 
 
 def check_same_identity(before: Identity | None, now: Identity, of: str, folder: Path) -> None:
-    """Raises ConfigError if the content of `folder` has another identity than `now`, or none. `of`: what it is in that case."""
+    """Raise ConfigError if the identity of `folder` is missing or differs from `now`. `of`: its content in that case."""
     if before is None:
         raise ConfigError(
             f"{folder}: it must be assumed to hold {of}: it was written by an older agentrl, which did not record everything "
@@ -276,7 +275,7 @@ def check_same_identity(before: Identity | None, now: Identity, of: str, folder:
 
 
 def check_resumed(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
-    """Raises ConfigError if the run in `folder`, started with `before`, cannot continue with `now`, or would ignore a change."""
+    """Raise ConfigError if the run in `folder`, started with `before`, cannot continue with `now`, or would ignore a change."""
     if found := differences(identity_of(before, "train"), identity_of(now, "train")):
         raise ConfigError(
             f"{folder / 'config.toml'}: what the run has learned so far was learned with other values: {found}; leave them as "

@@ -21,7 +21,7 @@ from agentrl.utils.parsing import parts_of
 
 
 def inline(value: Any) -> str:
-    """A value that TOML has, on one line. Raises TypeError for any other."""
+    """Format a value as TOML on one line. Raises TypeError for a value that TOML does not have."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{bare(key)} = {inline(inner)}" for key, inner in value.items()) + " }" if value else "{}"
     if isinstance(value, list | tuple):
@@ -30,23 +30,23 @@ def inline(value: Any) -> str:
 
 
 def bare(key: str) -> str:
-    """A key as TOML writes it, quoted if it must be."""
+    """Format a TOML key, quoted if necessary."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else inline(key)
 
 
-# The keys
+# Keys
 
 NAME = "NAME"
-"""In a key: a name of the user's, as in `tools.mcp.NAME.command`."""
+"""Placeholder in a key for a user-defined name, as in `tools.mcp.NAME.command`."""
 SHARED = (AgentConfig, ToolsConfig, VllmConfig)
-"""Sections that stand at the top level and below another section; their keys are listed once, at the top level."""
+"""Sections that occur at the top level and inside another section; their keys are listed once, at the top level."""
 UNSET, REQUIRED = "unset", "required"
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key that holds a value, or (`section` true) a table of keys. `unit`: of a number; "1" is a ratio. `default`: as TOML, or
-    the word `UNSET` or `REQUIRED`."""
+    """A key that holds a value, or, if `section`, a table of keys. `unit`: of a number; "1" is a ratio. `default`: as TOML, or
+    `UNSET` or `REQUIRED`."""
 
     name: str
     type: str
@@ -58,27 +58,26 @@ class Key:
 
 @cache
 def all_keys() -> tuple[Key, ...]:
-    """The sections and keys of a config in the order of the schema, a section before its keys."""
+    """Return all sections and keys in schema order, a section before its keys."""
     return tuple(_keys_of(TrainConfig, ""))
 
 
 def find_keys(name: str) -> list[Key]:
-    """The key `name`, or a section and all its keys. A part of a Choice counts as the Choice (`algorithm.loss.name`), what is
-    inside of a free table as the table (`env.params.calls`), and names of the user's stand for themselves
-    (`tools.mcp.shop.command`).
+    """Return the key `name`, or a section with all its keys. Part of a Choice counts as the Choice (`algorithm.loss.name`),
+    content of a free table as the table (`env.params.calls`), and user-defined names are kept (`tools.mcp.shop.command`).
 
-    Raises ConfigError with the nearest key without one.
+    Raises ConfigError, with the nearest key, for an unknown name.
     """
     name = name.strip("[]")
     if shared := re.match(r"(env\.)(?:agent|tools)\.|(reward\.judge\.engines\.[^.]+\.)vllm\.", name):
-        at = shared[1] or shared[2]  # the same keys as the run's own section
+        at = shared[1] or shared[2]  # the same keys as the run's section
         return [replace(key, name=f"{at}{key.name}") for key in find_keys(name.removeprefix(at))]
     keys = all_keys()
-    found = [key for key in keys if _fits(key.name, name) or (_below(key.name, name) and not key.section)]
-    if any(_fits(key.name, name) and key.section for key in keys):
-        return [key for key in keys if _fits(key.name, name) or _below(key.name, name)]
+    found = [key for key in keys if _matches(key.name, name) or (_below(key.name, name) and not key.section)]
+    if any(_matches(key.name, name) and key.section for key in keys):
+        return [key for key in keys if _matches(key.name, name) or _below(key.name, name)]
     if found:
-        return [key for key in found if _fits(key.name, name)] or found
+        return [key for key in found if _matches(key.name, name)] or found
     tables = [key for key in keys if not key.section and "table" in key.type and _below(name, key.name)]
     if tables:
         return tables
@@ -86,7 +85,7 @@ def find_keys(name: str) -> list[Key]:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a key of this type holds, also if it is optional or one of several; else None."""
+    """Return the section class in a key's type (also optional or in a union), or None."""
     if get_origin(annotation) is Annotated:
         return section_of(get_args(annotation)[0])
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -97,41 +96,41 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def section_at(path: Sequence[str]) -> type[BaseModel] | None:
-    """The section at the keys `path`, which may name an entry of `[[env]]`; else None."""
+    """Return the section at the keys `path`, which may name an entry of `[[env]]`; else None."""
     section: type[BaseModel] | None = TrainConfig
     rest = list(path)
     while rest and section is not None:
         key = rest.pop(0)
         field = section.model_fields.get(key)
         if field is None:
-            # After `env`, the name of an entry.
+            # The part after `env` is the name of an entry.
             section = section if section is EnvConfig and len(path) - len(rest) == 2 else None
             continue
         kind = field.annotation
         if (each := section_of(get_args(kind)[-1]) if get_origin(kind) in (dict, list) else None) is not None:
-            section, rest = each if rest else None, rest[1:]  # of each name, or of each item
+            section, rest = each if rest else None, rest[1:]  # of the named or listed sections
         else:
             section = section_of(kind)
     return section
 
 
 def named_sections_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a table of the user's names holds under each: `dict[str, PoolConfig]`; else None."""
+    """Return the section class of a table of user-defined names (`dict[str, PoolConfig]`), or None."""
     return section_of(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
 def takes_switch(annotation: Any) -> bool:
-    """Return True if true and false are values of the key."""
+    """Return True if the key accepts true and false."""
     return annotation is bool or any(takes_switch(part) for part in get_args(annotation) if isinstance(part, type))
 
 
 def unit_of(section: type[BaseModel], name: str) -> str | None:
-    """The unit of a section's key; "1" for a ratio, None without a number."""
+    """Return the unit of a section's key; "1" for a ratio, None for other types than numbers."""
     return _unit_in(_section_schemas()[section.__name__]["properties"][name])
 
 
 def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
-    """The keys that hold values, then the section's own sections with theirs."""
+    """Yield the keys with values, then the inner sections with their keys."""
     inside: list[tuple[Key, type[BaseModel], str]] = []
     for name, field in section.model_fields.items():
         described: dict[str, Any] = _section_schemas()[section.__name__]["properties"][name]
@@ -154,7 +153,7 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 @cache
 def _section_schemas() -> Mapping[str, Any]:
-    """The JSON Schema of every section, by its class."""
+    """Return the JSON Schema of every section, by class name."""
     whole = TrainConfig.model_json_schema()
     return {**whole["$defs"], TrainConfig.__name__: whole}
 
@@ -170,12 +169,12 @@ def _show_default(default: Any) -> str:
 
 
 def _unit_in(described: Any) -> str | None:
-    """The first `unit` in the description of a key."""
+    """Return the first `unit` in a key's JSON Schema."""
     return next((str(part["unit"]) for part in parts_of(described) if isinstance(part, dict) and "unit" in part), None)
 
 
 def _type_of(described: Mapping[str, Any]) -> str:
-    """A key's type in words: "integer >= 1", "list of strings", '"a" or "b"'."""
+    """Describe a key's type: "integer >= 1", "list of strings", '"a" or "b"'."""
     parts = [part for part in described.get("anyOf", described.get("oneOf", ())) if part.get("type") != "null"]
     if parts:
         return " or ".join(map(_type_of, parts))
@@ -186,22 +185,22 @@ def _type_of(described: Mapping[str, Any]) -> str:
     kind = described.get("type")
     if kind == "array":
         if pair := [_type_of(part) for part in described.get("prefixItems", ())]:
-            return f"pair of {_several(pair[0]) if len({*pair}) == 1 else ' and '.join(pair)}"
-        return f"list of {_several(_type_of(described['items']))}"
+            return f"pair of {_plural(pair[0]) if len({*pair}) == 1 else ' and '.join(pair)}"
+        return f"list of {_plural(_type_of(described['items']))}"
     if kind == "object":
         values = described.get("additionalProperties")
-        return f"table of {_several(_type_of(values))}" if isinstance(values, dict) and values else "table"
+        return f"table of {_plural(_type_of(values))}" if isinstance(values, dict) and values else "table"
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     return "".join([kind or "value", *(f" {sign} {described[word]:g}" for word, sign in signs.items() if word in described)])
 
 
-def _several(kind: str) -> str:
+def _plural(kind: str) -> str:
     """ "integer >= 0" -> "integers >= 0"."""
     return re.sub(r"^(integer|number|string|table|section|pair)\b", r"\1s", kind)
 
 
-def _fits(key: str, name: str) -> bool:
-    """Return True if `name` is the key, with names of the user's in it."""
+def _matches(key: str, name: str) -> bool:
+    """Return True if `name` matches the key, with user-defined names in it."""
     parts, given = key.split("."), name.split(".")
     return len(parts) == len(given) and all(part in (NAME, one) for part, one in zip(parts, given, strict=True))
 
@@ -209,4 +208,4 @@ def _fits(key: str, name: str) -> bool:
 def _below(inner: str, outer: str) -> bool:
     """Return True if the key `inner` is inside of `outer`."""
     size = len(outer.split("."))
-    return inner.count(".") >= size and _fits(".".join(inner.split(".")[:size]), outer)
+    return inner.count(".") >= size and _matches(".".join(inner.split(".")[:size]), outer)

@@ -1,4 +1,4 @@
-"""Load a config: resolve paths, join the layers of files, apply overrides, validate the result."""
+"""Load a config: resolve paths, join the layers of files, apply overrides, and validate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from agentrl.utils.redaction import learn
 
 
 def check_unread(at: str, section: BaseModel, keys: tuple[str, ...], needs: str) -> None:
-    """Raise ConfigError for one of these keys of the section `at` whose value is not its default. `needs`: what would read it."""
+    """Raise ConfigError if one of `keys` in section `at` differs from its default. `needs`: the setting that reads it."""
     for key in keys:
         value = getattr(section, key)
         if value != type(section).model_fields[key].get_default(call_default_factory=True):
@@ -36,7 +36,7 @@ def check_unread(at: str, section: BaseModel, keys: tuple[str, ...], needs: str)
 
 
 _NORM = "seq_mean_token_sum_norm"
-_NO_FILES, _NO_SERVERS = ("ipc", "memory", "nccl", "shared"), ("auto", "embedded", "vllm")  # a plug-in's may read what it likes
+_NO_FILES, _NO_SERVERS = ("ipc", "memory", "nccl", "shared"), ("auto", "embedded", "vllm")  # a plug-in may read any key
 _READERS: tuple[tuple[str, str, Callable[[TrainConfig], object], str], ...] = (
     ("", "stop_at_success", lambda c: c.eval.every, "eval.every, evaluations during training,"),
     ("rollout", "max_filtered", lambda c: c.rollout.filter_zero_variance, "rollout.filter_zero_variance"),
@@ -51,21 +51,21 @@ _READERS: tuple[tuple[str, str, Callable[[TrainConfig], object], str], ...] = (
     ("weights", "route bucket_mib folder", lambda c: c.weights.lora == "merged", 'weights.lora = "merged"'),
     ("weights", "folder", lambda c: c.engine not in _NO_SERVERS or c.weights.route not in _NO_FILES, 'weights.route = "disk"'),
 )
-"""Keys that are read only under a condition: section, keys, the condition, and its key in words."""
+"""Keys read only under a condition: section, keys, condition, and a description of the setting that enables it."""
 
 
 def check_idle_keys(config: TrainConfig, given: Sequence[str] = ("",)) -> None:
-    """Raise ConfigError for a key that is set and that nothing reads; only for those that begin with one of `given`."""
+    """Raise ConfigError for a key that is set but not read; only keys that begin with one of `given`."""
     for at, keys, reader, needs in _READERS:
         if not reader(config):
             names = tuple(key for key in keys.split() if f"{at}.{key}.".startswith(tuple(given)))
             check_unread(at, reduce(getattr, filter(None, at.split(".")), config), names, needs)
 
 
-# Which file a path of a config means: the one beside the config file that names it, or the one in the working folder.
+# Resolution of paths in a config.
 #
-# A path that begins with `./` or `../` in a config file is beside that file. If nothing is there, it is taken as all other
-# paths are, and as those of the command line: from the working folder, or as a name on a shelf or a hub.
+# A path that begins with `./` or `../` in a config file is relative to that file. If it does not exist there, it is resolved as
+# all other paths, and those of the command line, are: from the working folder, or as a name on a shelf or hub.
 
 Table = dict[str, Any]
 
@@ -82,18 +82,16 @@ READ = (
     ("algorithm", "distillation", "path"),
     ("reward", "judge", "engines", "*", "path"),
 )
-"""Keys that name what a run reads: a path, or a list of them."""
+"""Keys of inputs: a path, or a list of paths."""
 WORDS = (("env", "agent", "command"), ("agent", "command"), ("tools", "args", "*", "*"), ("env", "tools", "args", "*", "*"))
-"""Keys with words; only those that begin with `./` or `../` are taken for paths; "*" is any key."""
+"""Keys with words, of which only those that begin with `./` or `../` are paths; "*" is any key."""
 WRITTEN = (("reward", "judge", "cache"), ("weights", "folder"), ("out",))
-"""Keys that name folders that a run writes, relative to the working folder."""
+"""Keys of output folders, relative to the working folder."""
 
 
-def beside(file: Path, table: Table) -> Table:
-    """The table of a config file, with the paths that are next to it made independent of the working folder.
-
-    Raises ConfigError if there is something both next to the file and in the working folder.
-    """
+def resolve_near_paths(file: Path, table: Table) -> Table:
+    """Make paths relative to a config file absolute. Raises ConfigError if both that file's folder and the working folder have
+    one."""
 
     def found(path: str, key: str) -> str:
         near, here = file.parent / path, Path(path)
@@ -109,13 +107,13 @@ def beside(file: Path, table: Table) -> Table:
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """The config with the files and folders of this machine by their whole paths, so that it means the same from any working
-    folder. Names on a shelf or a hub stay names."""
+    """Make paths of this machine absolute, so that the config is independent of the working folder. Names on a shelf or hub
+    stay."""
 
     def there(path: str, key: str) -> str:
-        if not path:  # which Path takes for the working folder
+        if not path:  # Path would take it for the working folder
             raise ConfigError(f"{key}: '' is no path and no name. Leave the key out, or write one")
-        named = key == "model.chat_template" and not Path(path).suffix  # one of agentrl's, whatever else has that name
+        named = key == "model.chat_template" and not Path(path).suffix  # one of agentrl's templates, even if a file has its name
         return path if named or not Path(path).exists() else str(Path(path).absolute())
 
     table = _change_strings(config.model_dump(), READ, there)
@@ -125,7 +123,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
 
 
 def _change_strings(table: Table, keys: tuple[tuple[str, ...], ...], change: Callable[[str, str], str]) -> Table:
-    """A copy of the table, with the strings at `keys` changed; other values are left for the validation to refuse."""
+    """Copy the table with the strings at `keys` changed; values of other types are left for validation."""
     table = deepcopy(table)
     for key in keys:
         for inner in _tables(table, key[:-1]):
@@ -139,7 +137,7 @@ def _change_strings(table: Table, keys: tuple[tuple[str, ...], ...], change: Cal
 
 
 def _tables(table: Table, keys: Sequence[str]) -> Iterator[Table]:
-    """The tables at `keys`: one, or one of each entry of a list of tables. `[env.NAME]` on top of a list counts as one."""
+    """Iterate over the tables at `keys`, also those in lists. `[env.NAME]` for a list of environments counts as one."""
     found: list[Any] = [table]
     for key in keys:
         tables = [table for table in found if isinstance(table, dict)]
@@ -156,21 +154,19 @@ def _tables(table: Table, keys: Sequence[str]) -> Iterator[Table]:
 Find = Callable[[str], Path]
 Layers = Sequence[tuple[Path, Table]]
 IN_PYTHON = Path("the overrides in Python"), Path("the config in Python")
-"""Places of layers that are in no file."""
+"""Names of layers that have no file."""
 
 ALTERNATIVES: dict[type[BaseModel], tuple[str, ...]] = {
     ModelConfig: ("path", "init"),
     McpServerConfig: ("command", "url"),
     AgentConfig: ("command", "python", "url"),
 }
-"""Keys that exclude each other: the one that a file or an override sets replaces the others of the file below it."""
+"""Mutually exclusive keys: one set by a file or override replaces the others of the layer below."""
 
 
 def read_layers(file: Path, find: Find = Path) -> Layers:
-    """The file and those that it builds on by `base`, each with its own keys, the topmost first.
-
-    Raises ConfigError for a missing file and for circular bases.
-    """
+    """Read a file and its chain of `base` files, each with its own keys, topmost first. Raises ConfigError for a missing file and
+    circular bases."""
     layers: list[tuple[Path, Table]] = []
     while True:
         if any(file.resolve() == above.resolve() for above, _ in layers):
@@ -178,7 +174,7 @@ def read_layers(file: Path, find: Find = Path) -> Layers:
             raise ConfigError(f"{layers[-1][0]}: base: the configs build on one another in a circle: {circle}")
         table = read_toml(file)
         base = table.pop("base", None)
-        layers.append((file, beside(file, table)))
+        layers.append((file, resolve_near_paths(file, table)))
         if base is None:
             return layers
         if not isinstance(base, str) or not base:
@@ -191,7 +187,7 @@ def read_layers(file: Path, find: Find = Path) -> Layers:
 
 
 def join_layers(layers: Layers) -> Table:
-    """The layers as one table. Raises ConfigError, which names the file."""
+    """Join the layers into one table. Raises ConfigError, which names the file."""
     table: Table = {}
     for file, layer in reversed(layers):
         try:
@@ -202,7 +198,7 @@ def join_layers(layers: Layers) -> Table:
 
 
 def read_toml(file: Path) -> Table:
-    """The file as a table. Raises ConfigError if it is missing, unreadable or not TOML."""
+    """Read a TOML file. Raises ConfigError if it is missing, unreadable or invalid."""
     try:
         text = read_text(file)
     except FileNotFoundError:
@@ -220,23 +216,22 @@ def read_toml(file: Path) -> Table:
 
 
 def _join_models(below: Table, table: Table, model: type[BaseModel]) -> Table:
-    """`table` on top of `below`, which are tables of the section `model`.
+    """Merge `table` over `below`, both tables of the section `model`.
 
-    Sections are merged key by key. The value of a key replaces that of the base even if it is a table, because the arguments
-    of one loss are of no use to another. And [env] has the parameters and the reward spec of one environment: with another
-    `id`, nothing of the base's [env] is kept.
+    Sections are merged key by key; other values replace the base's, also tables, as the arguments of one loss do not apply to
+    another. [env] has the parameters and reward spec of one environment: with another `id`, nothing of the base's [env] is kept.
     """
     if model is EnvConfig and below.get("id") != table.get("id", below.get("id")):
         return table
     joined, keys = dict(below), ALTERNATIVES.get(model, ())
-    if any(table.get(key) not in (None, False) for key in keys):  # what has an alternative in `table` goes
+    if any(table.get(key) not in (None, False) for key in keys):  # remove keys with an alternative in `table`
         joined = {key: value for key, value in below.items() if key not in keys or key in table}
     for key, value in table.items():
         field = model.model_fields.get(key)
         section = section_of(field.annotation) if field is not None else None
         old = joined.get(key)
         if section is EnvConfig and isinstance(old, list):
-            joined[key] = _joined_envs(old, value)
+            joined[key] = _join_envs(old, value)
         elif section is None or issubclass(section, Choice) or not (isinstance(old, dict) and isinstance(value, dict)):
             joined[key] = value
         else:
@@ -244,8 +239,8 @@ def _join_models(below: Table, table: Table, model: type[BaseModel]) -> Table:
     return joined
 
 
-def _joined_envs(below: list[Any], given: Any) -> Any:
-    """`[[env]]`, `[env]` or `[env.NAME]` on top of the base's `[[env]]`."""
+def _join_envs(below: list[Any], given: Any) -> Any:
+    """Merge `[[env]]`, `[env]` or `[env.NAME]` over the base's `[[env]]`."""
     if isinstance(given, dict) and "id" not in given:
         joined = list(below)
         for key, entry in given.items():
@@ -272,15 +267,15 @@ _ONE = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|[^."'=]+)"""
 _PART = re.compile(_ONE)
 _KEY = re.compile(rf"~?{_ONE}(?:\.{_ONE})*")
 _NO_TOML = re.compile(r"\b(?:None|null|Null|NULL|True|TRUE|False|FALSE)\b")
-"""What Python, JSON and YAML have for TOML's true and false, and for null, which TOML has not."""
+"""Spellings of true, false and null in Python, JSON and YAML; TOML has no null."""
 _QUOTED = re.compile(r"""\"(?:[^"\\]|\\.)*"|'[^']*'""")
 
 UNSET = object()
-"""The value of an override that unsets its key."""
+"""Value of an override that unsets its key."""
 
 
 class Override(NamedTuple):
-    """One override: the parts of its key, the value (or `UNSET`), and how it was written."""
+    """One override: the parts of its key, its value (or `UNSET`), and its text."""
 
     keys: list[str]
     value: Any
@@ -288,10 +283,8 @@ class Override(NamedTuple):
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """`a.b=c` -> (["a", "b"], value, text); `~a.b` has the value `UNSET`. A value that is not TOML is taken as a string.
-
-    Raises ConfigError for anything else.
-    """
+    """Parse `a.b=c` into (["a", "b"], value, text); `~a.b` has the value `UNSET`. A value that is not TOML is a string. Raises
+    ConfigError for other texts."""
     found = []
     for text in overrides:
         match = _KEY.match(text)
@@ -308,23 +301,23 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
             try:
                 read = toml_table(f"value = {raw}")
             except ValueError:
-                # A bare word: name=seed3 needs no quotes inside the shell's.
+                # A bare word: name=seed3 needs no TOML quotes inside the shell's.
                 _check_words(".".join(keys), raw.strip(), text)
             else:
                 whole = "#" not in raw
-                with suppress(ValueError):  # TOML takes no part of it for a comment (`4#2`), which would swallow the bracket
+                with suppress(ValueError):  # `4#2`: as TOML a comment would swallow the bracket, so keep the text
                     whole = whole or bool(toml_table(f"value = [{raw}]"))
-                # More than one key: a text with a line break that looks like TOML.
+                # More than one key: text with a line break that looks like TOML.
                 value = read["value"] if len(read) == 1 and whole else raw
         found.append(Override(keys, value, text))
     return found
 
 
 def apply_overrides(table: Table, overrides: Sequence[Override]) -> Table:
-    """A copy of a config's table with the overrides applied, the first one first.
+    """Copy a config's table and apply the overrides in order.
 
-    A key that they set replaces its alternatives in `table`: `model.path=X` a `[model.init]`, and the other way round.
-    Raises ConfigError, which names the override.
+    A key that they set replaces its alternatives in `table`: `model.path=X` replaces `[model.init]`, and vice versa. Raises
+    ConfigError, which names the override.
     """
     table = deepcopy(table)
     # Remove the keys whose alternatives the overrides set.
@@ -347,7 +340,7 @@ def apply_overrides(table: Table, overrides: Sequence[Override]) -> Table:
 
 
 def _apply(table: Table, keys: list[str], value: Any) -> None:
-    """Set a key, or take it away as if nothing had set it; of `[[env]]`, `~env.NAME` takes away the entry."""
+    """Set or unset a key; `~env.NAME` removes an entry of `[[env]]`."""
     if keys == ["base"]:
         raise ConfigError("base can only be set in a config file; name the other config instead")
     name, above, entries = ".".join(keys), list[str](), as_list(table)
@@ -367,14 +360,14 @@ def _apply(table: Table, keys: list[str], value: Any) -> None:
         table[keys[-1]] = value
     elif keys[-1] in table:
         del table[keys[-1]]
-    elif (section := section_at([*above, *keys[:-1]])) is None:  # a table of the user's names, where only what is set is known
+    elif (section := section_at([*above, *keys[:-1]])) is None:  # a table of user-defined names, where only set keys are known
         raise ConfigError(f"{name} is not set{hint_text(keys[-1], table)}")
     elif keys[-1] not in section.model_fields:
         find_keys(".".join([*above, *keys]))  # raises
 
 
 def _check_words(key: str, raw: str, text: str) -> None:
-    """Raise ConfigError for None, null or True, alone or in a list: taken as a text, it would be a name or a path."""
+    """Raise ConfigError for an unquoted None, null or True, alone or in a list, which would become a text."""
     found = _NO_TOML.search(_QUOTED.sub("", raw))
     if found is None or (found[0] != raw and raw[:1] not in ("[", "{")):
         return
@@ -387,7 +380,7 @@ def _check_words(key: str, raw: str, text: str) -> None:
 
 
 def _unquote_key(part: str) -> str:
-    """A part of a key, without the quotes that TOML has for one with dots or spaces."""
+    """Remove the TOML quotes of a key part with dots or spaces."""
     try:
         return next(iter(toml_table(f"{part} = 0"))) if part[:1] in ('"', "'") else part.strip()
     except ValueError:
@@ -398,7 +391,7 @@ ABSENT = object()
 
 
 def value_at(table: Any, keys: Sequence[str | int]) -> Any:
-    """The value at `keys`, which may name an entry of `[[env]]`; else `ABSENT`."""
+    """Return the value at `keys`, which may name an entry of `[[env]]`; else `ABSENT`."""
     for key in keys:
         if isinstance(table, list):
             place = key if isinstance(key, int) else find_entry(table, key)
@@ -408,8 +401,8 @@ def value_at(table: Any, keys: Sequence[str | int]) -> Any:
     return table
 
 
-def said_by(ways: Sequence[list[str]], layers: Layers, overrides: Sequence[Override]) -> Override | Path | None:
-    """The last override that says a key's value, or unsets it; else the topmost file. `ways`: to write the key."""
+def find_source(ways: Sequence[list[str]], layers: Layers, overrides: Sequence[Override]) -> Override | Path | None:
+    """Return the source of a key's value: the last override that sets or unsets it, else the topmost file. `ways`: its paths."""
     given = (one for one in reversed(overrides) if any(one.keys == way[: len(one.keys)] for way in ways))
     return next(given, None) or next((file for file, layer in layers for way in ways if value_at(layer, way) is not ABSENT), None)
 
@@ -418,23 +411,20 @@ def said_by(ways: Sequence[list[str]], layers: Layers, overrides: Sequence[Overr
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), find: Find = Path) -> TrainConfig:
-    """The validated config of a TOML file, on top of its `base`, with overrides applied.
+    """Load a TOML file on top of its `base`, apply overrides, and validate.
 
-    `find` locates a base that is not a file next to the one that names it, for example on a shelf. Raises ConfigError, which
-    names the file or override, the key, the expected value and the nearest key.
+    `find` locates a base that is not next to its file, for example on a shelf. Raises ConfigError, which names the file or
+    override, the key, the expected value and the nearest key.
     """
     layers = read_layers(Path(path), find)
     return config_from(join_layers(layers), overrides, layers)
 
 
 def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()) -> TrainConfig:
-    """The validated config of a table with overrides applied; errors name the file in `layers` that has the key.
-
-    Raises ConfigError.
-    """
+    """Validate a config's table after overrides. Raises ConfigError, which names the file in `layers` that sets the key."""
     parsed = parse_overrides(overrides)
     table = _without_false(apply_overrides(table, parsed), TrainConfig)
-    # The table of an earlier version in the keys of this one. A key that is gone stays, unknown, unless it had its default.
+    # Convert a table of an earlier version. A dropped key with another value than its default stays, and is refused as unknown.
     for key, default in _DROPPED.items():
         *section, name = key.split(".")
         for inner in _tables(table, section):
@@ -462,12 +452,12 @@ _DROPPED = {
     "keep.trajectories_mib": 0.0, "keep.log_mib": 64.0, "keep.log_files": 4, "algorithm.entropy_step": 1e-4,
     "algorithm.entropy_max": 5e-3,
 }  # fmt: skip
-"""Keys of earlier versions with their defaults, which change nothing; `...` is any value."""
+"""Dropped keys of earlier versions with the defaults that had no effect; `...` is any value."""
 _NOW_ARGS = ("enforce_eager", "max_num_seqs", "max_num_batched_tokens")
 
 
 def _without_false(table: Table, model: type[BaseModel]) -> Table:
-    """`table` without the sections and keys that are false. TOML has no null; this is how one of the base's is unset."""
+    """Remove sections and keys set to false, which unsets those of the base, as TOML has no null."""
     kept: Table = {}
     for key, value in table.items():
         field = model.model_fields.get(key)
@@ -490,10 +480,10 @@ def _explain(error: ValidationError, table: Table, layers: Layers, overrides: Se
     for item in error.errors():
         parts = [part for part in item["loc"] if part not in (ONE, SEVERAL)]
         while len(parts) > 1 and item["type"] != "missing" and value_at(table, parts) is ABSENT:
-            parts = parts[:-1]  # a form of several that the key may have ("int", say), and no key
-        first = 2 if entries and parts[0] == "env" and len(parts) > 2 else 0  # the number of an environment is part of its keys
+            parts = parts[:-1]  # a member of a union ("int"), not a key
+        first = 2 if entries and parts[0] == "env" and len(parts) > 2 else 0  # the index of an environment is part of its key
         formed = item["type"].endswith("_type") or item["type"] == "missing"
-        if formed and first < len(parts) and isinstance(parts[-1], int):  # an item of a list, which has no key of its own
+        if formed and first < len(parts) and isinstance(parts[-1], int):  # a list item has no key of its own
             parts = parts[:-1]
             item = {**item, "type": "item", "input": value_at(table, parts)}
         location = names = [str(part) for part in parts]
@@ -502,8 +492,8 @@ def _explain(error: ValidationError, table: Table, layers: Layers, overrides: Se
             names = [entry_name(int(location[1]), name), *location[2:]]
             location = ["env", name or location[1], *location[2:]]
         within = location[:-1] if item["type"] == "missing" else location
-        said = said_by([within, [str(part) for part in parts[: len(within)]]], layers, overrides)
-        if said is None:  # an override below it made the table in which a key is unknown or missing
+        said = find_source([within, [str(part) for part in parts[: len(within)]]], layers, overrides)
+        if said is None:  # an override below it created the table with the unknown or missing key
             said = next((one for one in overrides if within == one.keys[: len(within)]), None)
         overridden = isinstance(said, Override)
         source = f"override {said.text!r}" if isinstance(said, Override) else str(said or top)
@@ -512,22 +502,22 @@ def _explain(error: ValidationError, table: Table, layers: Layers, overrides: Se
     return "\n".join(lines)
 
 
-_SAID = ("extra_forbidden", "missing", "value_error")
-"""Types of errors whose message says all."""
+_COMPLETE = ("extra_forbidden", "missing", "value_error")
+"""Error types whose messages are complete."""
 
 
 def _fix(
     item: Mapping[str, Any], table: Table, path: Sequence[str | int], location: Sequence[str], overridden: bool, source: str
 ) -> str:
-    """The fix for a value of the wrong form, as its source has them: a value near to it that loads, else how a section
-    is written."""
-    if item["type"] in _SAID:
+    """Format the fix for a value of the wrong form, in the syntax of its source: a similar value that is valid, else the syntax
+    of the section."""
+    if item["type"] in _COMPLETE:
         return ""
     at, last, section = ".".join(location), location[-1], section_at(location)
     python = source in map(str, IN_PYTHON)
     sections = [one for one in (section, section_at([*location, "0"])) if one is not None]
     named = next(("id" if one is EnvConfig else "name" for one in sections if issubclass(one, Choice | EnvConfig)), None)
-    for value in _near(item["input"], named):
+    for value in _similar_values(item["input"], named):
         if _loads(table, path, value):
             if python:
                 return f"; write {at!r}: {value!r}"
@@ -540,8 +530,8 @@ def _fix(
     return f"; write [{at}], not [[{at}]]" if listed else f"; write [{at}] with keys below it (agentrl config docs {at})"
 
 
-def _near(value: Any, named: str | None) -> Iterator[Any]:
-    """Values that were meant, perhaps. `named`: the key by which a table says whose it is."""
+def _similar_values(value: Any, named: str | None) -> Iterator[Any]:
+    """Yield values that the user may have meant. `named`: the key that identifies a table's component."""
     items = value if isinstance(value, list) else [value]
     if named is not None and all(isinstance(one, str | dict) for one in items):
         tables = [{named: one} if isinstance(one, str) else one for one in items]
@@ -560,7 +550,7 @@ def _near(value: Any, named: str | None) -> Iterator[Any]:
 
 
 def _loads(table: Table, path: Sequence[str | int], value: Any) -> bool:
-    """Return True if a config's table has no error at `path` with this value there."""
+    """Return True if the config has no error at `path` with this value."""
     table = deepcopy(table)
     value_at(table, path[:-1])[path[-1]] = value
     try:
@@ -580,20 +570,20 @@ def _problem(item: Mapping[str, Any], location: list[str]) -> str:
         hint += f"; as an argument it is {'.'.join([above, 'args', location[-1]])!r}" if "args" in valid else ""
         return f"unknown key{hint} (keys of {where}: {', '.join(valid)})"
     if item["type"] == "missing":
-        # Arguments alone do not say whose they are; a component with a default has a name to give.
+        # Arguments alone do not name their component; suggest the default's name.
         section = section_at(location[:-2]) if len(location) > 2 and location[-1] == "name" else None
         field = None if section is None else section.model_fields.get(location[-2])
         name = None if field is None else getattr(field.get_default(call_default_factory=True), "name", None)
         hint = "" if name is None else f"; arguments are given with the name that they are of (default: {name!r})"
         return f"required key is missing{hint}"
-    if item["type"] == "value_error":  # one of the schema's own, which says it whole
+    if item["type"] == "value_error":  # raised by the schema; the message is complete
         return f"{item['ctx']['error']}"
     value, message = item["input"], str(item["msg"])
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
     if item["type"] in ("model_type", "model_attributes_type"):
         return f"expected one table, got a list of {len(value)}" if isinstance(value, list) else f"expected a table, got {shown}"
     if item["type"] in ("item", "list_type", "dict_type", "tuple_type"):
-        kind = "table"  # of a key inside of a table of the user's
+        kind = "table"  # of a key inside a user-defined table
         with suppress(ConfigError):
             kind = find_keys(".".join(location))[0].type
         return f"expected a {kind}, got {shown}"

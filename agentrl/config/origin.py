@@ -22,50 +22,49 @@ from agentrl.utils.files import shown_path
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
-"""The origin of what an option, or a word that is no override, says."""
+"""Origin of a value set by a command-line option or argument that is no override."""
 
 
 class Origins:
-    """Of every key of one config. `Origins()` knows none: it says nothing."""
+    """Origins of the values of one config. `Origins()` knows none and returns ""."""
 
     def __init__(self, layers: Layers = (), overrides: Sequence[str] = ()) -> None:
-        """Raises ConfigError for layers that cannot be joined, and overrides that cannot be applied."""
+        """Raises ConfigError for layers that cannot be joined and overrides that cannot be applied."""
         self._layers, self._overrides = layers, load.parse_overrides(overrides)
         self._joined = load.join_layers(layers)
         self._table = load.apply_overrides(self._joined, self._overrides)
 
     def of(self, keys: Keys) -> str:
-        """Origin of the value at the keys, or "default"; several places for a table that was put together from them."""
+        """Return the origin of the value at `keys`, or "default"; several for a table joined from them."""
         if not self._layers:
             return ""
         value = load.value_at(self._table, keys)
         if value is load.ABSENT:
-            by = self._said_by(keys, unset=True)
+            by = self._find_source(keys, unset=True)
             return f"{DEFAULT}, by override {by.text}" if isinstance(by, Override) else DEFAULT
-        found = [self._said_by((*keys, *rest)) for rest, _ in leaves(value)]
+        found = [self._find_source((*keys, *rest)) for rest, _ in leaves(value)]
         places = [f"override {by.text}" if isinstance(by, Override) else str(by) for by in found if by]
         return ", ".join(dict.fromkeys(places)) or DEFAULT
 
-    def _said_by(self, keys: Keys, unset: bool = False) -> Override | Path | None:
+    def _find_source(self, keys: Keys, unset: bool = False) -> Override | Path | None:
         way, place = [str(key) for key in keys], keys[1] if len(keys) > 1 else None
-        # An entry of [[env]] by its name, by the one that it had before an override of that, and by its number.
+        # An entry of [[env]] may be named by its name, its name before an override, or its index.
         lists = [as_list(table) for table in (self._table, self._joined)] if isinstance(place, int) else []
         names = [name_of(entries[place]) for entries in lists if isinstance(place, int) and place < len(entries) == len(lists[0])]
         ways = [*(["env", name, *way[2:]] for name in names if name), way]
-        # `~env.NAME` took away an entry, whose place another one has now.
+        # `~env.NAME` removes an entry, so another one now has its index.
         overrides = [one for one in self._overrides if (one.value is load.UNSET) == unset and not (lists and len(one.keys) == 2)]
-        return load.said_by(ways, () if unset else self._layers, overrides)
+        return load.find_source(ways, () if unset else self._layers, overrides)
 
 
 def read_origins(path: str | Path, overrides: Sequence[str] = (), find: Find = Path) -> Origins:
-    """The origins of what `load_config` reads with the same arguments. Raises ConfigError as it does."""
+    """Trace the values that `load_config` reads with the same arguments. Raises its ConfigErrors."""
     layers = load.read_layers(Path(path), find)
     return Origins([(Path(shown_path(file.absolute())), table) for file, table in layers], overrides)
 
 
 def typed_origins(table: Table, overrides: Sequence[str] = ()) -> Origins:
-    """The origins of a config without a file: of a table that the options of a command make. Raises ConfigError for overrides
-    that cannot be applied."""
+    """Trace a config without a file, from the table built by a command's options. Raises ConfigError for invalid overrides."""
     return Origins([(Path(COMMAND_LINE), table)], overrides)
 
 
@@ -78,25 +77,25 @@ HEAD = """\
 
 
 def to_toml(config: TrainConfig, origins: Origins | None = None) -> str:
-    """The config as TOML, complete and commented, which `load_config` reads back as an equal config. Without `origins` nothing
-    is said of where values are from.
+    """Format the complete config as commented TOML, which `load_config` reads back as an equal config. `origins` adds the origins
+    of values.
 
-    Raises ConfigError for a value that TOML does not have, such as a None inside `params`."""
+    Raises ConfigError for a value that TOML does not have, such as None inside `params`."""
     return "\n".join([HEAD, "", *ConfigText((origins or Origins()).of).section(config)]) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigText:
-    """Layout of a written config. `origin`: the comment behind a value; `meanings`: whether what a key means stands
-    above it; `shown`: which keys are there at all, by the way to them (`("env", 0, "params")`)."""
+    """Layout of a written config. `origin`: comment after a value; `meanings`: write each key's meaning above it; `shown`:
+    selects keys by path (`("env", 0, "params")`)."""
 
     origin: Callable[[Keys], str]
     meanings: bool = True
     shown: Callable[[Keys], bool] = lambda keys: True
 
     def section(self, section: BaseModel, header: tuple[str, ...] = (), keys: Keys = ()) -> Iterator[str]:
-        """The lines of a section: the keys that hold values, then its own sections, as TOML needs it. `header`: its name in TOML;
-        `keys`: the way to it, with the numbers of `[[env]]`."""
+        """Yield the lines of a section: keys with values first, then inner sections, as TOML requires. `header`: TOML name;
+        `keys`: path with the indices of `[[env]]`."""
         later: list[tuple[str, Any]] = []
         for name, field in type(section).model_fields.items():
             value = getattr(section, name)
@@ -111,7 +110,7 @@ class ConfigText:
             for place, part in parts:
                 inside = (*header, name, *([place] if isinstance(place, str) else []))
                 lines = list(self.section(part, inside, (*keys, name, *([] if place is None else [place]))))
-                # A section that is off unless it is there says something without a key, too: [model.init].
+                # A section that is off by default carries information even without keys: [model.init].
                 kept = isinstance(place, int) or type(section).model_fields[name].default is None
                 if not lines and not kept:
                     continue
@@ -122,7 +121,7 @@ class ConfigText:
                 yield from lines
 
     def _key(self, section: BaseModel, keys: Keys) -> Iterator[str]:
-        """The meaning and `key = value  # unit; origin`. A key unset by default is one comment; one that is unset and has another
+        """Yield the meaning and `key = value  # unit; origin`. A key unset by default is a comment; an unset key with another
         default is false."""
         name, origin = str(keys[-1]), self.origin(keys)
         field = type(section).model_fields[name]
@@ -152,7 +151,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """The part of a text that stays on its line as a comment."""
+    """Replace characters that would end a comment line."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
@@ -160,12 +159,12 @@ def _printable(text: str) -> str:
 
 
 def differing(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Keys with different values, with both of them; None is unset."""
+    """Return the keys with different values, with both values; None is unset."""
     before, after = (
         {key: value for key, _, value in named_leaves(config.model_dump(exclude_none=True), config.envs)}
         for config in (one, other)
     )
     keys = [*before, *(key for key in after if key not in before)]
     pairs = {key: (before.get(key), after.get(key)) for key in keys}
-    # 1 and true are equal in Python.
+    # Compare types too: 1 and true are equal in Python.
     return {key: (a, b) for key, (a, b) in pairs.items() if (type(a), a) != (type(b), b)}

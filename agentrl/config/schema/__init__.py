@@ -1,7 +1,7 @@
-"""The config of a run, section by section. `tests/config/test_keys_flip.py` says what keys do.
+"""The config of a run, section by section. `tests/config/test_keys_flip.py` shows the effect of keys.
 
-Defaults suit a real model at `model.path` (docs/hyperparameters.md has their sources). Configs that build a tiny one
-with `[model.init]` carry its values themselves.
+Defaults fit a real model at `model.path` (sources in docs/hyperparameters.md). Configs that build a tiny model with
+`[model.init]` set their own values.
 """
 
 from agentrl.config.schema.base import Choice as Choice

@@ -1,6 +1,6 @@
-"""Building blocks of config sections: bounded numbers with their units, the base of every section, and a registered component.
+"""Building blocks of config sections: bounded numbers with units, the base of sections, and registered components.
 
-The text below a key is its documentation (`agentrl config docs`, docs/config_keys.md, the comments in a run's config.toml).
+The text below a key is its documentation (`agentrl config docs`, docs/config_keys.md, comments in a run's config.toml).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pydantic_core import CoreSchema
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Unit of a number, in the type of a key: `Annotated[PositiveInt, Unit("tokens")]`. "1" is a ratio."""
+    """Unit of a number in a key's type: `Annotated[PositiveInt, Unit("tokens")]`. "1" is a ratio."""
 
     name: str
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The key's JSON Schema, with the word `unit`."""
+        """Return the key's JSON Schema with a `unit`."""
         return {**handler(core), "unit": self.name}
 
 
@@ -53,7 +53,7 @@ def _one_folder(name: str) -> str:
 
 def _day(given: Any) -> str:
     try:
-        return date.fromisoformat(str(given)).isoformat()  # TOML has dates of its own
+        return date.fromisoformat(str(given)).isoformat()  # TOML has a date type
     except ValueError:
         raise ValueError(f"{given!r} is not a day; write YYYY-MM-DD, as 2026-11-26") from None
 
@@ -73,7 +73,7 @@ _CALL = {
     **dict.fromkeys(("num_retries", "max_retries"), "the key `retries` of this section"),
     **dict.fromkeys(("timeout", "request_timeout", "stream_timeout"), "the key `timeout` of this section"),
 }
-"""Arguments of litellm's calls that agentrl sets by a key, or in another way: the way."""
+"""Arguments of litellm that agentrl sets by a key or otherwise, with that alternative."""
 _POLICY = {
     **_CALL,
     **dict.fromkeys(("api_base", "base_url"), "api.base"),
@@ -103,7 +103,7 @@ JudgeArgs = Annotated[dict[str, Any], AfterValidator(partial(_without, _JUDGE))]
 
 
 class Frozen(BaseModel):
-    """Base of every section: immutable, unknown keys refused, no silent coercion of strings to numbers, numbers finite."""
+    """Base of sections: immutable; refuses unknown keys, strings for numbers, and non-finite numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -112,6 +112,6 @@ class Choice(Frozen):
     """A registered component and its arguments, for example `name = "ppo_clip"` with `args.clip_high = 0.28`."""
 
     name: str
-    """The name under which it is registered: one of agentrl's, or of a file in `plugins/`."""
+    """Registered name: one of agentrl, or of a file in `plugins/`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Its arguments by name; those that are not named have their defaults."""
+    """Arguments by name; others have their defaults."""
