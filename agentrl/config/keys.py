@@ -73,11 +73,11 @@ def find_keys(name: str) -> list[Key]:
         at = shared[1] or shared[2]  # the same keys as the run's section
         return [replace(key, name=f"{at}{key.name}") for key in find_keys(name.removeprefix(at))]
     keys = all_keys()
-    found = [key for key in keys if _matches(key.name, name) or (_below(key.name, name) and not key.section)]
-    if any(_matches(key.name, name) and key.section for key in keys):
-        return [key for key in keys if _matches(key.name, name) or _below(key.name, name)]
+    found = [key for key in keys if _fits(key.name, name) or (_below(key.name, name) and not key.section)]
+    if any(_fits(key.name, name) and key.section for key in keys):
+        return [key for key in keys if _fits(key.name, name) or _below(key.name, name)]
     if found:
-        return [key for key in found if _matches(key.name, name)] or found
+        return [key for key in found if _fits(key.name, name)] or found
     tables = [key for key in keys if not key.section and "table" in key.type and _below(name, key.name)]
     if tables:
         return tables
@@ -199,7 +199,7 @@ def _plural(kind: str) -> str:
     return re.sub(r"^(integer|number|string|table|section|pair)\b", r"\1s", kind)
 
 
-def _matches(key: str, name: str) -> bool:
+def _fits(key: str, name: str) -> bool:
     """Return True if `name` matches the key, with user-defined names in it."""
     parts, given = key.split("."), name.split(".")
     return len(parts) == len(given) and all(part in (NAME, one) for part, one in zip(parts, given, strict=True))
@@ -208,4 +208,4 @@ def _matches(key: str, name: str) -> bool:
 def _below(inner: str, outer: str) -> bool:
     """Return True if the key `inner` is inside of `outer`."""
     size = len(outer.split("."))
-    return inner.count(".") >= size and _matches(".".join(inner.split(".")[:size]), outer)
+    return inner.count(".") >= size and _fits(".".join(inner.split(".")[:size]), outer)
