@@ -25,7 +25,8 @@ REFERENCE_KEYS = (
 )  # fmt: skip
 """Keys (and keys below them) whose texts may refer to environment variables; resolved on use."""
 PATH_KEYS = ("name", "out", "model.path", "critic.path", "reward_model.path", "*.distillation.path", "data.path",
-             "weights.folder", "model.chat_template", "reward.judge.cache", "reward.judge.engines.*.path", "env.reward")  # fmt: skip
+             "weights.folder", "model.chat_template", "reward.judge.cache", "reward.judge.engines.*.path",
+             "env.reward")  # fmt: skip
 """Keys of files and folders, where shell variables such as `$NAME` are not expanded."""
 _ALMOST = re.compile(r"(?i)\$\{(?!(?-i:env:[a-zA-Z_][a-zA-Z0-9_]*\}))\s*(?:oc\.)?env\s*:")
 

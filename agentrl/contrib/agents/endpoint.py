@@ -1,5 +1,5 @@
-"""An endpoint in front of any engine: an agent written with the openai or anthropic client, or with any framework on top
-of them, is rolled out unchanged, and its tokens are recorded for training.
+"""An HTTP endpoint in front of any engine. An agent that uses the openai or anthropic client, or a framework on top of them,
+runs unchanged, and its tokens are recorded for training.
 
     async with Endpoint(engine, renderer) as endpoint:
         access = endpoint.open("episode-1")
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_BODY = 16 << 20
-"""Bytes of a request's body."""
+"""Maximum bytes of a request's body."""
 LEAVE_S = 5
 """Seconds that `close` waits for clients that still read an answer."""
 WIRES = (CHAT, RESPONSES, ANTHROPIC)
-"""The protocols."""
+"""Supported protocols."""
 _NAME = re.compile(r"[A-Za-z0-9._~-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """An agent's access: the base URL for its openai client, or the one for its anthropic client, and the API key."""
+    """An agent's access: base URLs for its openai and anthropic clients, and the API key."""
 
     session: str
     openai_url: str
@@ -60,7 +60,7 @@ class Access:
 
 
 class Endpoint(LocalServer):
-    """Serves `/s/{session}/v1/...`; a session is one agent's episode, and opens with its own key."""
+    """Serves `/s/{session}/v1/...`. A session is one agent's episode, with its own key."""
 
     def __init__(
         self,
@@ -74,10 +74,9 @@ class Endpoint(LocalServer):
         decode: Callable[[Sequence[int]], str] | None = None,
         max_body: int = MAX_BODY,
     ) -> None:
-        """`sampling`: how every turn is sampled, whatever temperature, top_p or top_k a request asks for; its `max_tokens` is
-        the upper limit of a turn. `port` 0 picks a free one. `decode`: the tokenizer's; without it a request for `logprobs` is
-        refused. `max_body`: bytes.
-        Raises DependencyError without the extra 'server'."""
+        """`sampling`: used for every turn, whatever temperature, top_p or top_k a request asks for; its `max_tokens` limits a
+        turn. `port`: 0 picks a free one. `decode`: the tokenizer's; without it requests for `logprobs` are refused. `max_body`:
+        bytes. Raises DependencyError without the extra 'server'."""
         for package in ("starlette", "uvicorn"):
             if find_spec(package) is None:
                 raise DependencyError(f"the endpoint needs {package}: pip install 'agentrl[server]'")
@@ -88,7 +87,7 @@ class Endpoint(LocalServer):
         self._sessions: dict[str, tuple[AgentSession, str]] = {}
 
     async def start(self) -> None:
-        """Raises ResourceError if the port is taken."""
+        """Start serving. Raises ResourceError if the port is taken."""
         listener = _listen(self._host, self._port, f"cannot listen on {self._host}:{self._port}")
         self._port = listener.getsockname()[1]
         await self.serve(self._app(), self._host, listener, max_body=self._max_body, timeout_graceful_shutdown=LEAVE_S)
@@ -110,10 +109,10 @@ class Endpoint(LocalServer):
     def open(
         self, session: str, *, seed: int | None = None, engine: Engine | None = None, sampling: Sampling | None = None
     ) -> Access:
-        """Begin a session, with a key that only this call returns. `seed`: of its sampling. `engine`, `sampling`: of its
-        own, in place of the endpoint's.
+        """Open a session and return its access; only this call returns the key. `seed`: of its sampling. `engine`, `sampling`:
+        override the endpoint's.
 
-        Raises ValueError for a name that is open already or cannot stand in a URL."""
+        Raises ValueError for an open session's name, or one that is invalid in a URL."""
         if not _NAME.fullmatch(session):
             raise ValueError(f"a session's name has letters, digits and . _ ~ - only, got {session!r}")
         if session in self._sessions:
@@ -125,13 +124,12 @@ class Endpoint(LocalServer):
         return Access(session, f"{base}/v1", base, key)
 
     def session(self, name: str) -> AgentSession:
-        """An open session. Raises KeyError without one of that name."""
+        """Return an open session. Raises KeyError for an unknown name."""
         return self._sessions[name][0]
 
     async def take(self, name: str) -> AgentSession:
-        """End a session and return what it recorded. Requests under way are given up, and later ones refused.
-
-        Raises KeyError without one of that name."""
+        """Close a session and return it with its record. Cancels its requests, and refuses later ones. Raises KeyError for an
+        unknown name."""
         session, _ = self._sessions.pop(name)
         await session.close()
         return session
@@ -156,7 +154,7 @@ class Endpoint(LocalServer):
             session = self._of(request)
             own = {name: getattr(session.sampling, name) for name in ("temperature", "top_p", "top_k")}
             try:
-                body = strict_json(await request.body())  # which the server keeps below `max_body`
+                body = strict_json(await request.body())  # the server limits it to `max_body`
             except ValueError as problem:
                 raise RequestError(f"the body is not JSON: {problem}") from None
             if not isinstance(body, dict):
@@ -165,16 +163,16 @@ class Endpoint(LocalServer):
             ask = wire.read(exchange)
             if exchange.body.get("stream"):
                 live = Live(session, ask)
-                await _unless_gone(request, live.begun())
+                await _answer_or_cancel(request, live.wait_for_start())
                 headers = {"cache-control": "no-cache"}
-                return StreamingResponse(wire.told(exchange, ask, live), media_type="text/event-stream", headers=headers)
-            answers = await _unless_gone(request, session.begin(ask))
+                return StreamingResponse(wire.events(exchange, ask, live), media_type="text/event-stream", headers=headers)
+            answers = await _answer_or_cancel(request, session.begin(ask))
             return JSONResponse(wire.write(exchange, ask, answers))
-        except Exception as problem:  # the client is told of every failure in its own form
+        except Exception as problem:  # the client must see every failure in its protocol's form
             return _refusal(wire, problem)
 
     def _of(self, request: Request) -> AgentSession:
-        """The request's session. Raises RequestError without one, or its key is not in the request."""
+        """Return the request's session. Raises RequestError for an unknown one or a wrong key."""
         found = self._sessions.get(str(request.path_params["session"]))
         if found is None:
             raise RequestError("there is no such session", status=404, code="session_not_found")
@@ -194,7 +192,7 @@ class Endpoint(LocalServer):
 
 
 def _listen(host: str, port: int, refused: str) -> socket.socket:
-    """Raises ResourceError, which begins with `refused`, if the port is taken."""
+    """Open a listener. Raises ResourceError, which begins with `refused`, if the port is taken."""
     try:
         return open_listener(host, port)
     except OSError as problem:
@@ -208,9 +206,8 @@ def _refusal(wire: Wire, problem: Exception) -> Response:
     return JSONResponse(wire.error(told), status_code=told.status)
 
 
-async def _unless_gone(request: Request, answer: Awaitable[T]) -> T:
-    """The answer. If the client goes away, or the session ends, it is given up: what nobody reads must not be sampled, nor
-    trained."""
+async def _answer_or_cancel(request: Request, answer: Awaitable[T]) -> T:
+    """Await the answer; cancel it if the client disconnects or the session ends, so that nothing unread is sampled or trained."""
 
     async def disconnected() -> None:  # the body must have been read
         while (await request.receive())["type"] != "http.disconnect":
@@ -228,16 +225,16 @@ async def _unless_gone(request: Request, answer: Awaitable[T]) -> T:
     return task.result()
 
 
-# The environment's tools for agents: one MCP server (streamable HTTP) for all episodes, each under a secret address
+# The environment's tools for agents: one MCP server (streamable HTTP) for all episodes, each under a secret URL
 
 
 SERVES = ("uvicorn", "starlette.applications", "mcp_types", "mcp.server.lowlevel", "mcp.server.streamable_http_manager")
-"""Modules that serve."""
+"""Modules imported for serving."""
 
 
 class ToolServer(LocalServer):
-    """`/t/{secret}/mcp`: the tools of the episode that was opened under the secret. `/t/{secret}/user`: a POST of
-    {"text": ...} says it to the user and is answered with {"messages": [...], "over": ...}."""
+    """`/t/{secret}/mcp`: the tools of the episode opened under the secret. `/t/{secret}/user`: a POST of {"text": ...} sends a
+    message to the user and is answered with {"messages": [...], "over": ...}."""
 
     def __init__(self, host: str) -> None:
         """Raises DependencyError without the extra 'mcp'."""
@@ -247,7 +244,7 @@ class ToolServer(LocalServer):
         self._episodes: dict[str, ServedEpisode] = {}
 
     async def start(self) -> None:
-        """Raises ResourceError if nothing can listen on the host."""
+        """Start serving. Raises ResourceError if it cannot listen on the host."""
         import mcp_types as types
         from mcp.server.lowlevel import Server
         from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
@@ -258,11 +255,11 @@ class ToolServer(LocalServer):
         async def on_call_tool(context: Any, params: Any) -> Any:
             try:
                 result = await self._of(context.request).call(params.name, dict(params.arguments or {}))
-            except AgentrlError as over:  # a fault or the end of the episode, which the episode itself has noted
+            except AgentrlError as over:  # an error or the end of the episode, which the episode has recorded
                 return call_result(str(over), error=True)
             return call_result(result.content, result.images, error=result.error is not None)
 
-        # Stateless: which episode a request belongs to is in its address, so nothing is left behind by agents that are killed.
+        # Stateless: the URL identifies the episode, so that killed agents leave nothing behind.
         server = Server("agentrl", on_list_tools=on_list_tools, on_call_tool=on_call_tool)
         manager = StreamableHTTPSessionManager(server, json_response=True, stateless=True)
         listener = _listen(self._host, 0, f"agent.host: cannot listen on {self._host}")
@@ -275,13 +272,13 @@ class ToolServer(LocalServer):
         await self.stop()
 
     def open(self, episode: ServedEpisode) -> str:
-        """Serve an episode; returns its base URL, which nobody else can guess."""
+        """Serve an episode; returns its secret base URL."""
         secret = secrets.token_urlsafe(32)
         self._episodes[secret] = episode
         return f"http://{self._host}:{self._port}/t/{secret}"
 
     def drop(self, url: str) -> None:
-        """Serve it no longer."""
+        """Stop serving an episode."""
         self._episodes.pop(url.rpartition("/")[2], None)
 
     def _app(self, manager: Any) -> Any:
@@ -291,7 +288,7 @@ class ToolServer(LocalServer):
 
         episodes = self._episodes
 
-        class Mounted:  # an object, since Starlette calls functions with a request
+        class Mounted:  # an object, since Starlette passes functions a request
             async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
                 if scope["path_params"]["secret"] in episodes:
                     await manager.handle_request(scope, receive, send)
@@ -306,7 +303,7 @@ class ToolServer(LocalServer):
         )
 
     def _of(self, request: Request) -> ServedEpisode:
-        """Raises AgentrlError if the episode has ended since the request came."""
+        """Return the request's episode. Raises AgentrlError if it has ended."""
         found = self._episodes.get(str(request.path_params["secret"]))
         if found is None:
             raise AgentrlError("the episode is over")

@@ -1,4 +1,4 @@
-"""Play an episode with an agent in place of the built-in loop."""
+"""Run an episode with an agent instead of the built-in loop."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Ask = Callable[[Sampling], Awaitable[Generation]]
 
 
 class EpisodeEngine(Engine):
-    """Every turn is asked through the episode, which bounds it, gives it its seed, and notes its outcome."""
+    """Engine that samples through the episode, which limits, seeds and accounts for each turn."""
 
     def __init__(self, engine: Engine, episode: AgentEpisode) -> None:
         self._engine, self._episode = engine, episode
@@ -72,20 +72,20 @@ class EpisodeEngine(Engine):
         return await self._engine.stats()
 
     async def start(self) -> None:
-        """Nothing: the engine is started and closed by the run."""
+        """Do nothing: the run starts and closes the engine."""
 
     async def close(self) -> None:
-        """Nothing, as `start`."""
+        """Do nothing, as `start`."""
 
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 _SETTLES_WITHIN = 1.0
-"""Seconds."""
+"""Seconds to wait for sampled turns to be recorded."""
 
 
-class OverError(Exception):
-    """The episode ends for the reason `stop`, which is nobody's fault."""
+class EpisodeOverError(Exception):
+    """The episode ends for the reason `stop`, without a fault."""
 
     def __init__(self, stop: StopReason, error: str | None = None) -> None:
         super().__init__(stop.value)
@@ -93,7 +93,7 @@ class OverError(Exception):
 
 
 class AgentEpisode:
-    """A `EpisodeDriver`. What ends the episode first is why it ended, whatever the agent's program makes of that afterwards."""
+    """An `EpisodeDriver`. The first event that ends the episode is its stop reason, whatever the agent's program does afterwards."""
 
     def __init__(
         self,
@@ -117,14 +117,14 @@ class AgentEpisode:
         self.engine_s = self.env_s = self.agent_s = 0.0
         self._over: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._gate = Gate()
-        self._asked = 0  # requests for a turn so far, and of them those that were sampled
+        self._asked = 0  # requests for a turn so far; below, those that were sampled
         self._sampled = 0
-        self._reserved = 0  # tokens that requests under way may add to the ledgers
-        self._gave_up = False  # whether the agent has dropped a request before its answer
+        self._reserved = 0  # tokens that running requests may add to the ledgers
+        self._gave_up = False  # the agent has dropped a request before its answer
         self._prompts: Counter[str] = Counter()
         self._busy, self._idle_since, self._quiet = 0, 0.0, 0.0
-        self._ended = False  # whether the agent has ended by itself
-        self._working = 0  # calls and words that the environment has not answered yet
+        self._ended = False  # the agent has ended by itself
+        self._working = 0  # calls and messages that the environment has not answered yet
         self._answered = asyncio.Event()
         self._answered.set()
         self._opened: Trajectory | None = None
@@ -133,7 +133,7 @@ class AgentEpisode:
     # -- the course ----------------------------------------------------------------------------------
 
     async def run(self) -> StopReason:
-        self._place = here()  # requests and calls come in tasks of the servers
+        self._place = here()  # requests and calls run in tasks of the servers
         reset = self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
         observation, _ = await self._env(reset, "the setup", limit=self.limits.env_timeout)
         self._opened = self.env.trajectory
@@ -159,7 +159,7 @@ class AgentEpisode:
         try:
             ended = await self._play(brief)
             return await self._conclude(ended)
-        except OverError as over:
+        except EpisodeOverError as over:
             self._check_asked(f"the episode ended ({over.stop.value}) before the policy's first turn", over.error)
             self.error = over.error
             return over.stop
@@ -178,7 +178,7 @@ class AgentEpisode:
         return trajectory
 
     async def _play(self, brief: Brief) -> Outcome:
-        """The agent's program to its end. Raises what ends the episode before; the program is then ended."""
+        """Run the agent's program. Raises the error that ends the episode earlier, and ends the program."""
         task = asyncio.create_task(self.program.run(brief, self, self.about), name=f"the agent of {self.spec.key}")
         either: set[asyncio.Future[Any]] = {task, self._over}
         first = asyncio.create_task(asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED))
@@ -200,7 +200,7 @@ class AgentEpisode:
                     said = f"no request, tool call or end for {self.config.idle_timeout:g} s (agent.idle_timeout)"
                     raise AgentFaultError(f"the agent did nothing: {said}")
             if self._over.done():
-                # The endpoint still has to read turns that were sampled, and the requests of an agent that is ended are given up.
+                # The endpoint still has to record sampled turns; requests of an ended agent are cancelled.
                 assert self.session is not None
                 until = time.monotonic() + _SETTLES_WITHIN
                 while len(self.session.turns) < self._sampled and time.monotonic() < until:
@@ -216,9 +216,9 @@ class AgentEpisode:
             await end(task, f"the agent of episode {self.spec.key}")
 
     async def _conclude(self, ended: Outcome) -> StopReason:
-        """The agent has ended by itself: its answer goes to the environment."""
+        """Finish after the agent has ended by itself: pass its answer to the environment."""
         assert self.record is not None and self.session is not None
-        # What it did not wait for is done all the same, but before the end: nothing changes in an episode that is scored.
+        # Finish calls that it did not await before the end: a scored episode does not change.
         self._ended = True
         await self._answered.wait()
         if self._over.done():
@@ -227,10 +227,10 @@ class AgentEpisode:
         if ended.failure is not None:
             message = f"the agent failed ({ended.failure})"
             self._check_asked(message)
-            if self._reserved or self._gave_up:  # its client has a time limit: the engine's seconds are not the policy's
+            if self._reserved or self._gave_up:  # its client timed out: the engine's latency is not the policy's fault
                 raise AgentFaultError(f"{message} while it waited for the engine")
             if self.config.blame == "policy":
-                raise OverError(StopReason.AGENT_FAILED, message)
+                raise EpisodeOverError(StopReason.AGENT_FAILED, message)
             raise AgentFaultError(message)
         said = f"its output: {ended.output[-500:]}" if ended.output else None
         self._check_asked("the agent ended without a turn of the policy; does it use OPENAI_BASE_URL?", said)
@@ -240,7 +240,7 @@ class AgentEpisode:
         return StopReason.MAX_TOKENS if last is not None and last.finish == "length" else StopReason.DONE
 
     def _check_asked(self, *words: str | None) -> None:
-        """Raises AgentFaultError if the policy sampled nothing: it is not to blame for that, nor could it learn from it."""
+        """Raise AgentFaultError if the policy sampled nothing: not its fault, and nothing to learn from."""
         assert self.session is not None
         if not self.session.turns:
             raise AgentFaultError("; ".join(filter(None, words)))
@@ -249,10 +249,10 @@ class AgentEpisode:
         if not self._over.done():
             self._over.set_result(why)
 
-    # -- what the agent asks -------------------------------------------------------------------------
+    # -- the agent's requests ------------------------------------------------------------------------
 
     async def sample(self, ask: Ask, token_ids: Sequence[int], sampling: Sampling, key: str) -> Generation:
-        """A turn for the endpoint. Raises RequestError if the episode is over, or its budget used up, and EngineError."""
+        """Sample a turn for the endpoint. Raises RequestError if the episode is over or its budget used up, and EngineError."""
         self._check_open()
         assert self.record is not None and self.session is not None
         self.record.catch_up()
@@ -260,11 +260,11 @@ class AgentEpisode:
         held = 0 if place is None else len(self.session.ledgers[place])
         room, most = self._room(len(token_ids), held), min(sampling.max_tokens, self.limits.max_turn_tokens)
         if self._asked >= self.limits.max_turns:
-            self._stop(OverError(StopReason.MAX_TURNS))
+            self._stop(EpisodeOverError(StopReason.MAX_TURNS))
             raise RequestError(f"the episode's {self.limits.max_turns} turns are used up", code="max_turns")
         if room[0] <= 0:
             message = f"a prompt of {len(token_ids)} tokens leaves no room in this episode ({room[1].value})"
-            self._stop(OverError(room[1], None if self._sampled else message))
+            self._stop(EpisodeOverError(room[1], None if self._sampled else message))
             raise PromptTooLongError(message)
         tokens = min(most, room[0])
         own = replace(sampling, max_tokens=tokens, seed=self._seed(token_ids, place))
@@ -289,22 +289,22 @@ class AgentEpisode:
         if generation.finish == "abort":
             self._stop(EngineError(f"the request was aborted in turn {number}"))
         elif generation.finish == "length" and tokens < most:
-            # The episode's budget cut this turn short, so the agent must not act on half of it.
-            self._stop(OverError(room[1]))
+            # The episode's budget truncated this turn, so the agent must not act on it.
+            self._stop(EpisodeOverError(room[1]))
             self.record.cut = True
         self._sampled += 1
         return generation
 
     def schemas(self) -> list[dict[str, Json]]:
-        """The environment's tools as they are now."""
+        """Return the environment's current tools."""
         return self.env.toolbox.schemas()
 
     async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult:
-        """Make a tool call in the environment. Raises AgentrlError if the episode is over or this ends it without a result."""
+        """Execute a tool call in the environment. Raises AgentrlError if the episode is over, or ends without a result."""
         self._check_open()
         assert self.record is not None
         self.record.catch_up()
-        turn, call = self.record.asked_for(text_of(name), map_texts(dict(arguments), text_of))
+        turn, call = self.record.match_call(text_of(name), map_texts(dict(arguments), text_of))
         alone = (found := self.env.toolbox.find(name)) is not None and not found.options.parallel
         async with self._gate.hold(shared=not alone):
             self._check_open()
@@ -312,26 +312,26 @@ class AgentEpisode:
             result = await self._note_answer(work, f"tool {name}", blame_of(self.env, Message("assistant", tool_calls=(call,))))
         turn.seconds += result.seconds
         if self.env.has_finished:
-            self._stop(OverError(StopReason.DONE))
+            self._stop(EpisodeOverError(StopReason.DONE))
         return result
 
     async def say(self, text: str) -> list[str] | None:
-        """Return the answer of the environment's user; None ends the conversation, and with it the episode. Raises as `call`."""
+        """Return the reply of the environment's user; None ends the conversation and the episode. Raises as `call`."""
         self._check_open()
         if not self.config.user:
             raise AgentrlError("this run's agents do not talk with a user (agent.user)")
         assert self.record is not None
         self.record.catch_up()
-        turn = self.record.said(text_of(text))
+        turn = self.record.record_message(text_of(text))
         replies = await self._note_answer(self.env.areply(turn), "the user's reply", "infrastructure")
         if replies is None or self.env.has_finished:
-            self._stop(OverError(StopReason.DONE))
+            self._stop(EpisodeOverError(StopReason.DONE))
             return None
-        self.record.heard(replies)
+        self.record.record_replies(replies)
         return [message.content for message in replies]
 
     async def _note_answer(self, work: Awaitable[Answer], what: str, blame: Blame) -> Answer:
-        """The environment's answer to the agent; if it has none, that ends the episode."""
+        """Await the environment's answer to the agent; an error ends the episode."""
         self._working += 1
         self._answered.clear()
         try:
@@ -340,7 +340,7 @@ class AgentEpisode:
         except AgentrlError as fault:
             limits = {PolicyTimeoutError: StopReason.MAX_TOOL_TIME, UserLimitError: StopReason.MAX_TURNS}
             reached = next((reason for kind, reason in limits.items() if isinstance(fault, kind)), None)
-            self._stop(fault if reached is None else OverError(reached, str(fault)))
+            self._stop(fault if reached is None else EpisodeOverError(reached, str(fault)))
             raise AgentrlError(f"the episode is over: {fault}") from None
         finally:
             self._working -= 1
@@ -354,8 +354,8 @@ class AgentEpisode:
             raise RequestError("the episode is over", status=404, code="episode_over")
 
     def _room(self, prompt: int, held: int) -> tuple[int, StopReason]:
-        """The tokens that a turn after this many may sample, of which the ledger has `held` already, and why the episode ends if
-        none are left."""
+        """Return how many tokens a turn may sample after a prompt of which the ledger has `held` tokens, and the stop reason if
+        there are none left."""
         assert self.session is not None
         taken = sum(map(len, self.session.ledgers)) + self._reserved
         episode = self.limits.max_episode_tokens - taken - (prompt - held)
@@ -364,8 +364,8 @@ class AgentEpisode:
         return min(episode, context), reason
 
     def _seed(self, token_ids: Sequence[int], place: int | None) -> int:
-        """In the first conversation that of the built-in loop, from the number of the turn; in any other from the prompt and how
-        often it was asked: requests at the same time come in any order."""
+        """Derive the turn's seed: in the first conversation from the turn number, as the built-in loop does; else from the prompt
+        and its count, as concurrent requests arrive in any order."""
         assert self.session is not None
         if place == 0 or (place is None and not self._asked):
             return derive(self.spec.seed, "turn", sum(turn.ledger == 0 for turn in self.session.turns))
@@ -375,7 +375,7 @@ class AgentEpisode:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Inside, the time is the engine's or the environment's; outside of all of these it is the agent's own."""
+        """Charge the time inside to the engine or environment; outside of all of these it is the agent's."""
         self._charge()
         self._busy += 1
         try:
@@ -386,20 +386,20 @@ class AgentEpisode:
             self._idle_since = loop_clock().now()
 
     def _charge(self) -> None:
-        """Put the agent's own time on the episode's clock."""
+        """Charge the agent's own time to the episode."""
         now = loop_clock().now()
         if not self._busy:
             passed = now - self._idle_since
             self.agent_s += passed
-            self.waits.used["infrastructure"] += passed  # its program is not what is trained
+            self.waits.used["infrastructure"] += passed  # the agent's program is not trained
         self._idle_since = now
 
-    # -- inside --------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------
 
     async def _env(
         self, answer: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = float("inf")
     ) -> Answer:
-        """Await the environment; whatever its author's code raises becomes an EnvError."""
+        """Await the environment; an exception of its code becomes an EnvError."""
         began = time.monotonic()
         try:
             with self._at_work(), span("environment", what):
@@ -415,11 +415,11 @@ class AgentEpisode:
 
 @AGENTS.register("program")
 class Harness:
-    """The agent of a run and what serves it: one endpoint and one server of tools for all episodes of this process. They open
-    with the first episode."""
+    """The agent of a run with its servers: one endpoint and one tool server for all episodes of this process, started with the
+    first episode."""
 
     def __init__(self, config: AgentConfig, decode: Callable[[Sequence[int]], str] | None = None) -> None:
-        """`decode`: the tokenizer's. Raises ConfigError or DependencyError if there is no such agent, or it cannot be served."""
+        """`decode`: the tokenizer's. Raises ConfigError or DependencyError if the agent does not exist or cannot be served."""
         self._config, self._decode = config, decode
         self._program, self._tools = program_of(config), ToolServer(config.host)
         self._slots = asyncio.Semaphore(config.concurrency)
@@ -429,14 +429,14 @@ class Harness:
     async def play(
         self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, scorer: Scorer | None, watch: Watch
     ) -> Trajectory:
-        """As `run_episode`, with the agent's program in place of the loop over turns."""
+        """Run an episode as `run_episode`, with the agent's program instead of the turn loop."""
         async with self._slots:
             endpoint = await self._open(policy)
             episode = AgentEpisode(env, policy, spec, limits, watch, self._config, self._program, endpoint, self._tools)
             return await play_and_score(episode, env, spec, limits, scorer, watch)
 
     async def close(self) -> None:
-        """Stop serving; idempotent."""
+        """Stop the servers and the program; idempotent."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             await endpoint.close()
@@ -446,7 +446,7 @@ class Harness:
     async def _open(self, policy: Policy) -> Endpoint:
         async with self._opening:
             if self._endpoint is None:
-                for name in SERVES:  # seconds of imports, in which other episodes go on
+                for name in SERVES:  # seconds of imports, during which other episodes continue
                     await in_thread("load", importlib.import_module, name)
                 endpoint = Endpoint(policy.engine, policy.renderer, model=MODEL, host=self._config.host, decode=self._decode)
                 await endpoint.start()

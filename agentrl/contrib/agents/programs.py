@@ -1,4 +1,4 @@
-"""Run an agent: a command, an async function, or a URL."""
+"""Run an agent as a command, an async function, or a URL."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from agentrl.utils.search_path import function_named
 log = logging.getLogger(__name__)
 
 HEAD, TAIL = 16_384, 49_152
-"""Bytes kept of the beginning and of the end of an output."""
-_TELLING = 9
-"""Characters of a key that are masked also alone, at the edge of a text that was cut there; fewer tell nothing."""
+"""Bytes kept of the start and the end of an output."""
+_MIN_MASKED = 9
+"""Minimum characters of a part of the key that is masked at the edge of truncated text; fewer reveal nothing."""
 _LONGEST_END = 30.0
-"""Seconds; a busy machine may take them."""
+"""Seconds to wait for an agent's processes to end, enough for a busy machine."""
 
 
 class Output:
-    """The beginning and the end of what a process writes."""
+    """The start and the end of a process's output."""
 
     def __init__(self, head: int = HEAD, tail: int = TAIL) -> None:
         self._most, self._tail_most = head, tail
         self._head, self._tail, self._seen = bytearray(), bytearray(), 0
 
     def add(self, data: bytes) -> None:
-        """The next bytes."""
+        """Append output."""
         self._seen += len(data)
         room = max(self._most - len(self._head), 0)
         self._head += data[:room]
@@ -53,13 +53,13 @@ class Output:
         del self._tail[: max(len(self._tail) - self._tail_most, 0)]
 
     def text(self, key: str = "") -> str:
-        """The kept text, with a line that says how much is missing; bytes that are not UTF-8 as U+FFFD. `key`: masked, also
-        where the gap begins or ends inside it."""
+        """Return the kept text, with a line about the omitted bytes; invalid UTF-8 becomes U+FFFD. `key`: masked, also where the
+        gap cuts it."""
         missing = self._seen - len(self._head) - len(self._tail)
         if not missing:
             return text_of(bytes(self._head + self._tail).decode(errors="replace"), key)
         head, tail = (text_of(bytes(part).decode(errors="replace"), key) for part in (self._head, self._tail))
-        lengths = range(len(key) - 1, _TELLING - 1, -1)
+        lengths = range(len(key) - 1, _MIN_MASKED - 1, -1)
         if cut := next((length for length in lengths if head.endswith(key[:length])), 0):
             head = head[:-cut] + MASK
         if cut := next((length for length in lengths if tail.startswith(key[-length:])), 0):
@@ -68,7 +68,7 @@ class Output:
 
 
 class AgentProcess:
-    """A started command. `stdout` and `stderr` grow while it runs."""
+    """A running command. `stdout` and `stderr` grow while it runs."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -81,8 +81,8 @@ class AgentProcess:
 
     @classmethod
     async def start(cls, command: Sequence[str], env: Mapping[str, str], folder: Path | None = None) -> AgentProcess:
-        """Start `command` in `folder` with exactly the environment `env`. A command that does not exist ends with code 127
-        and says so in `stderr`."""
+        """Start `command` in `folder` with exactly the environment `env`. A missing command exits with code 127 and a message in
+        `stderr`."""
         starting = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", keeper.__file__, *command,
@@ -93,25 +93,25 @@ class AgentProcess:
         try:
             return cls(await asyncio.shield(starting))
         except asyncio.CancelledError:
-            # asyncio would kill the keeper, which may have started the command already and could not end it any more.
+            # asyncio would kill the keeper, which may have started the command already and could then not end it.
             await cls(await starting).end()
             raise
 
     async def wait(self) -> int:
-        """Its exit code (128 + the number of a signal), once none of its processes is left and all output is read."""
+        """Wait until all of its processes have ended and the output is read; return the exit code (128 + signal number)."""
         code = await self._process.wait()
         await asyncio.gather(*self._readers)
         return code
 
     async def end(self) -> None:
-        """End it and all its processes; idempotent. Returns when none is left."""
+        """End all of its processes and wait for them; idempotent."""
         if self._process.returncode is None:
             assert self._process.stdin is not None
-            self._process.stdin.close()  # tells the keeper, which is never killed while it still has something to end
+            self._process.stdin.close()  # tells the keeper to end everything; it is never killed before
         done = asyncio.ensure_future(self.wait())
         await asyncio.wait([done], timeout=_LONGEST_END)
         if not done.done():
-            # Never killed: it goes on ending what is left, of which a process that is stuck in the kernel can be the reason.
+            # Not killed: the keeper continues to end processes, one of which may be stuck in the kernel.
             log.warning("an agent's processes did not end within %g s; keeper %d goes on", _LONGEST_END, self._process.pid)
 
 
@@ -121,32 +121,31 @@ async def _drain(stream: asyncio.StreamReader, output: Output) -> None:
 
 
 ALWAYS_PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
-"""Environment variables that every command gets of the run's own."""
+"""Environment variables that every command inherits from the run."""
 _LONGEST_VARIABLE = 100_000
-"""Bytes; Linux takes 131,072 with the name."""
+"""Maximum bytes; Linux allows 131,072 with the name."""
 _SHOWN = 2_000
-"""Characters of an agent's own words in an error."""
+"""Maximum characters of an agent's output in an error."""
 
 
 MAX_ANSWER = 16 << 20
-"""Bytes of the answer of an agent behind a URL."""
+"""Maximum bytes of the answer of an agent behind a URL."""
 
 
 class Program(ABC):
-    """An agent that plays one episode at a time, many side by side."""
+    """An agent that runs many episodes concurrently."""
 
     @abstractmethod
-    async def run(self, brief: Brief, doors: ServedEpisode, record: dict[str, Json]) -> Outcome:
-        """Play an episode to the agent's own end. Cancelled, it ends the agent and all its processes; `record` then also has
-        what it wrote so far."""
+    async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
+        """Run an episode until the agent ends. Cancelling ends the agent and its processes; `record` then also has its output."""
 
     async def close(self) -> None:
-        """Free everything; idempotent."""
+        """Free all resources; idempotent."""
         return None
 
 
 def program_of(config: AgentConfig) -> Program:
-    """The agent that the config names. Raises ConfigError unless it names exactly one that is there."""
+    """Build the agent of the config. Raises ConfigError unless it names exactly one existing agent."""
     given = [name for name in ("command", "python", "url") if getattr(config, name)]
     if len(given) != 1:
         said = " and ".join(f"agent.{name}" for name in given) or "none"
@@ -158,13 +157,13 @@ def program_of(config: AgentConfig) -> Program:
 
 
 class Command(Program):
-    """A program that is started for each episode."""
+    """A program started for each episode."""
 
     def __init__(self, config: AgentConfig) -> None:
-        """Raises ConfigError if there is no such program, or a variable that it should get is not set."""
+        """Raises ConfigError if the program does not exist, or a variable for it is not set."""
         learn({"command": config.command, "env": config.env})
         self._command, self._env = list(config.command), dict(config.env)
-        resolve_references({"command": self._command, "env": self._env}, "agent")  # raises here and not in the first episode
+        resolve_references({"command": self._command, "env": self._env}, "agent")  # to raise here, not in the first episode
         if shutil.which(self._command[0]) is None:
             raise ConfigError(f"agent.command: {self._command[0]!r} is neither a program on PATH nor a file that can be executed")
         if missing := [name for name in config.pass_env if name not in os.environ]:
@@ -173,7 +172,7 @@ class Command(Program):
             raise ConfigError(f"agent.env, agent.pass_env: {taken[0]} is set for each episode; choose another name")
         self._passed = [*ALWAYS_PASSED, *config.pass_env]
 
-    async def run(self, brief: Brief, doors: ServedEpisode, record: dict[str, Json]) -> Outcome:
+    async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True) as folder:
             process = await AgentProcess.start(
                 resolve_references(self._command, "agent.command"), self._variables(brief, Path(folder))
@@ -202,26 +201,26 @@ class Command(Program):
 
 
 class Episode:
-    """The only argument of an agent that is an async function."""
+    """The argument of an agent that is an async function."""
 
-    def __init__(self, brief: Brief, doors: ServedEpisode) -> None:
+    def __init__(self, brief: Brief, served: ServedEpisode) -> None:
         self.task = brief.task()
         self.prompt, self.messages, self.tools = brief.prompt, self.task["messages"], self.task["tools"]
         self.model, self.api_key = brief.to_json()["model"], brief.key
         self.openai_base_url, self.anthropic_base_url = brief.openai_url, brief.anthropic_url
-        self.mcp_url, self._doors = brief.tools_url, doors
+        self.mcp_url, self._served = brief.tools_url, served
 
     async def call(self, name: str, arguments: Mapping[str, Json]) -> str:
-        """Call one of the environment's tools; its answer, also if it is an error's text."""
-        return (await self._doors.call(name, arguments)).content
+        """Call a tool of the environment; returns its answer or error text."""
+        return (await self._served.call(name, arguments)).content
 
     async def say(self, text: str) -> list[str] | None:
-        """Say something to the environment's user; returns the user's answer, or None if the conversation is over."""
-        return await self._doors.say(text)
+        """Send a message to the environment's user; returns the replies, or None if the conversation is over."""
+        return await self._served.say(text)
 
 
 class Function(Program):
-    """An async function in this process: cheap, but what blocks in it blocks everything."""
+    """An async function in this process. It is cheap, but blocks everything if it blocks."""
 
     def __init__(self, target: str) -> None:
         """Raises ConfigError if it cannot be imported or is not async."""
@@ -235,15 +234,15 @@ class Function(Program):
             )
         self._function: Callable[[Episode], Awaitable[Any]] = function
 
-    async def run(self, brief: Brief, doors: ServedEpisode, record: dict[str, Json]) -> Outcome:
+    async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
         task = asyncio.current_task()
         try:
-            answer = await self._function(Episode(brief, doors))
+            answer = await self._function(Episode(brief, served))
         except asyncio.CancelledError:
             if task is not None and task.cancelling():
                 raise
             return Outcome(None, "it was cancelled from inside")
-        except BaseException as fault:  # somebody else's code may raise anything, which must not stop the run
+        except BaseException as fault:  # a user's code may raise anything, which must not stop the run
             if is_from_outside(fault):
                 raise
             record["error"] = text_of(fault_text(fault), brief.key)
@@ -254,21 +253,21 @@ class Function(Program):
 
 
 class Remote(Program):
-    """An agent behind a URL: it gets a POST per episode and answers it with JSON when it is done."""
+    """An agent behind a URL, which receives a POST per episode and answers with JSON when done."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError for a URL of another form, or a variable that is not set."""
+        """Raises ConfigError for an invalid URL or an unset variable."""
         if not resolve_references(url, "agent.url").startswith(("http://", "https://")):
             raise ConfigError(f"agent.url = {url!r}: expected http://... or https://...")
-        self._url = url  # as it is written, for messages
+        self._url = url  # unresolved, for messages
         learn({"url": url})
         self._client: httpx.AsyncClient | None = None
 
-    async def run(self, brief: Brief, doors: ServedEpisode, record: dict[str, Json]) -> Outcome:
+    async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
         address = resolve_references(self._url, "agent.url")
         if self._client is None:
             exempt_own(address)
-            # Without limits of its own: the episode's are kept by who waits for this.
+            # No timeouts here: the caller enforces those of the episode.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
             async with self._client.stream("POST", address, json=brief.to_json()) as answer:
@@ -276,7 +275,7 @@ class Remote(Program):
                 data = bytearray()
                 async for chunk in answer.aiter_bytes():
                     data += chunk
-                    if len(data) > MAX_ANSWER:  # the rest stays unread
+                    if len(data) > MAX_ANSWER:  # do not read the rest
                         return Outcome(None, f"{self._url}: the answer has more than {MAX_ANSWER} bytes")
         except httpx.HTTPError as fault:
             return Outcome(None, text_of(f"{self._url}: {fault_text(fault)}{through_proxy(address)}", brief.key))
@@ -306,6 +305,6 @@ _GIVEN = {
 
 
 def _tail(text: str) -> str:
-    """The end of what an agent wrote, to append to a sentence."""
+    """Format the end of an agent's output as the end of a sentence."""
     text = text.strip()
     return f": {text[-_SHOWN:]}" if text else ""

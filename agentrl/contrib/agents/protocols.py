@@ -1,4 +1,4 @@
-"""Protocols of the endpoint: OpenAI's chat completions and responses, Anthropic's messages."""
+"""Protocols of the endpoint: OpenAI's chat completions and responses, and Anthropic's messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl.contrib.agents.session import AgentSession, Answer, Ask, Heard, Live, in_order, refusal_of
+from agentrl.contrib.agents.session import AgentSession, Answer, Ask, Live, SampledPart, in_order, refusal_of
 from agentrl.contrib.toolkit.chat_forms import declaration, is_thought
 from agentrl.data.chat_forms import thought_of
 from agentrl.data.trajectory import Json, Message, ToolCall
@@ -33,21 +33,21 @@ COMMON: Types = {
     "model": "text", "stream": "true or false", "temperature": "a number", "top_p": "a number", "top_k": "a number",
     "tools": "a list", "metadata": "an object", "service_tier": "text",
 }  # fmt: skip
-"""Of the bodies of all protocols."""
+"""Fields of the bodies of all protocols."""
 OPENAI: Types = {
     **COMMON, "user": "text", "store": "true or false", "prompt_cache_key": "text", "safety_identifier": "text",
     "stream_options": "an object", "parallel_tool_calls": "true or false",
 }  # fmt: skip
 SCHEMA: Types = {"properties": "an object", "required": "a list"}
 CHOICES = 128
-"""The most choices of one request; OpenAI's own limit."""
+"""Maximum choices per request; OpenAI's limit."""
 STOPS = 16
-"""The most stop strings of one request."""
+"""Maximum stop strings per request."""
 
 
 def check_fields(body: Mapping[str, Json], types: Types, others: str, harmless: Mapping[str, Sequence[Json]]) -> None:
-    """Raise RequestError for a field of another type than in `types`, and for one that is neither there, nor among the words of
-    `others`, nor `harmless`: one that has this value asks for nothing."""
+    """Raise RequestError for a field of another type than in `types`, and for an unknown field: not in `types`, not among the
+    words of `others`, and not `harmless`, that is with a value without effect."""
     unknown = sorted(
         key
         for key, value in body.items()
@@ -59,7 +59,7 @@ def check_fields(body: Mapping[str, Json], types: Types, others: str, harmless: 
 
 
 def number(body: Mapping[str, Json], key: str, least: int = 1, most: int = 2**63 - 1) -> int | None:
-    """A field that holds a whole number in [least, most], or None. Raises RequestError for anything else."""
+    """Read an optional integer field in [least, most]. Raises RequestError for other values."""
     value = body.get(key)
     if value is None:
         return None
@@ -69,7 +69,7 @@ def number(body: Mapping[str, Json], key: str, least: int = 1, most: int = 2**63
 
 
 def stops(value: Json, key: str) -> tuple[str, ...]:
-    """Stop strings. Raises RequestError if they are not valid."""
+    """Read stop strings. Raises RequestError if they are invalid."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or len(texts) > STOPS or not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"{key}: expected a string or up to {STOPS} of them, none of them empty")
@@ -77,7 +77,7 @@ def stops(value: Json, key: str) -> tuple[str, ...]:
 
 
 def tool_choice(choice: Json, tools: Sequence[Mapping[str, Json]]) -> tuple[bool, str | None]:
-    """`Ask.calls` and `Ask.only`, from the name of a tool or one of "auto", "none", "required". Raises RequestError."""
+    """Convert a tool choice ("auto", "none", "required" or a tool's name) to `Ask.calls` and `Ask.only`. Raises RequestError."""
     if choice in (None, "auto", "none"):
         return False, None
     names = [tool["function"]["name"] for tool in tools]
@@ -89,7 +89,7 @@ def tool_choice(choice: Json, tools: Sequence[Mapping[str, Json]]) -> tuple[bool
 
 
 def json_schema(form: Json, where: str) -> Json:
-    """The schema of a response format: None for text. Raises RequestError for one that is not known."""
+    """Return the JSON Schema of a response format; None for text. Raises RequestError for an unknown format."""
     kind = as_dict(form, where).get("type") if form is not None else "text"
     if kind == "text":
         return None
@@ -103,7 +103,7 @@ def json_schema(form: Json, where: str) -> Json:
 
 
 def _check(schema: Json, where: str) -> None:
-    """Raises RequestError if a grammar should not be made of the schema."""
+    """Raise RequestError if the schema is unsuitable for a grammar."""
     try:
         check_schema(schema)
     except BadSchemaError as problem:
@@ -111,14 +111,14 @@ def _check(schema: Json, where: str) -> None:
 
 
 def other_sampling(body: Mapping[str, Json], own: Mapping[str, float]) -> dict[str, Json]:
-    """The request's sampling that differs from the run's `own`."""
+    """Return the request's sampling parameters that differ from the run's `own`."""
     return {key: body[key] for key, value in own.items() if body.get(key) is not None and body[key] != value}
 
 
 def client_tools(body: Mapping[str, Json], kinds: Sequence[str | None], said: str, place: str) -> list[dict[str, Json]]:
-    """A request's tools in OpenAI's form. `kinds`: their types, `said` in words; `place`: of their parameters, a.b inside of a.
+    """Read a request's tools in OpenAI's form. `kinds`: allowed types, described by `said`; `place`: path of their parameters.
 
-    Raises RequestError for another kind, or parameters that are no schema."""
+    Raises RequestError for another type, or parameters that are not a schema."""
     tools = []
     for index, row in enumerate(list_field(body, "tools")):
         where = f"tools[{index}]"
@@ -148,8 +148,8 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request on its way: its session, its body, and what the endpoint has for all. `own`: the run's sampling; `decode`: the
-    tokenizer's, None without one."""
+    """One request in progress: its session, its body, and settings of the endpoint. `own`: the run's sampling; `decode`: the
+    tokenizer's, or None."""
 
     session: AgentSession
     body: Mapping[str, Json]
@@ -160,8 +160,8 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """`path`: of the URL, behind the session's. `read` raises RequestError. `stream` yields server-sent events, and raises what
-    went wrong, which is then reported by `error` in an event of the type `error_event`."""
+    """One protocol. `path`: of the URL, after the session's. `read` raises RequestError. `stream` yields server-sent events; its
+    exceptions are reported by `error` in an event of type `error_event`."""
 
     path: str
     read: Callable[[Exchange], Ask]
@@ -170,17 +170,17 @@ class Wire:
     error: Callable[[RequestError], dict[str, Json]]
     error_event: str | None = None
 
-    async def told(self, exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator[str]:
-        """The stream; a failure is its last event, in the protocol's own form."""
+    async def events(self, exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator[str]:
+        """Stream the events; a failure becomes the last event, in the protocol's form."""
         try:
             async for part in self.stream(exchange, ask, live):
                 yield part
-        except Exception as problem:  # the client is told of every failure
+        except Exception as problem:  # the client must see every failure
             yield event(self.error(refusal_of(problem)), self.error_event)
 
 
 def event(row: Mapping[str, Json], name: str | None = None) -> str:
-    """A server-sent event; `name`: its type, in protocols that have them."""
+    """Format a server-sent event; `name`: its type, in protocols with types."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(row)}\n\n"
 
@@ -198,7 +198,7 @@ _HARMLESS: dict[str, Sequence[Json]] = {
 
 
 def read_chat(exchange: Exchange) -> Ask:
-    """Raises RequestError."""
+    """Parse a chat completion request. Raises RequestError."""
     body = exchange.body
     if body.get("top_logprobs"):
         raise RequestError("top_logprobs: only 0 is supported; the engine reports only the log probability of the sampled token")
@@ -227,7 +227,7 @@ def read_chat(exchange: Exchange) -> Ask:
 
 
 def write_chat(exchange: Exchange, ask: Ask, answers: Sequence[Answer]) -> dict[str, Json]:
-    """A completion with one choice for each answer."""
+    """Build a completion with one choice per answer."""
     choices = [
         {
             "index": index,
@@ -241,7 +241,7 @@ def write_chat(exchange: Exchange, ask: Ask, answers: Sequence[Answer]) -> dict[
 
 
 async def stream_chat(exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator[str]:
-    """The same in chunks, as it is sampled: text with the tokens that settle it, calls once their turn is over."""
+    """Stream the completion in chunks: text with its tokens as sampled, calls at the end of the turn."""
     head = _head("chat.completion.chunk", exchange.model)
     table = exchange.decode if ask.logprobs else None
 
@@ -251,10 +251,10 @@ async def stream_chat(exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator
 
     for choice in range(ask.choices):
         yield chunk(choice, {"role": "assistant", "content": ""})
-    async for heard in live.heard():
-        told = write_logprobs(heard, table) if table is not None and heard.token_ids else None
-        if heard.text or told is not None:
-            yield chunk(heard.choice, {"content": heard.text} if heard.text else {}, logprobs=told)
+    async for part in live.parts():
+        told = write_logprobs(part, table) if table is not None and part.token_ids else None
+        if part.text or told is not None:
+            yield chunk(part.choice, {"content": part.text} if part.text else {}, logprobs=told)
     answers = live.answers()
     for choice, answer in enumerate(answers):
         row = write_message(answer.message)
@@ -270,25 +270,25 @@ async def stream_chat(exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator
 
 
 def finish_of(answer: Answer) -> str:
-    """OpenAI's word for why a turn ended."""
+    """Return OpenAI's finish reason of a turn."""
     if answer.generation.finish not in ("stop", "stop_string"):
         return "length"
     return "tool_calls" if answer.message.tool_calls else "stop"
 
 
-def write_logprobs(sampled: Generation | Heard, decode: Decode) -> dict[str, Json]:
-    """One entry per sampled token, special ones included: log pi under the distribution that was sampled from."""
+def write_logprobs(sampled: Generation | SampledPart, decode: Decode) -> dict[str, Json]:
+    """List each sampled token, also special ones, with its log probability under the sampling distribution."""
     content = []
     for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
         token = decode([token_id])
-        # A token that holds only part of a character decodes to U+FFFD, which does not reveal its bytes.
+        # A token with part of a character decodes to U+FFFD, which does not reveal its bytes.
         raw = None if "\ufffd" in token else list(token.encode())
         content.append({"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": []})
     return {"content": content, "refusal": None}
 
 
 def chat_error(problem: RequestError) -> dict[str, Json]:
-    """An error of OpenAI's interfaces."""
+    """Build an error object of OpenAI's interfaces."""
     kind = "server_error" if problem.status >= 500 else "invalid_request_error"
     field, found, _ = str(problem).partition(":")
     param = field if found and problem.status == 400 and field.replace(".", "").isidentifier() else None
@@ -319,7 +319,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 def read_responses(exchange: Exchange) -> Ask:
-    """Raises RequestError."""
+    """Parse a responses request. Raises RequestError."""
     body = exchange.body
     check_fields(body, _RESPONSES, _OF_RESPONSES, _HARMLESS_RESPONSES)
     if body.get("truncation") == "auto":
@@ -342,12 +342,12 @@ def read_responses(exchange: Exchange) -> Ask:
 
 
 def write_response(exchange: Exchange, ask: Ask, answers: Sequence[Answer]) -> dict[str, Json]:
-    """The one answer as a response, which a later request may name."""
+    """Build the response of the one answer, which later requests may continue by id."""
     return _response(exchange, ask, answers[0], f"resp_{uuid.uuid4().hex}", _items(answers[0].message))
 
 
 async def stream_response(exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator[str]:
-    """The same as events: text as it is sampled, calls once their turn is over."""
+    """Stream the response as events: text as sampled, calls at the end of the turn."""
     number, count = f"resp_{uuid.uuid4().hex}", 0
     begun = _head_responses(exchange, number) | {"status": "in_progress", "output": [], "usage": None}
 
@@ -361,19 +361,19 @@ async def stream_response(exchange: Exchange, ask: Ask, live: Live) -> AsyncIter
     item = f"msg_{uuid.uuid4().hex}"
     at = {"item_id": item, "output_index": 0, "content_index": 0}
     opened = False
-    async for heard in live.heard():
-        if heard.text and not opened:
+    async for part in live.parts():
+        if part.text and not opened:
             opened = True
             for kind, row in _opening_events(item):
                 yield told(kind, **row)
-        if heard.text:
-            yield told("response.output_text.delta", **at, delta=heard.text, logprobs=[])
+        if part.text:
+            yield told("response.output_text.delta", **at, delta=part.text, logprobs=[])
     (answer,) = live.answers()
     items = _items(answer.message, item)
     if items[0]["type"] == "message" and not opened:
         for kind, row in _opening_events(item):
             yield told(kind, **row)
-    # The ends of the text, and each call as a whole.
+    # The end of the text, and each call as a whole.
     for index, row in enumerate(items):
         if row["type"] == "message":
             part = row["content"][0]
@@ -394,7 +394,7 @@ RESPONSES = Wire("v1/responses", read_responses, write_response, stream_response
 
 
 def _conversation(exchange: Exchange) -> list[Message]:
-    """All messages: the instructions, which hold for one request, then the response that is continued, then the input."""
+    """Return all messages: the instructions (valid for one request), the response to continue, and the input."""
     body, kept = exchange.body, exchange.session.kept
     before: list[Message] = []
     if (name := body.get("previous_response_id")) is not None:
@@ -410,10 +410,10 @@ def _conversation(exchange: Exchange) -> list[Message]:
 
 
 def _messages(rows: Sequence[Json]) -> list[Message]:
-    """Items as messages: an assistant's text and the calls after it are one turn."""
+    """Convert items to messages: an assistant's text and the calls after it are one turn."""
     found: list[Message] = []
-    thought = ""  # before the assistant's turn that it is of
-    turn: list[ToolCall] | None = None  # of the assistant's turn that may go on
+    thought = ""  # reasoning before the assistant's turn that it belongs to
+    turn: list[ToolCall] | None = None  # calls of the assistant's turn that may continue
     for index, item in enumerate(rows):
         where = f"input[{index}]"
         row = check_types(item, {"type": "text", "role": "text", "call_id": "text"}, where)
@@ -448,7 +448,7 @@ def _messages(rows: Sequence[Json]) -> list[Message]:
 
 
 def _items(message: Message, item: str | None = None) -> list[dict[str, Json]]:
-    """The output of a turn: its text, unless there are only calls, then each call."""
+    """Build the output items of a turn: its text, unless there are only calls, then each call."""
     items: list[dict[str, Json]] = []
     if message.content or not message.tool_calls:
         part = _part(message.content)
@@ -466,7 +466,7 @@ def _part(text: str) -> dict[str, Json]:
 
 
 def _opening_events(item: str) -> Iterator[tuple[str, dict[str, Json]]]:
-    """The events before a message's text."""
+    """Yield the events before a message's text."""
     row = {"id": item, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
     yield "response.output_item.added", {"output_index": 0, "item": row}
     yield "response.content_part.added", {"item_id": item, "output_index": 0, "content_index": 0, "part": _part("")}
@@ -521,7 +521,7 @@ _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_f
 
 
 def read_anthropic(exchange: Exchange) -> Ask:
-    """Raises RequestError."""
+    """Parse an Anthropic messages request. Raises RequestError."""
     body = exchange.body
     check_fields(body, _ANTHROPIC, _OF_ANTHROPIC, _HARMLESS_ANTHROPIC)
     tools = client_tools(body, (None, "custom"), "the client's own", "input_schema")
@@ -545,7 +545,7 @@ def read_anthropic(exchange: Exchange) -> Ask:
 
 
 def write_anthropic(exchange: Exchange, ask: Ask, answers: Sequence[Answer]) -> dict[str, Json]:
-    """The one answer as a message."""
+    """Build the message of the one answer."""
     (answer,) = answers
     text: list[Json] = [{"type": "text", "text": answer.message.content}] if answer.message.content else []
     calls = [_block(call, call.arguments) for call in answer.message.tool_calls]
@@ -553,7 +553,7 @@ def write_anthropic(exchange: Exchange, ask: Ask, answers: Sequence[Answer]) -> 
 
 
 async def stream_anthropic(exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator[str]:
-    """The same as events: text as it is sampled, calls once their turn is over."""
+    """Stream the message as events: text as sampled, calls at the end of the turn."""
 
     def told(kind: str, **row: Json) -> str:
         return event({"type": kind, **row}, kind)
@@ -565,12 +565,12 @@ async def stream_anthropic(exchange: Exchange, ask: Ask, live: Live) -> AsyncIte
     begun = {**_head_anthropic(exchange), "content": [], "stop_reason": None, "stop_sequence": None, "usage": nothing}
     yield told("message_start", message=begun)
     blocks = 0
-    async for heard in live.heard():
-        if heard.text and not blocks:
+    async for part in live.parts():
+        if part.text and not blocks:
             blocks = 1
             yield told("content_block_start", index=0, content_block={"type": "text", "text": ""})
-        if heard.text:
-            yield piece(0, type="text_delta", text=heard.text)
+        if part.text:
+            yield piece(0, type="text_delta", text=part.text)
     (answer,) = live.answers()
     if blocks:
         yield told("content_block_stop", index=0)
@@ -583,7 +583,7 @@ async def stream_anthropic(exchange: Exchange, ask: Ask, live: Live) -> AsyncIte
 
 
 def anthropic_error(problem: RequestError) -> dict[str, Json]:
-    """An error of Anthropic's interface."""
+    """Build an error object of Anthropic's interface."""
     kind = _KINDS.get(problem.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(problem)}}
 
@@ -592,7 +592,7 @@ ANTHROPIC = Wire("v1/messages", read_anthropic, write_anthropic, stream_anthropi
 
 
 def _messages_anthropic(rows: Sequence[Json]) -> list[Message]:
-    """Turns as messages; answers to calls, which stand in a user's turn, are messages of their own before its text."""
+    """Convert turns to messages; tool results in a user's turn become separate messages before its text."""
     found: list[Message] = []
     for index, row in enumerate(rows):
         where = f"messages[{index}]"

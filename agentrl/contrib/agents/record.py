@@ -1,4 +1,4 @@
-"""Brief an agent, clean what it writes, order its tool calls, and record its episode."""
+"""Describe the task to an agent, sanitize its texts, order its tool calls, and record its episode."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from agentrl.env.toolbox import to_text
 from agentrl.env.users import record_result
 
 MODEL = "policy"
-"""The name of the model; any other name means the same one."""
+"""Name of the model; any other name is accepted too."""
 
 
 class ServedEpisode(Protocol):
-    """The services of an episode for its agent."""
+    """An episode's services for its agent."""
 
     def schemas(self) -> list[dict[str, Json]]: ...
 
@@ -33,10 +33,10 @@ class ServedEpisode(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """One episode: its task as the environment puts it, and where the model, the tools and the user are.
+    """The description of one episode for its agent: the task, and the addresses of model, tools and user.
 
-    `messages`: the environment's opening messages. `tools`: its function schemas, of which an agent with tools of its own gets
-    none. `tools_url`: the MCP server, None without one; `user_url`: where to talk with the user, None if the agent cannot.
+    `messages`: the environment's opening messages. `tools`: its function schemas; empty for an agent with its own tools.
+    `tools_url`: the MCP server, or None; `user_url`: address of the user, or None if the agent cannot talk to one.
     """
 
     episode: str
@@ -50,11 +50,11 @@ class Brief:
 
     @property
     def prompt(self) -> str:
-        """The user's request: the text of the last opening message."""
+        """The user's request: text of the last opening message."""
         return self.messages[-1].content if self.messages else ""
 
     def task(self) -> dict[str, Json]:
-        """The task as JSON: `prompt`, `messages` in OpenAI's form, and `tools`."""
+        """Return the task as JSON: `prompt`, `messages` in OpenAI's form, and `tools`."""
         return {
             "episode": self.episode,
             "prompt": self.prompt,
@@ -63,12 +63,12 @@ class Brief:
         }
 
     def to_json(self) -> dict[str, Json]:
-        """Everything, as an agent behind a URL gets it."""
+        """Return everything, for an agent behind a URL."""
         urls = {"openai_base_url": self.openai_url, "anthropic_base_url": self.anthropic_url, "api_key": self.key}
         return {**self.task(), "model": MODEL, **urls, "mcp_url": self.tools_url, "user_url": self.user_url}
 
     def variables(self) -> dict[str, str]:
-        """Everything, as environment variables; those of the task in full are `AGENTRL_TASK`."""
+        """Return everything as environment variables; `AGENTRL_TASK` is the whole task."""
         found = {
             "OPENAI_BASE_URL": self.openai_url,
             "OPENAI_API_KEY": self.key,
@@ -85,8 +85,7 @@ class Brief:
 
 @dataclass(slots=True)
 class Outcome:
-    """End of an agent's program. `output`: what it gives as its answer, None if nothing; `failure`: why it counts as failed,
-    None if it ended as it should."""
+    """End of an agent's program. `output`: its answer, or None; `failure`: the reason why it failed, or None."""
 
     output: str | None = None
     failure: str | None = None
@@ -96,12 +95,12 @@ MASK = "[key]"
 
 
 def text_of(value: str, key: str | None = None) -> str:
-    """A text with `key`, None for none, as `MASK`, and each lone surrogate as U+FFFD."""
+    """Replace `key`, if given, by `MASK`, and lone surrogates by U+FFFD."""
     return to_text(value.replace(key, MASK) if key else value)
 
 
 class Gate:
-    """Calls of parallel tools share it; any other call has it for itself. In the order in which they came."""
+    """A readers-writer lock in order of arrival: calls of parallel tools share it, other calls hold it alone."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -111,8 +110,8 @@ class Gate:
 
     @asynccontextmanager
     async def hold(self, shared: bool) -> AsyncIterator[None]:
-        """Inside, only other `shared` holders are there too, or nobody."""
-        async with self._turn:  # held while waiting, so that a call that wants to be alone is not overtaken for ever
+        """Hold the lock, with other `shared` holders or alone."""
+        async with self._turn:  # also while waiting, so that an exclusive call is not overtaken forever
             if not shared:
                 await self._empty.wait()
                 yield
@@ -128,32 +127,32 @@ class Gate:
 
 
 class Record:
-    """Keeps the environment's record abreast of the endpoint's session.
+    """Synchronizes the environment's record with the endpoint's session.
 
-    A turn is what the policy sampled once. Its results are those of the calls that the agent made of it in the environment;
-    of any other call of the turn, what the agent showed the policy as its answer. A call that the policy did not sample (one of
-    the agent's own, or of code that the policy wrote) is added to the turn after which it was made.
+    A turn is one generation of the policy. Its results are those of the agent's calls in the environment; for other calls of the
+    turn, the results that the agent showed the policy. A call that the policy did not sample (by the agent itself, or by code
+    that the policy wrote) is added to the preceding turn.
     """
 
     def __init__(self, env: ToolEnv, session: AgentSession) -> None:
         self._env, self._session = env, session
         self._taken = 0
-        self._read: Counter[int] = Counter()  # of each ledger's conversation, so many messages are in the record
-        self._calls: dict[str, Turn] = {}  # by id, those that the agent has not made yet
+        self._read: Counter[int] = Counter()  # per ledger: messages of its conversation that are recorded
+        self._calls: dict[str, Turn] = {}  # by id, calls that the agent has not made yet
         self._own = 0
         self.cut = False
-        """Return True if the last sampled turn was cut short, so that nobody answers it."""
+        """True if the last sampled turn was truncated, so that its calls are not answered."""
         self._heard: Counter[str] = Counter()
 
     def catch_up(self) -> None:
-        """Record the turns that were sampled since the last time."""
+        """Record the turns sampled since the last call."""
         for turn in self._session.turns[self._taken :]:
             self._taken += 1
-            # The conversation before this turn: results of calls that were not made in the environment, and, in a conversation
-            # that goes on, whatever else the agent said.
+            # The conversation before this turn: results of calls outside of the environment, and, in a continued conversation,
+            # other messages of the agent.
             conversation = self._session.conversations[turn.ledger]
             fresh = self._read[turn.ledger] == 0
-            at = len(conversation) - 1  # the turn itself: another one of this ledger is asked for only after this was called
+            at = len(conversation) - 1  # the turn itself: this runs before another turn of this ledger is requested
             for message in conversation[self._read[turn.ledger] : at]:
                 if message.role == "tool":
                     self._result(message)
@@ -168,16 +167,16 @@ class Record:
             for call in turn.message.tool_calls:
                 if self.cut:
                     continue
-                if call.arguments is None:  # no agent gets to see it as a call
+                if call.arguments is None:  # the agent does not see it as a call
                     problem = Problem("malformed_call", call.error or "the call is not valid JSON")
                     text = self._env.toolbox.refusal(call, problem)
                     turn.results.append(ToolResult(call.id, call.name, text, None, problem.kind))
                 else:
                     self._calls[call.id] = turn
 
-    def asked_for(self, name: str, arguments: dict[str, Json]) -> tuple[Turn, ToolCall]:
-        """The turn that a call belongs to, and the call as the policy sampled it, with the arguments as they came: those of the
-        newest turn first, an equal call before one of the same tool."""
+    def match_call(self, name: str, arguments: dict[str, Json]) -> tuple[Turn, ToolCall]:
+        """Find the sampled call that the agent makes, and its turn: the newest turn first, equal arguments before the same tool.
+        Returns the call with the agent's arguments."""
         waiting = [
             (turn, call)
             for turn in reversed(self._env.trajectory.turns)
@@ -195,19 +194,19 @@ class Record:
         record.messages[at] = turn.message = replace(turn.message, tool_calls=(*turn.message.tool_calls, call))
         return turn, call
 
-    def said(self, text: str) -> Turn:
-        """The turn that says this to the user: the newest, if it is what the policy just said, else one of its own."""
+    def record_message(self, text: str) -> Turn:
+        """Return the turn of a message to the user: the newest one if it has this text, else a new one."""
         turns = self._env.trajectory.turns
         if turns and turns[-1].message.content.strip() == text.strip() and not turns[-1].message.tool_calls:
             return turns[-1]
         return self._add(Message("assistant", text))
 
-    def heard(self, replies: Sequence[Message]) -> None:
-        """The user said this; the agent will pass it on to the policy."""
+    def record_replies(self, replies: Sequence[Message]) -> None:
+        """Remember the user's replies, which the agent will pass on to the policy."""
         self._heard.update(message.content for message in replies)
 
     def answer(self, output: str | None) -> Turn | None:
-        """The turn that ends the episode: the newest, or one with `output` if that is something else; None if the agent stopped
+        """Return the turn that ends the episode: the newest, or one with `output` if that differs; None if the agent stopped
         after a call."""
         turns = self._env.trajectory.turns
         last = turns[-1].message
@@ -223,7 +222,7 @@ class Record:
         record_result(self._env.trajectory, turn, ToolResult(call.id, call.name, message.content, message.content))
 
     def _add(self, message: Message) -> Turn:
-        """A turn that the policy did not sample."""
+        """Add a turn that the policy did not sample."""
         turn = Turn(len(self._env.trajectory.turns), message)
         self._env.record_turn(turn)
         return turn

@@ -1,4 +1,4 @@
-"""Checks of a run whose episodes an agent plays, and its rehearsal."""
+"""Checks before a run with an agent, and a rehearsal of an episode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ANSWERS_WITHIN = 10.0
 
 @RUN_CHECKS.register("agents")
 def check_agents(start: RunStart) -> list[str]:
-    """Raise a UserError if [agent] names no agent that is there, or something else of the config cannot go with one."""
+    """Raise a UserError if the agent of [agent] does not exist, or is incompatible with other settings."""
     for env in start.config.envs:
         with start.alone(env) as one:
             if one.config.agent is not None:
@@ -43,7 +43,7 @@ def _check_agent(start: RunStart, agent: AgentConfig) -> None:
         address = resolve_references(agent.url, "agent.url")
         exempt_own(address)
         try:
-            httpx.get(address, timeout=_ANSWERS_WITHIN)  # whatever it answers: only a POST is an episode
+            httpx.get(address, timeout=_ANSWERS_WITHIN)  # any answer will do: only a POST starts an episode
         except httpx.HTTPError as problem:
             fault = f"{type(problem).__name__}: {problem}{through_proxy(address)}"
             raise ResourceError(f"agent.url: {agent.url} does not answer: {fault}") from problem
@@ -58,7 +58,7 @@ def _check_agent(start: RunStart, agent: AgentConfig) -> None:
     built = start.env.build()
     try:
         _check_calls(built)
-        if not built.has_user:  # some environments have one only once a task is set up
+        if not built.has_user:  # some environments have one only after a reset
             run_sync(built.areset(seed=0, options={"split": built.splits[0]}))
         if built.has_user and not agent.user:
             raise ConfigError(
@@ -71,7 +71,7 @@ def _check_agent(start: RunStart, agent: AgentConfig) -> None:
 
 @RUN_CHECKS.register("agent_rehearsal", traits={"plan"})
 def rehearse_agents(start: RunStart) -> list[str]:
-    """A line about a rehearsed episode of each agent of a run that is not planned for other machines."""
+    """Describe a rehearsed episode of each agent, unless the run is planned for other machines."""
     lines = []
     for env in [] if is_planned() else start.config.envs:
         with start.alone(env) as one:
@@ -80,8 +80,8 @@ def rehearse_agents(start: RunStart) -> list[str]:
 
 
 def rehearse(start: RunStart) -> str:
-    """One episode of the agent of a run's only environment, on a scripted policy, which plays the task's gold turns if there
-    are any: what came of it, in a line. Raises ConfigError, with what the agent wrote, if it failed by itself."""
+    """Run one episode of the agent with a scripted policy, which samples the task's gold turns if there are any; describe its
+    outcome. Raises ConfigError, with the agent's output, if the agent failed."""
     config = start.config
     inputs, env = start.inputs(), start.env.build()
     agents, renderer = agents_of(config.agent, inputs.tokenizer), renderer_of(config.model, inputs.tokenizer)
@@ -114,7 +114,7 @@ def rehearse(start: RunStart) -> str:
 
 
 class Scripted(Engine):
-    """Samples the given turns one after the other, and then the last one again."""
+    """Samples the given turns in order, then repeats the last one."""
 
     def __init__(self, renderer: Renderer, turns: Sequence[Message]) -> None:
         self._turns = [renderer.assistant(turn) for turn in turns]
@@ -135,7 +135,7 @@ class Scripted(Engine):
 
 
 def _check_calls(env: ToolEnv) -> None:
-    """An agent makes its calls one by one, so what an environment does with whole steps would never happen."""
+    """Raise ConfigError if the environment acts on whole steps, because an agent makes its calls one by one."""
     layer = env
     while True:
         base: type[ToolEnv] = ToolWrapper if isinstance(layer, ToolWrapper) else ToolEnv

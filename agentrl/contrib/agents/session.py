@@ -1,4 +1,4 @@
-"""One session of the endpoint: an agent's conversations as token ledgers, whatever protocol it speaks."""
+"""One endpoint session: an agent's conversations recorded as token ledgers, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 def refusal_of(problem: Exception) -> RequestError:
-    """Any failure of a request, as the client hears of it. A prompt that is too long is the client's (a server's error would
-    make it try again); what fails in the engine is the server's."""
+    """Convert a failure into the error that the client gets. A too long prompt is the client's error (it would retry a server
+    error); engine failures are the server's."""
     if isinstance(problem, RequestError):
         return problem
     if isinstance(problem, PromptTooLongError):
@@ -44,13 +44,12 @@ def refusal_of(problem: Exception) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request: a conversation to be continued, and how.
+    """A request: a conversation to continue, with options.
 
-    `tools`: function schemas in the form of OpenAI's chat completions. `max_tokens`, `seed`: None leaves them to the run.
-    `choices`: how many answers. `schema`: what an answer that is no call must fit as JSON, if that is not None. `schema_field`
-    and `stop_field`: the request's names for these. `calls`: whether the turn must be a call; `only`: of this tool. `single`:
-    at most one call a turn. `other`: sampling that the request asks for, in place of which the run's own is used.
-    """
+    `tools`: function schemas as in OpenAI's chat completions. `max_tokens`, `seed`: None uses the run's. `choices`: number of
+    answers. `schema`: JSON Schema of an answer without a call, or None. `schema_field`, `stop_field`: the request's names of
+    these. `calls`: the turn must be a call; `only`: of this tool. `single`: at most one call per turn. `other`: requested
+    sampling parameters, which are ignored in favour of the run's."""
 
     messages: list[Message]
     tools: list[dict[str, Json]] = field(default_factory=list)
@@ -69,20 +68,20 @@ class Ask:
 
 
 def in_order(messages: Sequence[Message]) -> list[Message]:
-    """The same with the results of each turn in the order of its calls, and named as these, for templates that write no ids."""
+    """Order the results of each turn by its calls, and add their names, for templates that write no ids."""
     return list(pair_results(messages, strict=False))
 
 
 def identity(message: Message) -> str:
-    """A key that is equal for equal messages of a history, however a client writes them on the way back. Without reasoning,
-    which clients drop, and the white space around an assistant's text, which some strip."""
+    """Return a key that is equal for equal messages of a history, however a client sends them back. It ignores reasoning, which
+    clients drop, and white space around an assistant's text, which some strip."""
     calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
     content = message.content.strip() if message.role == "assistant" else message.content
     return json.dumps([message.role, content, calls, message.tool_call_id], sort_keys=True)
 
 
 def cut(message: Message, texts: Sequence[str]) -> tuple[Message, str | None]:
-    """A turn that a stop string ended, without it and whatever follows it in the last token; and the stop string."""
+    """Cut a turn at its first stop string, with the rest of the last token; returns the message and the stop string."""
     reasoning, content = message.reasoning or "", message.content
     found = min(((at, text) for text in texts if (at := content.find(text)) >= 0), default=None)
     if found is None:
@@ -97,8 +96,8 @@ def cut(message: Message, texts: Sequence[str]) -> tuple[Message, str | None]:
 
 @dataclass(frozen=True, slots=True)
 class ServedPolicy:
-    """The policy that answers the requests of all sessions. `sampling`: the run's; its `max_tokens` is a turn's limit.
-    `decode`: the tokenizer's, None without one. `warned`: fields of requests that were said to be ignored."""
+    """The policy that answers all sessions. `sampling`: the run's; its `max_tokens` limits a turn. `decode`: the tokenizer's, or
+    None. `warned`: ignored request fields that were already logged."""
 
     engine: Engine
     renderer: Renderer
@@ -109,9 +108,9 @@ class ServedPolicy:
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """One conversation as it went on, and the ledger that holds it as tokens. `key`: its name for the engine. `shown`: the
-    messages as the client sees them, by `identity`; `messages` as they are in the ledger, the last one sampled last, the
-    first `begun` of them its beginning. `last`: the token that ended the last turn. `busy`: requests that continue it now."""
+    """One conversation and the ledger with its tokens. `key`: its request key for the engine. `shown`: identities of the messages
+    as the client sees them; `messages`: as in the ledger, the last one sampled last, the first `begun` of them its start. `last`:
+    the token that ended the last turn. `busy`: number of requests that continue it now."""
 
     key: str
     tools: str
@@ -126,7 +125,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Position of the next turn: behind the first `keep` tokens of `parent`'s ledger, or in a new ledger (`parent` is None).
+    """Position of the next turn: after the first `keep` tokens of `parent`'s ledger, or in a new ledger (`parent` is None).
     `prompt`: all ids before it."""
 
     parent: Branch | None
@@ -136,14 +135,14 @@ class Position:
 
     @property
     def routed_tokens(self) -> int:
-        """Number of the prompt's first tokens that have experts already."""
+        """Number of leading prompt tokens with recorded experts."""
         return 0 if self.parent is None else min(self.parent.ledger.routed_tokens, self.keep)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice: the turn as the client sees it, its samples, the number of prompt tokens, its number in the
-    session, and the stop string that ended it."""
+    """One choice: the turn as the client sees it, its samples, the number of prompt tokens, its number in the session, and the
+    stop string that ended it."""
 
     message: Message
     generation: Generation
@@ -153,8 +152,8 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """Tokens of a choice as they were sampled, and what they add to the text that its content begins with."""
+class SampledPart:
+    """Sampled tokens of a choice, and the text that they add to its content."""
 
     choice: int
     text: str
@@ -162,22 +161,22 @@ class Heard:
     logprobs: Sequence[float]
 
 
-Hear = Callable[[Heard], None]
+Emit = Callable[[SampledPart], None]
 
 
 class AgentSession:
-    """All requests of one agent's episode. A request that continues an earlier answer goes on in that ledger; any other
-    (another agent of the same episode, a changed history, a second choice) has a ledger of its own. Each sampled token is
-    marked as sampled in exactly one ledger.
+    """All requests of one agent's episode. A request that continues an earlier answer extends its ledger; any other (another
+    agent of the episode, a changed history, a second choice) gets its own. Each sampled token is marked as sampled in exactly one
+    ledger.
 
-    `turns`: all answers in the order in which they came to be, with the place of their last token. `failure`: what the engine
-    last failed with, None if it never did. `other`: sampling that requests asked for; the run's own was used instead,
-    and how many asked for it. `requests`: those that were answered or failed. `kept`: conversations by the ids of responses that
-    ended them, for protocols in which a request names the one that it continues.
+    `turns`: all answers in chronological order, with the position of their last token. `failure`: the engine's last failure, or
+    None. `other`: requested sampling parameters that were ignored, with counts. `requests`: number of answered or failed
+    requests. `kept`: conversations by the id of the response that ended them, for protocols in which a request names the one that
+    it continues.
     """
 
     def __init__(self, name: str, served: ServedPolicy, *, seed: int | None = None) -> None:
-        """`seed`: of all that is sampled here; None for chance."""
+        """`seed`: of all sampling here; None: random."""
         self.name = name
         self.turns: list[Turn] = []
         self.failure: EngineError | None = None
@@ -193,7 +192,7 @@ class AgentSession:
 
     @property
     def ledgers(self) -> list[TokenLedger]:
-        """Sampled tokens with their prompts; `Turn.ledger` counts in it."""
+        """Ledgers of sampled tokens with their prompts; `Turn.ledger` is an index into it."""
         return [branch.ledger for branch in self._branches]
 
     @property
@@ -203,31 +202,31 @@ class AgentSession:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation that was answered last; empty before the first answer."""
+        """The most recently answered conversation; empty before the first answer."""
         return [] if self._newest is None else list(self._newest.messages)
 
     def ledger_of_request(self, key: str) -> int | None:
-        """The number of the ledger that the engine's request of this name goes on in; None if it begins another."""
+        """Return the index of the ledger that an engine request with this key continues, or None."""
         return next((number for number, branch in enumerate(self._branches) if branch.key == key), None)
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling parameters of its turns; `max_tokens` is a turn's limit."""
+        """Sampling parameters of its turns; `max_tokens` limits a turn."""
         return self._served.sampling
 
-    def begin(self, ask: Ask, hear: Hear | None = None) -> asyncio.Task[list[Answer]]:
-        """Answer a request, in a task that `close` ends; see `answer`."""
+    def begin(self, ask: Ask, emit: Emit | None = None) -> asyncio.Task[list[Answer]]:
+        """Start `answer` as a task that `close` cancels."""
         if self._closed:
             raise RequestError(f"session {self.name} is over", status=404, code="session_not_found")
-        return self._running.start(self.answer(ask, hear), f"a request of session {self.name}")
+        return self._running.start(self.answer(ask, emit), f"a request of session {self.name}")
 
     async def close(self) -> None:
-        """End turns in progress without a record, and refuse new ones."""
+        """Cancel turns in progress without recording them, and refuse new ones."""
         self._closed = True
         await self._running.close()
 
-    async def answer(self, ask: Ask, hear: Hear | None = None) -> list[Answer]:
-        """Sample each choice and record it; `hear` gets all that is sampled meanwhile.
+    async def answer(self, ask: Ask, emit: Emit | None = None) -> list[Answer]:
+        """Sample each choice and record it; `emit` receives tokens as they are sampled.
 
         Raises EngineError, RenderError or RequestError; the ledgers are then unchanged.
         """
@@ -245,13 +244,13 @@ class AgentSession:
         began = time.monotonic()
         try:
             position = await self._position(ask, parent, renderer)
-            # The engine's name of a conversation stays, so that its cache is found.
+            # Keep the engine's key of a conversation, so that it hits the prefix cache.
             keys = [parent.key] if parent is not None and parent.busy == 1 else []
             while len(keys) < ask.choices:
                 keys.append(f"{self.name}/{self._keys}")
                 self._keys += 1
             seeds = [self._seed_of(ask, number, choice) for choice in range(ask.choices)]
-            told = [_teller(choice, reader_of(renderer, ask.stop), hear) for choice in range(ask.choices)] if hear else None
+            told = [_listener(choice, reader_of(renderer, ask.stop), emit) for choice in range(ask.choices)] if emit else None
             routed = None if sampling.experts_from is None else position.routed_tokens
             asked = [replace(sampling, seed=seed, experts_from=routed) for seed in seeds]
             generations = await self._sample(position, asked, keys, told)
@@ -264,7 +263,7 @@ class AgentSession:
             if parent is not None:
                 parent.busy -= 1
         seconds = time.monotonic() - began
-        # Nothing is awaited from here on: all choices are recorded, or none.
+        # No await from here on: all choices are recorded, or none.
         choices = zip(keys, generations, messages, strict=True)
         return [self._record(ask, position, key, one, message, seconds) for key, one, message in choices]
 
@@ -273,21 +272,21 @@ class AgentSession:
 
     async def _position(self, ask: Ask, parent: Branch | None, renderer: Renderer) -> Position:
         if parent is None:
-            # Calls that were sampled here say so: a template may drop what the policy said next to them.
+            # Restore the raw text of calls sampled here: a template may drop text next to calls.
             raw = {call.id: call.raw for turn in self.turns for call in turn.message.tool_calls}
             messages = [
                 replace(one, tool_calls=tuple(replace(call, raw=raw.get(call.id, "")) for call in one.tool_calls))
                 for one in ask.messages
             ]
             return Position(None, 0, await renderer.astart(messages, ask.tools), len(messages))
-        # All of it before the await: another request may continue the parent meanwhile.
+        # Read everything before the await: another request may extend the parent during it.
         ids, fresh = parent.ledger.ids(), ask.messages[len(parent.shown) :]
         suffix = await renderer.aextend(parent.finish, fresh, parent.last)
         return Position(parent, len(ids), [*ids, *suffix], parent.begun)
 
     def _parent(self, ask: Ask, renderer: Renderer) -> Branch | None:
-        """The longest branch whose messages the request repeats and to which it then adds only answers; of several such the
-        first that no other request continues at the moment."""
+        """Return the longest branch that the request repeats and extends only by messages other than the assistant's; of several,
+        the least busy one."""
         history, messages = [identity(message) for message in ask.messages], ask.messages
         tools = json.dumps(ask.tools, sort_keys=True)
         fitting = [
@@ -304,7 +303,7 @@ class AgentSession:
     async def _sample(
         self, position: Position, samplings: Sequence[Sampling], keys: Sequence[str], told: Sequence[OnTokens] | None
     ) -> list[Generation]:
-        """One turn for each key; if one fails, the others are given up."""
+        """Sample one turn per key; if one fails, cancel the others."""
         engine, prompt = self._served.engine, position.prompt
         turns = (
             [engine.generate(prompt, one, key) for one, key in zip(samplings, keys, strict=True)]
@@ -325,14 +324,14 @@ class AgentSession:
     def _record(self, ask: Ask, position: Position, key: str, generation: Generation, parsed: Message, seconds: float) -> Answer:
         turn = len(self.turns)
         message = number_calls(parsed, turn)
-        # The client sees as text what is no call for it: one that is malformed, or of a tool where none was offered.
+        # Calls that the client cannot see as such become text: malformed ones, or without offered tools.
         calls = tuple(call for call in message.tool_calls if call.arguments is not None and ask.tools)
         rest = [call.raw for call in message.tool_calls if call.arguments is None or not ask.tools]
         shown = replace(message, content="\n".join(part for part in (message.content, *rest) if part), tool_calls=calls)
         stopped = None
         if generation.finish == "stop_string" and ask.stop:
             shown, stopped = cut(shown, ask.stop)
-            # White space that ended the turn is nowhere in what was parsed.
+            # A stop string of white space is missing in the parsed text.
             stopped = stopped or (None if ask.single and shown.tool_calls else ask.stop[0])
         branch = self._branch(position, key, json.dumps(ask.tools, sort_keys=True))
         try:
@@ -340,7 +339,7 @@ class AgentSession:
             branch.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
             if generation.experts is not None:
                 branch.ledger.add_experts(position.routed_tokens, generation.experts)
-        except ValueError as fault:  # what a ledger refuses only an engine can have made
+        except ValueError as fault:  # only a faulty engine makes what a ledger refuses
             self.failure = EngineError(f"turn {turn} of session {self.name}: {fault}")
             raise self.failure from None
         branch.shown = [*map(identity, ask.messages), identity(shown)]
@@ -355,7 +354,7 @@ class AgentSession:
         return Answer(shown, generation, len(position.prompt), turn, stopped)
 
     def _branch(self, position: Position, key: str, tools: str) -> Branch:
-        """The branch that a turn is appended to: its parent, or a fork of it if another turn went on there meanwhile."""
+        """Return the branch to append a turn to: its parent, or a fork of it if another turn has extended that."""
         parent = position.parent
         if parent is not None and len(parent.ledger) == position.keep:
             return parent
@@ -364,14 +363,14 @@ class AgentSession:
         return self._branches[-1]
 
     async def _sampling(self, ask: Ask) -> Sampling:
-        """The run's sampling, with what a request may choose."""
+        """Return the run's sampling parameters with the request's permitted changes."""
         own, renderer = self._served.sampling, self._served.renderer
         most = own.max_tokens if ask.max_tokens is None else min(ask.max_tokens, own.max_tokens)
         sampling = replace(own, max_tokens=most, stop_token_ids=renderer.stop_token_ids)
         if ask.logprobs and self._served.decode is None:
             raise RequestError("logprobs: not supported by this server: it was made without a tokenizer (decode=...)")
         if ask.stop:
-            sampling = await self._able(replace(sampling, stop=ask.stop), ask.stop_field)
+            sampling = await self._check_supported(replace(sampling, stop=ask.stop), ask.stop_field)
         if ask.schema is not None or ask.calls:
             key = "tool_choice" if ask.calls else ask.schema_field
             tools = [tool for tool in ask.tools if ask.only in (None, tool["function"]["name"])]
@@ -379,24 +378,24 @@ class AgentSession:
                 grammar = grammar_of(renderer, None if ask.calls else ask.schema, tools, not ask.single and ask.only is None)
             except RenderError as problem:
                 raise RequestError(f"{key}: {problem}") from None
-            sampling = await self._able(replace(sampling, grammar=grammar), key)
+            sampling = await self._check_supported(replace(sampling, grammar=grammar), key)
         elif ask.single and ask.tools:
             known = SYNTAXES.get(renderer.syntax)
             if known is None or not known.close:
                 raise RequestError("parallel_tool_calls: false is not supported: nothing ends a single call of this model")
-            sampling = await self._able(replace(sampling, stop=(*ask.stop, known.close)), "parallel_tool_calls")
+            sampling = await self._check_supported(replace(sampling, stop=(*ask.stop, known.close)), "parallel_tool_calls")
         return sampling
 
-    async def _able(self, sampling: Sampling, field: str) -> Sampling:
-        """Raises RequestError, which names the field, if the engine cannot sample so."""
-        # In a thread, since the engine may have to read its tokenizer first.
+    async def _check_supported(self, sampling: Sampling, field: str) -> Sampling:
+        """Return `sampling`. Raises RequestError, which names the field, if the engine does not support it."""
+        # In a thread, as the engine may have to load its tokenizer first.
         if reason := await in_thread("load", self._served.engine.refusal, sampling):
             raise RequestError(f"{field}: {reason.partition(': ')[2]}")
         return sampling
 
     def _seed_of(self, ask: Ask, number: int, choice: int) -> int | None:
-        """A session's seed is mixed into the request's: the members of a group, whose agents may all ask with the same seed,
-        must not sample the same tokens."""
+        """Mix the session's seed into the request's: agents of a group may all send the same seed, but must not sample the same
+        tokens."""
         if self._seed is None:
             return ask.seed if ask.seed is None or not choice else derive(ask.seed, "choice", choice)
         if ask.seed is None:
@@ -404,25 +403,25 @@ class AgentSession:
         return derive(self._seed, "seed", ask.seed, choice)
 
 
-def _teller(choice: int, reader: TurnReader, hear: Hear) -> OnTokens:
-    return lambda token_ids, logprobs: hear(Heard(choice, reader.read(token_ids), token_ids, logprobs))
+def _listener(choice: int, reader: TurnReader, emit: Emit) -> OnTokens:
+    return lambda token_ids, logprobs: emit(SampledPart(choice, reader.read(token_ids), token_ids, logprobs))
 
 
-# Streams
+# Streaming
 
 
 class Live:
-    """One request. All that is heard of a choice's text is together the content of its message."""
+    """One streamed request. The text pieces of a choice add up to the content of its message."""
 
     def __init__(self, session: AgentSession, ask: Ask) -> None:
-        self._queue: asyncio.Queue[Heard | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[SampledPart | None] = asyncio.Queue()
         self._told = [""] * ask.choices
-        self._first: Heard | None = None
+        self._first: SampledPart | None = None
         self._task = session.begin(ask, self._queue.put_nowait)
         self._task.add_done_callback(lambda _: self._queue.put_nowait(None))
 
-    async def begun(self) -> None:
-        """Return once something was sampled. Raises what the request fails with before: a stream has begun with status 200."""
+    async def wait_for_start(self) -> None:
+        """Wait for the first sample. Raises the request's error if it fails before: a stream begins with status 200."""
         try:
             self._first = await self._queue.get()
         except asyncio.CancelledError:
@@ -431,10 +430,9 @@ class Live:
         if self._first is None:
             self.answers()
 
-    async def heard(self) -> AsyncIterator[Heard]:
-        """Sampled parts, until the end, and then the rest of each content, without tokens. If the reader goes away the request is
-        ended: nobody would see the tokens. Raises what the request failed with, and RequestError for a tokenizer whose later
-        tokens change the text of earlier ones."""
+    async def parts(self) -> AsyncIterator[SampledPart]:
+        """Yield sampled parts, then the rest of each content without tokens. Cancels the request if the reader stops. Raises the
+        request's error, and RequestError if the tokenizer's later tokens change earlier text."""
         try:
             item = self._first
             while item is not None:
@@ -447,10 +445,10 @@ class Live:
             if not answer.message.content.startswith(told):
                 raise RequestError("the streamed text is not how the message begins; ask without stream", status=500)
             if rest := answer.message.content[len(told) :]:
-                yield Heard(choice, rest, [], [])
+                yield SampledPart(choice, rest, [], [])
 
     def answers(self) -> list[Answer]:
-        """All choices, once all was heard. Raises what the request failed with."""
+        """Return all choices after the stream has ended. Raises the request's error."""
         if self._task.cancelled():
             raise RequestError("the session is over", status=404, code="session_not_found")
         return self._task.result()

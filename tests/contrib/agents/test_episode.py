@@ -418,13 +418,13 @@ def test_a_user_s_own_calls_are_recorded_and_too_many_cut_the_episode_of_an_agen
 
 
 def test_a_session_reads_neither_tools_nor_model_of_another() -> None:
-    doors: list[Episode] = []
-    both = asyncio.Barrier(2)  # at the start both episodes are open, and none ends before the other one has tried its doors
+    served: list[Episode] = []
+    both = asyncio.Barrier(2)  # at the start both episodes are open, and none ends before the other one has tried its served
 
     async def nosy(episode: Episode) -> None:
-        doors.append(episode)
+        served.append(episode)
         await both.wait()
-        (other,) = (one for one in doors if one is not episode)
+        (other,) = (one for one in served if one is not episode)
         tools = [str(one.mcp_url) for one in (episode, other)]
         try:
             async with client_of(episode) as client:
