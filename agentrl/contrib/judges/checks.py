@@ -1,4 +1,4 @@
-"""Checks of judges before a run: their budget, the models on engines of the run's own, and those behind an API."""
+"""Checks of judges before a run: budget, models on the run's own engines, and models behind an API."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ Paid = tuple[LeafNode, JudgeLeaf, list[Mapping[str, Json]], bool, bool]
 
 
 def paid_nodes(scorer: Scorer) -> Iterator[Paid]:
-    """The nodes of a spec that ask judges behind an API: each with its leaf, each `when` that it is below, whether it asks once a
-    turn, and whether it is in a branch of a gate."""
+    """Yield a spec's nodes that ask judges behind an API: node, leaf, enclosing `when`s, whether it asks per turn, and whether it
+    is in a branch of a gate."""
 
     def visit(node: Node, whens: list[Mapping[str, Json]], parts: bool, gated: bool) -> Iterator[Paid]:
         whens = whens if node.mods.when is None else [*whens, node.mods.when]
@@ -59,9 +59,9 @@ def paid_nodes(scorer: Scorer) -> Iterator[Paid]:
 
 
 def questions(scorer: Scorer, max_turns: int) -> tuple[int, int]:
-    """Bounds on the number of distinct questions of an episode of `max_turns` turns, to judges that are paid: the fewest unless
-    it is unscored or identical to another episode (verdicts are cached), the most if every branch is taken."""
-    least, most = Counter[str](), Counter[str]()  # by key, because equal nodes ask the same question, which is answered once
+    """Bound the number of distinct paid questions per episode of `max_turns` turns: the minimum of a scored episode unlike any
+    other (verdicts are cached), and the maximum with every branch taken."""
+    least, most = Counter[str](), Counter[str]()  # by key: equal nodes ask the same question, once
     for node, _, whens, parts, gated in paid_nodes(scorer):
         most[node.key] = max(most[node.key], max_turns if parts else 1)
         least[node.key] = max(least[node.key], int(not whens and not gated))
@@ -69,9 +69,8 @@ def questions(scorer: Scorer, max_turns: int) -> tuple[int, int]:
 
 
 def check_budget(start: RunStart) -> None:
-    """Raise ConfigError if `reward.judge.calls` cannot last to the end of the run; warn in the log if it may not. Of several
-    environments training may be on that which asks least, or on that which asks most.
-    """
+    """Raise ConfigError if `reward.judge.calls` is too low for the run; log a warning if it may be. With several environments,
+    training may be only on the one that asks least, or most."""
     config = start.config
     if (budget := config.reward.judge.calls) is None:
         return
@@ -101,12 +100,12 @@ def check_budget(start: RunStart) -> None:
         )
 
 
-# Engines of the run's own
+# The run's own engines
 
 
 @dataclass(frozen=True, slots=True)
 class OwnLeaf:
-    """A leaf that asks a judge of the run's own: where it is in its spec, the judge's name, and the leaf."""
+    """A leaf that asks one of the run's own judges: its place in the spec, the judge's name, and the leaf."""
 
     at: str
     name: str
@@ -114,7 +113,7 @@ class OwnLeaf:
 
 
 def leaves_on_engines(judge: JudgeConfig, scorers: Iterable[Scorer]) -> list[OwnLeaf]:
-    """The leaves of specs that ask a judge of the run's own. Raises ConfigError for one that the config does not have."""
+    """Return the leaves that ask the run's own judges. Raises ConfigError for a judge that the config lacks."""
     engines = judge.engines
     places = ((scorer.name, node) for scorer in scorers for top in scorer.tops for node in walk(top))
     leaves = [
@@ -134,10 +133,9 @@ def leaves_on_engines(judge: JudgeConfig, scorers: Iterable[Scorer]) -> list[Own
 
 @RUN_CHECKS.register("judge")
 def check_judges(start: RunStart) -> list[str]:
-    """Raise ConfigError for a budget that cannot last, for a leaf whose judge is not in the config, for a judge that no leaf asks
-    (in training: an evaluation may be of other environments), for an engine that cannot be a judge's, and for a prompt that
-    leaves no room for a verdict; ModelError for a model that cannot be used. In a plan a folder may lack its weights.
-    """
+    """Raise ConfigError for a too low budget, a leaf whose judge is not in the config, a judge that no leaf asks (in training; an
+    evaluation may be of other environments), an engine without judges, and a prompt that leaves no room for a verdict;
+    ModelError for an unusable model. In a plan a model folder may lack its weights."""
     if start.purpose == "train":
         check_budget(start)
     engines, leaves = start.config.reward.judge.engines, leaves_on_engines(start.config.reward.judge, start.scorers.values())
@@ -172,7 +170,7 @@ def _check_engine(judge: OwnJudge, leaves: list[OwnLeaf], planned: bool) -> None
     try:
         renderer = make_renderer(load_tokenizer(path, trust))
         for found in leaves:
-            # With nothing in its placeholders a prompt is as short as it can be.
+            # A prompt is shortest with empty placeholders.
             messages = [Message("system", found.leaf.system()), Message("user", found.leaf.args["prompt"])]
             prompt, most = len(renderer.start(messages, [])), found.leaf.max_tokens
             if prompt + most > context:
@@ -189,11 +187,11 @@ def _check_engine(judge: OwnJudge, leaves: list[OwnLeaf], planned: bool) -> None
 
 
 def paid_models(run: RunServices, scorers: Mapping[str, Scorer]) -> Iterator[ApiModel]:
-    """The judges behind an API, with the parameters of a verdict; of a benchmark, if one of its tasks asks it by its `when`."""
+    """Yield the judges behind an API with a verdict's parameters; for a benchmark only if a task's `when` allows the leaf."""
     judge = run.config.reward.judge
     for one in run.config.each():
         scorer = scorers[one.the_env.called]
-        # None, unless it is a suite whose parameters stay in the run: then every task of it.
+        # None, unless it is a suite with fixed parameters: then all of its tasks.
         suite = suite_env(EnvRef.of(one.the_env, one.tools)) if scorer.asks else None
         fixed = suite is not None and not any(make_sampler(one.rollout.sampler).variants())
         tasks = [suite.make_task(seed, WHOLE) for seed in range(suite.task_count(WHOLE))] if suite and fixed else None
@@ -212,7 +210,7 @@ def paid_models(run: RunServices, scorers: Mapping[str, Scorer]) -> Iterator[Api
 
 
 def _may_hold(when: Mapping[str, Json], task: Task) -> bool:
-    """Return True if a `when` can be true in an episode of a task: also if it reads more than the task."""
+    """Return True if `when` can be true for a task; also if it reads more than the task."""
     places = [parse_pointer(str(ref["$"])) for _, ref in references(when)]
     if any(place[:2] not in (("task", "data"), ("task", "gold")) for place in places):
         return True

@@ -28,8 +28,8 @@ from agentrl.utils.threads import after_fork, fork_safe, threads
 
 
 class Budget:
-    """Counts calls and dollars over all threads. A call reserves its maximum cost and returns what it did
-    not use, so that concurrent calls cannot overspend together."""
+    """Budget of calls and dollars, shared by all threads. A call reserves its maximum cost and later returns the unused part, so
+    that concurrent calls cannot overspend together."""
 
     def __init__(self, calls: int | None, usd: float | None) -> None:
         self.limit_calls, self.limit_usd = calls, usd
@@ -39,7 +39,7 @@ class Budget:
         self._lock = fork_safe(threading.Lock())
 
     def reserve(self, usd: float | None) -> None:
-        """Reserve one call that costs at most `usd` (None: not known). Raises JudgeBudgetError if it may not be made."""
+        """Reserve one call of at most `usd` (None: unknown). Raises JudgeBudgetError if the budget does not allow it."""
         with self._lock:
             if self.limit_calls is not None and self.calls >= self.limit_calls:
                 raise JudgeBudgetError(f"the budget of {self.limit_calls} judge calls is spent; raise reward.judge.calls")
@@ -53,17 +53,17 @@ class Budget:
             self._reserved += usd or 0.0
 
     def settle(self, reserved: float | None, used: float) -> None:
-        """Release a reservation and count the actual cost."""
+        """Release a reservation and add the actual cost."""
         with self._lock:
             self._reserved -= reserved or 0.0
             self.usd += used
 
 
 class VerdictCache:
-    """A folder of verdicts, which several processes may share; in memory only if there is no folder."""
+    """Verdicts in a folder, which several processes may share, or only in memory."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Raises ConfigError for a folder that cannot be written."""
+        """Raises ConfigError if the folder is not writable."""
         if folder is not None:
             there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
             if not there.is_dir():
@@ -74,8 +74,8 @@ class VerdictCache:
         self._memory: dict[str, Json] = {}
 
     def get(self, key: str, schema: Mapping[str, Any]) -> Json:
-        """The verdict for a key, or None. A file that cannot be read, or whose verdict does not fit `schema`, counts as
-        missing: others write to the folder too."""
+        """Return the verdict of a key, or None, also for a file that is unreadable or does not fit `schema`, since others write
+        to the folder too."""
         if key not in self._memory and self.folder is not None:
             try:
                 verdict = read_json(self._path(key).read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ class VerdictCache:
         return self._memory.get(key)
 
     def put(self, key: str, verdict: Json) -> None:
-        """Store a verdict. It is written to a temporary file and renamed, so that readers never see a partial one."""
+        """Store a verdict, by a temporary file and a rename, so that readers never see a partial one."""
         self._memory[key] = verdict
         if self.folder is None:
             return
@@ -98,7 +98,7 @@ class VerdictCache:
         Path(name).replace(path)
 
     def forget(self) -> None:
-        """Drop the verdicts, unless a folder keeps them."""
+        """Drop the verdicts, unless they are in a folder."""
         if self.folder is None:
             self._memory.clear()
 
@@ -108,12 +108,12 @@ class VerdictCache:
 
 
 class Judge:
-    """A client for all judge leaves of a run: cache, budget, retries, and at most `concurrency` requests at
-    a time. Equal requests made at the same time share one call."""
+    """Client of all judge leaves of a run: cache, budget, retries, at most `concurrency` requests at a time. Concurrent equal
+    requests share one call."""
 
     def __init__(self, settings: JudgeConfig | None = None, *, backoff: float = 0.5) -> None:
-        """`settings`: the section `reward.judge`, by default its defaults. `backoff`: seconds before the second attempt, doubled
-        for each later one."""
+        """`settings`: the section `reward.judge`, or its defaults. `backoff`: seconds before the second attempt, doubled for each
+        later one."""
         self.settings, self._backoff = settings or JudgeConfig(), backoff
         self.cache = VerdictCache(None if self.settings.cache is None else Path(self.settings.cache))
         self.budget = Budget(self.settings.calls, self.settings.usd)
@@ -126,16 +126,16 @@ class Judge:
         self._lock = threading.Lock()
 
     def ask(self, key: str, request: VerdictRequest) -> Verdict:
-        """The verdict, blocking. Raises DependencyError without litellm, JudgeBudgetError if the budget is spent."""
+        """Return the verdict; blocks. Raises DependencyError without litellm, JudgeBudgetError if the budget is spent."""
         return self._submit(key, request).result()
 
     async def aask(self, key: str, request: VerdictRequest) -> Verdict:
-        """As `ask`, without blocking. Cancelling stops the waiting only; the call itself ends by its timeout."""
-        # shield: another caller may share this call and still wait for it.
+        """Return the verdict without blocking. Cancelling only stops the wait; the call ends by its timeout."""
+        # shield: another caller may share this call.
         return await asyncio.shield(asyncio.wrap_future(self._submit(key, request)))
 
     def _submit(self, key: str, request: VerdictRequest) -> Future[Verdict]:
-        if self.settings.args:  # a verdict depends on them, too
+        if self.settings.args:  # a verdict depends on them too
             said = json.dumps([key, dict(self.settings.args)], sort_keys=True, default=str)
             key = hashlib.sha256(said.encode()).hexdigest()
         if (kept := self.cache.get(key, request.schema)) is not None:
@@ -152,7 +152,7 @@ class Judge:
             return running
 
     def _attempts(self, key: str, request: VerdictRequest) -> Verdict:
-        """Up to 1 + retries attempts, with exponential backoff between them."""
+        """Make up to 1 + retries attempts, with exponential backoff."""
         why = ""
         for attempt in range(self.settings.retries + 1):
             if attempt:
@@ -178,7 +178,7 @@ class Judge:
             prices = float(known["input_cost_per_token"]), float(known.get("output_cost_per_token", 0.0))
         if prices is not None:
             characters = sum(len(message["content"].encode()) for message in request.messages)
-            # Two characters a token: few on purpose, for an upper bound.
+            # Two characters per token: an upper bound on tokens.
             reserved = characters / 2 * prices[0] + request.max_tokens * prices[1]
         errors, asked = importlib.import_module("openai"), judge_call(self.settings, request)
         self.budget.reserve(reserved)
@@ -198,7 +198,7 @@ class Judge:
 
 
 def judge_call(settings: JudgeConfig, request: VerdictRequest) -> dict[str, Any]:
-    """The keyword arguments of a judge's call of litellm's: what a model does not take is left out."""
+    """Build the arguments of litellm's call; litellm drops those that the model does not support."""
     form = {"name": "verdict", "schema": dict(request.schema), "strict": True}
     own = {
         **NO_RETRIES,

@@ -1,4 +1,4 @@
-"""Judges on engines of the run's own (`reward.judge.engines`): verdicts of models whose weights stay as they are."""
+"""Judges on the run's own engines (`reward.judge.engines`): models whose weights are not trained."""
 
 from __future__ import annotations
 
@@ -32,23 +32,22 @@ from agentrl.utils.event_loop import LateError, within
 from agentrl.utils.redaction import redact_said
 
 BACKOFF = 0.5
-"""Seconds before the second attempt; each further one waits twice as long."""
+"""Seconds before the second attempt, doubled for each later one."""
 SHORTEST, LONGEST = 16, 500
-"""Characters that a text in a verdict may have at least and at most; evidence keeps no more."""
+"""Minimum and maximum characters of a text in a verdict; evidence keeps no more."""
 FRAME = 48
-"""Tokens of a verdict that are not its text: braces, names of keys, the score."""
+"""Tokens of a verdict besides its text: braces, keys, the score."""
 
 
 COUNTED = ("verdicts", "cached", "failed", "prompt_tokens", "sampled_tokens", "busy_s")
-"""Of each judge: verdicts asked for, how many were known (or shared), how many failed; tokens; and the seconds in which it had
-something to do."""
+"""Counters per judge: requested verdicts, cached (or shared) ones, failed ones; prompt and sampled tokens; busy seconds."""
 
 
 class EngineJudge:
-    """One model on one engine. It answers on the event loop on which it was started; see the module."""
+    """One judge model on one engine. It answers on the event loop where it was started."""
 
     def __init__(self, name: str, config: JudgeConfig, engine: Engine, renderer: Renderer, model: str) -> None:
-        """`model`: tells its weights apart, for the cache, which other runs may share."""
+        """`model`: identifies its weights in the cache, which other runs may share."""
         self.name, self.counted, self.engine = name, dict.fromkeys(COUNTED, 0.0), engine
         self._config, self._own, self._renderer, self._model = config, config.engines[name], renderer, model
         self._cache = VerdictCache(None if config.cache is None else Path(config.cache))
@@ -58,7 +57,7 @@ class EngineJudge:
         self._busy, self._since = 0, 0.0
 
     async def close(self) -> None:
-        """End requests in progress, and the engine; idempotent."""
+        """Cancel running requests and close the engine; idempotent."""
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -66,21 +65,21 @@ class EngineJudge:
         await self.engine.close()
 
     async def forget(self) -> None:
-        """Drop all that was computed so far: the rest must not depend on it, since a run that goes on from a
-        checkpoint knows nothing. Verdicts in a folder stay. Not while something is under way."""
+        """Drop cached verdicts and engine state, so that a run continued from a checkpoint gives the same results. Verdicts in a
+        folder stay. Does nothing while requests are running."""
         if not self._busy:
             self._cache.forget()
             await self.engine.forget()
 
     async def verdict(self, request: VerdictRequest) -> Verdict:
-        """The verdict, which equal requests share. Cancelling ends the waiting only."""
+        """Return the verdict; equal requests share it. Cancelling only stops the wait."""
         self.counted["verdicts"] += 1
         asked = f"{self._model}\n{self._own.reasoning}\n{replace(request, model='').key()}"
         key = hashlib.sha256(asked.encode()).hexdigest()
         kept = self._cache.get(key, request.schema)
         if kept is not None:
             self.counted["cached"] += 1
-            # Without a folder it was said in this very update, to whoever came first, which is a matter of luck beside workers.
+            # Without a folder it was answered in this update for another episode; which one came first is random with workers.
             return Verdict(kept, cached=self._cache.folder is not None)
         running = self._running.get(key)
         if running is None:
@@ -89,7 +88,7 @@ class EngineJudge:
             running.add_done_callback(lambda _: self._running.pop(key, None))
         else:
             self.counted["cached"] += 1
-        # shield: another episode may share this verdict and still wait for it.
+        # shield: another episode may share this verdict.
         return await asyncio.shield(running)
 
     async def _answer(self, key: str, request: VerdictRequest) -> Verdict:
@@ -109,7 +108,7 @@ class EngineJudge:
                         break
                 except (PromptTooLongError, RenderError, JudgeFault) as fault:
                     why = str(fault)
-                    break  # it samples greedily: asked again it would say the same
+                    break  # greedy sampling: a retry would give the same answer
                 except (EngineError, LateError) as fault:
                     why = str(fault)
         finally:
@@ -125,7 +124,7 @@ class EngineJudge:
     async def _attempt(self, request: VerdictRequest, key: str) -> Json:
         messages = [Message(cast(Any, message["role"]), message["content"]) for message in request.messages]
         prompt = await self._renderer.astart(messages, [])
-        # None if the renderer knows no grammar, or the engine cannot keep to it: verdicts are then read as they come.
+        # None if the renderer has no grammar or the engine does not support it: verdicts are then parsed as sampled.
         form = form_of(request.schema, request.max_tokens)
         known = repr(form)
         if known not in self._grammars:
@@ -157,8 +156,8 @@ class EngineJudge:
 
 
 def form_of(schema: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
-    """The schema of a verdict as a grammar is made of it, without what a weak model never ends by itself: white space of choice,
-    texts that are longer than `max_tokens`, and digits without number (a score has between 100 and 1000 steps)."""
+    """Return a verdict's schema for its grammar, without parts that a weak model may never end: free white space, texts longer
+    than `max_tokens`, and arbitrarily many digits (a score has 100 to 1000 steps)."""
     most = min(LONGEST, max(SHORTEST, max_tokens - FRAME))
     properties = {}
     for name, part in schema.get("properties", {}).items():
@@ -176,15 +175,15 @@ def form_of(schema: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
 
 
 class OwnJudge:
-    """A judge of a config (`reward.judge.engines.NAME`) before it has an engine."""
+    """A judge of a config (`reward.judge.engines.NAME`), without its engine."""
 
     def __init__(self, config: TrainConfig, name: str) -> None:
         self.config, self.name, self.key = config, name, f"reward.judge.engines.{name}"
         self.own = config.reward.judge.engines[name]
 
     def as_policy(self, positions: int | None = None) -> TrainConfig:
-        """The config with the judge in the policy's place, as its engine's maker reads it. `positions`: of the model, if it is
-        read already."""
+        """Return the config with the judge as the policy, for its engine's maker. `positions`: the model's context length, if
+        known."""
         one, model = self.own, self.config.model
         longest = min(one.max_model_len, one.vllm.max_model_len, positions or one.max_model_len)
         own: dict[str, Any] = {
@@ -198,7 +197,7 @@ class OwnJudge:
         return self.config.model_copy(update=own)
 
     def maker(self, positions: int | None = None) -> EngineMaker:
-        """Maker of its engine. Raises ConfigError for one that judges cannot be on."""
+        """Return its engine's maker. Raises ConfigError for an engine that does not support judges."""
         engine = self.own.engine
         able = sorted(entry.name for entry in ENGINES.own() if "judges" in entry.traits)
         if engine == AUTO or "judges" not in ENGINES.entry(engine).traits:
@@ -212,14 +211,14 @@ class OwnJudge:
 
     @contextmanager
     def name_in_errors(self) -> Iterator[None]:
-        """Begins a ConfigError with the judge's key."""
+        """Prefix a ConfigError with the judge's key."""
         try:
             yield
         except ConfigError as problem:
             raise ConfigError(f"{self.key}: {problem}") from problem
 
     def make(self, run: RunServices) -> EngineJudge:
-        """The judge on its engine, not started. Raises UserError if its model cannot be used."""
+        """Build the judge with its engine, not started. Raises UserError if its model is unusable."""
         path, trust = self.own.path, self.config.model.trust_remote_code
         tokenizer, maker = load_tokenizer(path, trust), self.maker()
         maker.unused = unused_ids(tokenizer, path, trust)

@@ -1,4 +1,4 @@
-"""The leaf `judge`: what it asks a model, and what it makes of the verdict."""
+"""The reward leaf `judge`: its request to a model, and the value of the verdict."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ASSUMED = "assumed: no model was asked"
 
 
 def own_name(model: str) -> str | None:
-    """NAME of a model "engine:NAME"; None of any other."""
+    """Return NAME of a model "engine:NAME", else None."""
     return model.removeprefix(PREFIX) if model.startswith(PREFIX) else None
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictRequest:
-    """A request to a judge: everything that the verdict depends on, and therefore the cache key."""
+    """A request to a judge: everything that its verdict depends on, hence the cache key."""
 
     model: str
     messages: tuple[Mapping[str, str], ...]
@@ -35,18 +35,18 @@ class VerdictRequest:
     max_tokens: int
 
     def key(self) -> str:
-        """SHA-256 of the canonical JSON of all fields, in their order."""
+        """Hash the canonical JSON of all fields by SHA-256."""
         text = json.dumps([1, *asdict(self).values()], sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def assumption(self, best: bool) -> Verdict:
-        """The verdict with the highest score, or the lowest, without a model."""
+        """Return the verdict with the highest (`best`) or lowest score, without a model."""
         return Verdict({"score": self.schema["properties"]["score"]["maximum" if best else "minimum"], "reason": ASSUMED})
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A judge's answer: a JSON value that fits the request's schema, or None and the reason."""
+    """A judge's answer: a JSON value that fits the request's schema, or None with an error."""
 
     value: Json
     error: str | None = None
@@ -54,15 +54,15 @@ class Verdict:
 
 
 class JudgeFault(Exception):
-    """One attempt failed."""
+    """A failed attempt."""
 
 
 class LastingJudgeFault(JudgeFault):
-    """One attempt failed, and further ones would."""
+    """A failed attempt whose retries would fail too."""
 
 
 def read_verdict(text: Any, request: VerdictRequest) -> Json:
-    """The JSON object in an answer's text, checked against the schema. Raises JudgeFault."""
+    """Parse the JSON object in an answer and check it against the schema. Raises JudgeFault."""
     if not isinstance(text, str):
         raise JudgeFault("the judge's answer has no text")
     body = text.strip()
@@ -78,7 +78,7 @@ def read_verdict(text: Any, request: VerdictRequest) -> Json:
     return redact_json(verdict)
 
 
-# Names only, so that the braces of JSON in a prompt stay what they are.
+# Names only, so that braces of JSON in a prompt are kept.
 _PLACE = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 _BUILT_IN = ("transcript", "answer")
 _SYSTEM = (
@@ -91,7 +91,7 @@ _PINNED = re.compile(r"\d{4}[-.]?\d{2}|\d{6}|@[0-9a-f]{7,}|:[0-9a-f]{7,}|[0-9]b\
 
 @LEAVES.register("judge")
 class JudgeLeaf(Leaf):
-    """Asks a model for a score within `range`, with a prompt that is entirely in the spec."""
+    """Asks a model for a score within `range`; the whole prompt is in the spec."""
 
     asks: ClassVar[str | None] = "judge"
     formula: ClassVar[str] = "(score - low) / (high - low), score in the range [low, high] from the judge's JSON verdict"
@@ -150,7 +150,7 @@ class JudgeLeaf(Leaf):
             "score": score,
             "reason": brief(verdict.value["reason"], 500),
             "model": args["model"],
-            # Not the prompt, which would be in the record of every episode, and is in the spec.
+            # The hash, not the prompt: the spec has it, and every episode would store it.
             "prompt_sha256": hashlib.sha256(args["prompt"].encode()).hexdigest()[:16],
             "cached": verdict.cached,
         }
@@ -158,15 +158,15 @@ class JudgeLeaf(Leaf):
 
     def lint(self) -> tuple[str, str] | None:
         model = str(self.args["model"])
-        if self.own is not None or _PINNED.search(model):  # the weights of a run's own are in its config
+        if self.own is not None or _PINNED.search(model):  # the run's config has the judge's weights
             return None
         return "unpinned-judge", f"the model {model!r} names no version, so its verdicts may change over time"
 
     def request(self, view: View, args: Args) -> VerdictRequest:
-        """The request for this part of an episode."""
+        """Build the request for this part of an episode."""
         most = int(args.get("transcript_chars", 20_000))
         values = {
-            # The spec's and the task's own texts as they are, the policy's as data.
+            # Texts of spec and task unchanged; texts of the policy marked as data.
             name: _between_marks(_json(value), most)
             if _refers(self.args["inputs"][name])
             else value
@@ -174,7 +174,7 @@ class JudgeLeaf(Leaf):
             else _json(value)
             for name, value in args.get("inputs", {}).items()
         }
-        # The part's turns, and what the user said before each, as JSON lines
+        # The part's turns, each after the user's messages before it, as JSON lines
         lines: list[str] = []
         opening = [message for message in view.trajectory.messages[: view.course.opening] if message.role == "user"]
         before = dict(zip((turn.index for turn in view.trajectory.turns), [opening, *view.course.said], strict=False))
@@ -187,25 +187,25 @@ class JudgeLeaf(Leaf):
             "answer": _between_marks(_json(view.answer() or ""), most),
             "transcript": _between_marks("\n".join(lines), most),
         }
-        # All in one pass: a {placeholder} that the policy wrote must not be filled.
+        # In one pass, so that a {placeholder} in the policy's text is not filled.
         filled = _PLACE.sub(lambda found: values[found.group(1)], args["prompt"])
         messages = ({"role": "system", "content": self.system()}, {"role": "user", "content": filled})
         return VerdictRequest(args["model"], messages, self.verdict_schema, self.max_tokens)
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of a verdict."""
+        """Maximum tokens of a verdict."""
         return int(self.args.get("max_tokens", 512))
 
     def system(self) -> str:
-        """System prompt of the judge."""
+        """Return the judge's system prompt."""
         return _SYSTEM % (self.low, self.high)
 
 
 def _between_marks(text: str, most: int) -> str:
-    """A policy's text, or a transcript, between the marks, with the middle cut out."""
+    """Put a policy's text between the marks, without its middle if it is too long."""
     if len(text) > most:
-        # Both ends stay: the request is at one and the outcome at the other.
+        # Keep both ends: the request is at the start, the outcome at the end.
         text = f"{text[: most // 2]}\n... ({len(text) - most} characters left out) ...\n{text[-(most // 2) :]}"
     return f"<<<\n{text}\n>>>"
 
@@ -215,7 +215,7 @@ def _json(value: Json) -> str:
 
 
 def _refers(value: Json) -> bool:
-    """Return whether a part of an input refers to what a policy may have written."""
+    """Return True if part of an input refers to text that the policy may have written."""
     if isinstance(value, Mapping):
         pointer = value.get("$")
         return (isinstance(pointer, str) and not pointer.startswith("/task/")) or any(map(_refers, value.values()))

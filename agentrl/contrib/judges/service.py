@@ -1,4 +1,4 @@
-"""The service `judge`: models behind an API, and those on engines of the run's own."""
+"""The service `judge`: models behind an API, and models on the run's own engines."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @SERVICES.register("judge")
 class Judges(Service):
-    """Asks the run's own judges for "engine:NAME", and for other models one client, since its budget and its limit of calls at a
-    time are the whole run's."""
+    """Routes "engine:NAME" to the run's own judges, and other models to one client, whose budget and concurrency limit are those
+    of the whole run."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.api = Judge(config.judge)
@@ -65,7 +65,7 @@ class Judges(Service):
         return await judge.verdict(request)
 
     async def start(self, run: RunServices, scorers: Sequence[Scorer]) -> None:
-        """As of any service; own judges answer on this event loop."""
+        """Start the service; own judges answer on this event loop."""
         from agentrl.contrib.judges.checks import leaves_on_engines
         from agentrl.contrib.judges.engines import OwnJudge
 
@@ -89,8 +89,8 @@ class Judges(Service):
             await judge.forget()
 
     def metrics(self) -> dict[str, float]:
-        """Of each own judge since the last call: verdicts, how many were known and how many failed, tokens, the seconds in which
-        it had something to do, and sampled tokens in each of these."""
+        """Return metrics per own judge since the last call: verdicts, cached and failed ones, tokens, busy seconds, and sampled
+        tokens per busy second."""
         row: dict[str, float] = {}
         for name, judge in self._own.items():
             counted, judge.counted = judge.counted, dict.fromkeys(judge.counted, 0.0)

@@ -1,4 +1,4 @@
-"""The Model Context Protocol: tools of a server."""
+"""Tools of servers of the Model Context Protocol."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 
 _CLOSE_SECONDS = 10.0
 _MOST_PAGES = 1000
-"""Of a list of tools."""
+"""Maximum pages of a list of tools."""
 _SHOWN = 300
-"""Characters of a server's own words in an error."""
+"""Maximum characters of a server's text in an error."""
 _CLOSED = (-32000, "Connection closed")
 _NO_ANSWER = (
     (-32000, "SSE stream "), (-32600, "Redirect"), (-32600, "Session terminated"), (-32600, "Unexpected content type: "),
     (-32600, "server answered a request with "), (-32601, "Not Found"), (-32603, "Server returned an error response"),
     (-32700, "Failed to parse JSON response: "), (-32700, "Failed to parse SSE message: "),
 )  # fmt: skip
-"""Errors that the SDK makes itself over HTTP where no answer came: code and first words. Servers use the same codes."""
+"""Errors that the SDK itself raises over HTTP without an answer: code and message prefix. Servers use the same codes."""
 
 
 @TOOL_SOURCES.register("mcp")
 class McpSource:
-    """A server by name and config: gives each episode its own session (and process, over stdio)."""
+    """An MCP server by name and config; gives each episode its own session (and process, over stdio)."""
 
     def __init__(self, name: str, server: McpServerConfig, build: Callable[[], Any] | None = None) -> None:
-        """`build` makes an SDK server object that runs in this process, instead of a command or url.
+        """`build` makes an SDK server object in this process, instead of a command or url.
 
         Raises DependencyError without the SDK, ConfigError unless exactly one of command, url and `build` is set.
         """
@@ -66,12 +66,12 @@ class McpSource:
         self.name, self.server, self.build = name, server, build
 
     def session(self) -> McpSession:
-        """A new, unopened session."""
+        """Return a new, unopened session."""
         return McpSession(self)
 
 
 class McpSession:
-    """One connection. The SDK's client must be entered and exited in the same task, so one task holds it open."""
+    """One connection. The SDK's client must be entered and exited by the same task, so one task holds it open."""
 
     def __init__(self, source: McpSource) -> None:
         self.name, self.server, self._build = source.name, source.server, source.build
@@ -88,10 +88,10 @@ class McpSession:
         raise TypeError(f"the session of MCP server {self.name!r} cannot be copied: it runs in another process")
 
     async def open(self) -> list[Tool]:
-        """Start or reach the server and list its tools (only those named in `tools`, if any are).
+        """Start or reach the server and list its tools (only those named in `tools`, if any).
 
-        Raises EnvError if the server does not start or answer in time, does not have a named tool, or has two of one name or one
-        whose schema cannot be used.
+        Raises EnvError if the server does not start or answer in time, lacks a named tool, lists a name twice, or has a tool with
+        an unusable schema.
         """
         ready: asyncio.Future[tuple[Client, list[Any]]] = asyncio.get_running_loop().create_future()
         self._holder = asyncio.create_task(self._hold(ready), name=f"mcp {self.name}")
@@ -99,7 +99,7 @@ class McpSession:
             async with asyncio.timeout(self.server.timeout):
                 client, listed = await ready
         except TimeoutError:
-            self._holder.cancel()  # it waits for `close` only once the session is open
+            self._holder.cancel()  # before the session is open, it does not wait for `close`
             raise EnvError(f"{self}: no answer within {self.server.timeout:g} s{self._wrote()}") from None
         wanted = self.server.tools
         known = [item.name for item in listed]
@@ -119,7 +119,7 @@ class McpSession:
         """End the session, and the server's process if this session started it."""
         if self._holder is None:
             return
-        # Asked first, since the client ends the server's process as it closes; cancelled is only one that does not get there.
+        # Stop first, so that the client ends the server's process; cancel only if it does not finish.
         self._stop.set()
         done, _ = await asyncio.wait([self._holder], timeout=_CLOSE_SECONDS)
         if not done:
@@ -129,37 +129,37 @@ class McpSession:
             self._stderr.close()
 
     async def _hold(self, ready: asyncio.Future[tuple[Client, list[Any]]]) -> None:
-        # It logs a traceback for each line that is no message; `_wrote` shows the first.
+        # The SDK logs a traceback per invalid line; `_wrote` shows the first line instead.
         logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
         try:
-            from mcp import Client  # here, so that the fault of another version of the SDK is said
+            from mcp import Client  # here, so that errors of another SDK version are reported
 
             async with Client(self._target(), message_handler=self._note) as client:
-                # The policy reads what the server answers; whether that fits the server's own output schema is not checked.
+                # Policies read answers as text, so do not validate them against the server's output schema.
                 client.session.validate_tool_result = _accept  # type: ignore[method-assign]
                 tools = await self._list_tools(client)
                 if not ready.done():
                     ready.set_result((client, tools))
                 await self._stop.wait()
         except Exception as fault:
-            # Once the session is open, a broken connection makes the next call fail, so nothing is reported here.
+            # Once the session is open, a broken connection fails the next call, so nothing is reported here.
             if not ready.done():
                 where = self.server.url or " ".join(self.server.command) or "in this process"
                 problem = EnvError(redact_said(f"{self} ({where}): {_cause(fault)}{self._wrote()}"))
                 ready.set_exception(fault if isinstance(fault, ConfigError) else problem)
 
     def _target(self) -> Any:
-        """The target of the SDK's client. Raises ConfigError for an environment variable that is not set."""
+        """Return the target of the SDK's client. Raises ConfigError for an unset environment variable."""
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
         server = McpServerConfig.model_validate(resolve_references(self.server.model_dump(), f"tools.mcp.{self.name}"))
         if not server.command:
             return self._over_http(str(server.url)) if self._build is None else self._build()
-        # A server may write a traceback for each error that it answers: into a file without a name.
+        # An unnamed file for stderr: a server may write a traceback for each error.
         self._stderr = cast(TextIO, tempfile.TemporaryFile("w+"))  # noqa: SIM115 - `close` ends it
         first, *rest = server.command
-        if sys.platform == "linux":  # what a server starts ends with it, and it does not outlive this process
+        if sys.platform == "linux":  # child processes end with the server, and the server with this process
             first, *rest = sys.executable, "-I", "-S", keeper.__file__, "--stdin", *server.command
         program = StdioServerParameters(command=first, args=rest, env=dict(server.env) or None)
         return stdio_client(program, errlog=self._stderr)
@@ -194,15 +194,15 @@ class McpSession:
                 raise EnvError(f"its list of tools has more than {_MOST_PAGES} pages")
 
     async def _note(self, message: Any) -> None:
-        """Called by the SDK with notifications, and with the fault of a line that is no message."""
+        """Handle notifications of the SDK, and its errors about invalid lines."""
         if isinstance(message, Exception):
             line = str(message.errors()[0]["input"] if isinstance(message, ValidationError) else message)
             self._strange = self._strange or line
             self._unread += "jsonrpc" in line
 
     def _wrote(self) -> str:
-        """For an error: the HTTP status of a failed request, the last line of its standard error, a line of its output
-        that is no message; "" without."""
+        """Format for an error: the HTTP status of a failed request, the last line of stderr, and an invalid line of output; ""
+        without these."""
         said = f"; it answered {self._status}" if self._status else ""
         if self._stderr is not None:
             number = self._stderr.fileno()
@@ -221,11 +221,11 @@ class McpSession:
             try:
                 result = await client.call_tool(item.name, arguments)
             except asyncio.CancelledError:
-                if self._unread > before:  # it is not late: it answered, and the SDK could not read that
+                if self._unread > before:  # not a timeout: it answered, but the SDK could not read that
                     raise self._fault(item.name, EnvError("its answer cannot be read")) from None
                 raise
             except MCPError as problem:
-                # The SDK's own errors for a lost connection, and late answers of a server behind, are no answers.
+                # The SDK's errors for a lost connection, and timeouts of a server behind, are not answers of the server.
                 late = problem.code == -32001 and "timed out" in problem.message.lower()
                 made = self.server.url is not None and any(
                     problem.code == code and problem.message.startswith(words) for code, words in _NO_ANSWER
@@ -251,7 +251,7 @@ class McpSession:
 
         hints = item.annotations
         read_only = bool(hints is not None and hints.read_only_hint)
-        # Calls of one turn that may write run one after another: their outcome must not depend on a race.
+        # Calls of a turn that may write run sequentially, so that no race decides the outcome.
         options = Options(
             timeout=self.server.timeout,
             late=self.server.late,
@@ -281,7 +281,7 @@ async def _accept(name: str, result: Any) -> None:
 
 
 async def _part(block: Any) -> str | Image:
-    """A block of a result: its text or its image; for other content, a line of its kind and size."""
+    """Convert a result block to its text or image; other content becomes a line with its type and size."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource_link":
@@ -304,7 +304,7 @@ async def _part(block: Any) -> str | Image:
 
 
 def _read_image(data: bytes, size: str) -> Image | str:
-    """An image of bytes from elsewhere; for a refused one, the line that says so and why. `size`: in the line's words."""
+    """Decode an untrusted image; a refused one becomes a line with the reason. `size`: for that line."""
     try:
         return Image.read(data)
     except ImageError as problem:
@@ -312,16 +312,16 @@ def _read_image(data: bytes, size: str) -> Image | str:
 
 
 def _is_text(kind: str) -> bool:
-    """True for media types of text files."""
+    """Return True for media types of text files."""
     names = ("json", "xml", "yaml", "toml", "javascript", "typescript", "sql", "csv", "x-sh", "x-yaml", "x-python", "x-ndjson")
     return kind.startswith("text/") or kind.endswith(("+json", "+xml", "+yaml")) or kind in {f"application/{n}" for n in names}
 
 
 def _cause(fault: BaseException) -> str:
-    """The first real cause inside the exception groups that task groups raise."""
+    """Describe the first leaf exception of nested exception groups."""
     while isinstance(fault, BaseExceptionGroup):
         fault = fault.exceptions[0]
-    if isinstance(fault, ValidationError):  # of what the server sent: pydantic's own text has a line for each alternative
+    if isinstance(fault, ValidationError):  # pydantic's message has a line per alternative
         first = fault.errors()[0]
         return f"{fault.title}: {'.'.join(map(str, first['loc']))}: {first['msg']}. Correct it on the server"
     return str(fault) if isinstance(fault, AgentrlError) else f"{type(fault).__name__}: {fault}"

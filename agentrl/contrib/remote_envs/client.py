@@ -1,4 +1,4 @@
-"""`RemoteEnv`: an environment whose episodes run on a server, and the requests to it."""
+"""`RemoteEnv`, an environment whose episodes run on a server, and its requests."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ from agentrl.utils.threads import after_fork, background
 
 T = TypeVar("T")
 Watching = Callable[[list[dict[str, Json]] | str], None]
-"""Hears which tool calls are in progress on the server, or why it does not answer."""
+"""Called with the tool calls in progress on the server, or the reason why it does not answer."""
 
 PATIENCE = 30.0
-"""Seconds without any answer after which a server is given up. A request may be sent again: none is ever done twice."""
+"""Seconds without an answer after which a server counts as lost. Requests are retried; the server executes each once."""
 
 _AGAIN = (502, 503, 504)
-"""Statuses of a proxy that does not reach its server, and of a server with too many episodes."""
+"""HTTP statuses of a proxy whose server is unreachable, and of a server with too many episodes."""
 _GRACE = 10.0
 
 POOLS = 64
-"""Pools of connections to a server, between which requests are spread."""
+"""Connection pools per server, over which requests are spread."""
 
 
 def _submit(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """The work's result, of a loop in a thread of its own, for the callers of any loop and of none."""
+    """Run `work` on the loop of a background thread, for callers with or without a loop."""
     return asyncio.run_coroutine_threadsafe(work, background("remote").loop)
 
 
 _certificates = cache(ssl.create_default_context)
-"""Read once: it takes longer than many requests."""
+"""Loaded once: this takes longer than many requests."""
 
 
 class Link:
-    """One server, and the token with which it is asked."""
+    """Connections to one server, with its token."""
 
     def __init__(self, url: str, token: str) -> None:
         self.url, self._token = url, token
@@ -78,16 +78,16 @@ class Link:
 
     def _begin(self) -> None:
         self._clients: dict[int, httpx.AsyncClient] = {}
-        self._busy = [0] * POOLS  # requests on the connections of each
+        self._busy = [0] * POOLS  # requests in progress per pool
 
     def _client(self, pool: int) -> httpx.AsyncClient:
-        """The client of a pool, made at its first use: most runs need few pools."""
+        """Return the client of a pool, created on first use, as most runs need few."""
         if pool not in self._clients:
             token = {"authorization": f"Bearer {self._token}"} if self._token else {}
             self._clients[pool] = httpx.AsyncClient(
                 base_url=self.url,
                 headers={"content-type": "application/json", **token},
-                # As many connections as requests that wait: a limit would let slow tools hold up quick ones.
+                # Unlimited: with a limit, slow tools would delay quick ones.
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30.0),
                 timeout=httpx.Timeout(_GRACE, read=wire.WAIT_SECONDS + _GRACE),
                 verify=_certificates() if self.url.startswith("https") else False,
@@ -96,21 +96,21 @@ class Link:
         return self._clients[pool]
 
     async def ask(self, route: str, body: Mapping[str, Json], watch: Watching) -> Json:
-        """The answer. Raises RemoteEnvError if the server is not there or does not know the session, and what it refuses as
-        `fault_of` says. Cancelling gives the request up; the server may still do it."""
+        """Send a request and return the answer. Raises RemoteEnvError if the server is lost or does not know the session, and
+        errors of `fault_of`. Cancelling stops waiting; the server may still execute it."""
         return await asyncio.wrap_future(_submit(self._ask(route, body, watch, PATIENCE)))
 
     def ask_now(self, route: str, body: Mapping[str, Json], patience: float = PATIENCE) -> Json:
-        """The same, blocking."""
+        """Send a request and block for the answer, as `ask`."""
         return _submit(self._ask(route, body, lambda seen: None, patience)).result()
 
     async def _send(self, route: str, content: bytes) -> httpx.Response:
-        # The least busy one. httpx looks through all connections of a pool at each request, so one with a thousand would take
-        # longer than the episodes do.
+        # Use the least busy pool. httpx searches all connections of a pool per request; with a thousand this takes longer than
+        # the episodes.
         pool = min(range(POOLS), key=self._busy.__getitem__)
         self._busy[pool] += 1
         try:
-            # A deadline of the whole exchange beside httpx's, which are of each read.
+            # A deadline for the whole exchange; those of httpx are per read.
             async with asyncio.timeout(wire.WAIT_SECONDS + 2 * _GRACE):
                 return await self._client(pool).post(route, content=content)
         finally:
@@ -156,7 +156,7 @@ class Link:
 
 
 class LostError(RemoteEnvError):
-    """The server refuses a request of a session. `boot`: which start of the server said so."""
+    """The server refuses a request of a session. `boot`: the start of the server that answered."""
 
     def __init__(self, message: str, boot: str | None) -> None:
         super().__init__(message)
@@ -164,7 +164,7 @@ class LostError(RemoteEnvError):
 
 
 link_to = lru_cache(maxsize=64)(Link)
-"""The link of this process to a server: its URL, and the token."""
+"""Return this process's link to a server, by URL and token."""
 
 
 def _message(answer: httpx.Response) -> str:
@@ -177,7 +177,7 @@ def _message(answer: httpx.Response) -> str:
 log = logging.getLogger(__name__)
 
 CHECK_PATIENCE = 5.0
-"""Seconds without an answer after which a server without a running episode is given up."""
+"""Seconds without an answer after which a server counts as lost while no episode runs."""
 
 _cards: dict[tuple[str, str], dict[str, Json]] = {}
 _tables: dict[str, Mapping[str, Tool]] = {}
@@ -185,9 +185,9 @@ _MOST_TABLES = 256
 
 
 def card_of(link: Link, asked: EnvRequest, fresh: bool = False) -> dict[str, Json]:
-    """The server's description of such an environment, asked once in a process, or again if `fresh`. Blocks.
+    """Return the server's description of an environment, cached per process unless `fresh`. Blocks.
 
-    Raises RemoteEnvError if the server does not answer, and UserError if it refuses parameters, wrappers or tool sets.
+    Raises RemoteEnvError if the server does not answer, UserError if it refuses parameters, wrappers or tool sets.
     """
     key = _key(link, asked)
     if fresh or key not in _cards:
@@ -200,11 +200,11 @@ def _key(link: Link, asked: EnvRequest) -> tuple[str, str]:
 
 
 class RemoteEnv(ToolEnv):
-    """An environment on a server: each turn is one request, and the record is the server's, message by message.
+    """An environment on a server: each turn is one request, and the record is copied from the server.
 
-    Wrappers and tool sets are applied by the server. It has the gold answers; they come with the record, which the reward
-    spec needs, so whoever has the server's token can read them. If the server is gone or has lost the episode, a step raises
-    RemoteEnvError: the episode is unscored.
+    The server applies wrappers and tool sets. It sends gold answers with the record, because the reward spec needs them, so
+    anyone with the server's token can read them. If the server is gone or has lost the episode, a step raises RemoteEnvError: the
+    episode is unscored.
 
     `snapshot`, `restore`, `fork`, `make_task`, `prompt`, `gold_turns` and a teacher's `act` block for one request each.
     """
@@ -214,14 +214,14 @@ class RemoteEnv(ToolEnv):
     _ready = False
 
     def __init__(self, link: Link, asked: EnvRequest, **base: Any) -> None:
-        """Nothing is asked of the server yet."""
+        """Sends no request yet."""
         self._link, self._asked = link, asked
         super().__init__(**base)
         self.id = asked.id  # type: ignore[misc]
         self._session = ""
         self._number = self._have = -1
         self._boot, self._digest = "", ""
-        self._told = 0  # so many messages of the record are the server's; what follows is a turn that it never got
+        self._told = 0  # messages of the record from the server; later ones belong to a turn that it never received
         self._released = True
         self._has_user = False
         self._calls_there: dict[str, PendingCall] = {}
@@ -232,11 +232,11 @@ class RemoteEnv(ToolEnv):
             self.id = known["env"]["id"]  # type: ignore[misc]
             self._take_tools(known["toolbox"])
 
-    # -- what the server says ---------------------------------------------------------------------------
+    # -- the server's description -----------------------------------------------------------------------
 
     @property
     def card(self) -> dict[str, Json]:
-        """The server's description of this environment. Blocks at the first call of a process."""
+        """The server's description of this environment. Blocks on first use in a process."""
         return card_of(self._link, self._asked)
 
     @property
@@ -253,7 +253,7 @@ class RemoteEnv(ToolEnv):
 
     @property
     def toolbox(self) -> Toolbox:  # type: ignore[override]
-        """The tools that the policy is offered; they run on the server."""
+        """The tools offered to the policy; they run on the server."""
         if self._ready and not self._digest:
             self._take_tools(self.card["toolbox"])
         return self._box
@@ -279,7 +279,7 @@ class RemoteEnv(ToolEnv):
         return self._link.ask_now("/v1/ask", {"what": what, "env": self._asked.row(), **body}, CHECK_PATIENCE)["result"]
 
     def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
-        """The server's teacher, for the running episode; `rng` is a random.Random; the server gets its state."""
+        """Return the server's teacher for the running episode; the server gets the state of `rng`, a random.Random."""
         if not isinstance(rng, random.Random):
             raise TypeError(f"{self.id}: over a server, a teacher's rng is a random.Random")
         if not self._open or task != self.task:
@@ -298,14 +298,14 @@ class RemoteEnv(ToolEnv):
 
     @property
     def has_user(self) -> bool:
-        """As the server last said; False before an episode."""
+        """The server's latest answer; False before an episode."""
         return self._has_user
 
     @property
     def user_repeats(self) -> bool:
         return bool(self.card["scripted"])
 
-    # -- an episode --------------------------------------------------------------------------------------
+    # -- episodes ----------------------------------------------------------------------------------------
 
     async def areset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -344,7 +344,7 @@ class RemoteEnv(ToolEnv):
     async def aend(self, stop: StopReason, error: str | None = None) -> float:
         if self._open and not stop.infrastructure:
             async with self._gives_up():
-                # Asked before it counts as closed: the state at the end is what a spec scores.
+                # Send it while the episode is open: a spec scores the final state.
                 self._take(await self._call("end", {"stop": stop.value, "error": error}))
         return await super().aend(stop, error)
 
@@ -360,19 +360,19 @@ class RemoteEnv(ToolEnv):
         self._released = True
         try:
             await self._call("end", {"stop": self._record.stop.value, "error": self._record.error})
-        except Exception as fault:  # the server closes it when nobody asks for it any more
+        except Exception as fault:  # the server closes idle sessions by itself
             log.warning("%s: session %s could not be ended: %s", self._link.url, self._session[:6], fault)
 
     @asynccontextmanager
     async def _gives_up(self) -> AsyncIterator[None]:
-        """A fault inside ends the episode here, and on the server if that may still have it."""
+        """End the episode here, and on the server if it may still run there, if the body raises."""
         try:
             yield
         except BaseException as fault:
             self._released = self._released or isinstance(fault, RemoteEnvError | UserError)
             if self._record is not None:
                 await self._fail(fault)
-            elif not self._released:  # a reset that did not come back: there is no episode here, but there may be one there
+            elif not self._released:  # an unanswered reset: the server may have an episode although there is none here
                 self._record = Trajectory(self.id, Task("", 0))
                 self._open = True
                 await self._fail(fault)
@@ -403,7 +403,7 @@ class RemoteEnv(ToolEnv):
             self._box.waiting = []
 
     def _call_now(self, kind: str, body: Mapping[str, Json], *faults: type[Exception]) -> Json:
-        """The result, blocking. Raises the fault that the answer tells of, as one of `faults` if it is one."""
+        """Send a request and block for its result. Raises the answer's fault, as one of `faults` if it matches."""
         try:
             answer: Mapping[str, Json] = self._link.ask_now(*self._asking(kind, body))
         except LostError as lost:
@@ -421,7 +421,7 @@ class RemoteEnv(ToolEnv):
         return RemoteEnvError(str(lost))
 
     def _watch(self, seen: list[dict[str, Json]] | str) -> None:
-        """Show its work in progress as if it were here, for stalls and for the blame of the time."""
+        """Show the server's calls in progress as if they were local, for stall reports and for attributing time."""
         if isinstance(seen, str):
             calls = {"": self._calls_there.get("") or PendingCall(_LINK, f"{self._link.url}: {seen}", running=True)}
         else:
@@ -439,9 +439,9 @@ class RemoteEnv(ToolEnv):
     # -- answers -----------------------------------------------------------------------------------------
 
     def _take(self, answer: Mapping[str, Json]) -> Mapping[str, Json]:
-        """Bring the record up to date; returns the answer. Raises the fault that it tells of."""
+        """Update the record from an answer and return the answer. Raises its fault."""
         self._have, self._boot = answer["number"], answer["boot"]
-        if "has_user" in answer:  # else it has let its environment go
+        if "has_user" in answer:  # absent after the server has released its environment
             self._has_user, self._ended = answer["has_user"], answer["has_finished"]
         if "record" in answer:
             row = answer["record"]
@@ -457,7 +457,7 @@ class RemoteEnv(ToolEnv):
             keep, turns = row["turns"]
             for place, turn in enumerate(turns, start=keep):
                 made = turn_of(turn)
-                if place < len(record.turns):  # the same object: where its tokens are is written on it here
+                if place < len(record.turns):  # keep the object: the positions of its tokens are stored on it here
                     record.turns[place].message, record.turns[place].results = made.message, made.results
                 else:
                     record.turns.append(made)
@@ -506,7 +506,7 @@ class RemoteEnv(ToolEnv):
         if snapshot.owner != type(self).__name__:
             raise ValueError(f"a snapshot of {snapshot.owner} does not fit {type(self).__name__}")
         session, name = snapshot.parts[_THERE]
-        if self._released:  # this episode is over on the server: another session takes its place
+        if self._released:  # the episode is over on the server; continue in another session
             self._session, self._number, self._have = wire.new_id(), -1, -1
         asked = {"session": session, "snapshot": name, "env": self._asked.row()}
         self._call_now("restore", asked, TypeError, ValueError)
@@ -522,13 +522,13 @@ class RemoteEnv(ToolEnv):
 
 
 class RemoteTeacher:
-    """A teacher on the server, of the environment's running episode."""
+    """A teacher on the server for the environment's running episode."""
 
     def __init__(self, env: RemoteEnv) -> None:
         self._env = env
 
     def act(self, observation: Sequence[Message]) -> Message | None:
-        """The next assistant turn, or None. Blocks for one request."""
+        """Return the next assistant turn, or None. Blocks for one request."""
         made = self._env._call_now("act", {"observation": list(observation)})
         return None if made is None else message_of(made)
 
@@ -538,7 +538,7 @@ _USER = Tool.from_schema("of the environment's user", "", {"type": "object"}, la
 _LINK = Tool.from_schema("of the environment's server", "", {"type": "object"}, lambda: None, Options())
 
 
-# Protocols, by env.protocol
+# Protocols (env.protocol)
 
 
 @PROTOCOLS.register("agentrl")
@@ -556,7 +556,7 @@ class AgentrlProtocol(RemoteProtocol):
 
 @PROTOCOLS.register("openenv")
 class OpenEnvProtocol(RemoteProtocol):
-    """OpenEnv's."""
+    """The protocol of OpenEnv."""
 
     @staticmethod
     def env_class() -> Callable[..., ToolEnv]:

@@ -1,4 +1,4 @@
-"""`agentrl env serve`: an environment's episodes, or its tools, for other programs."""
+"""`agentrl env serve`: serve an environment's episodes, or its tools, to other programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.utils.terminal import say
 
 PORT = 8100
 EPISODES, IDLE, BODY = 1024, 3600.0, 16 << 20
-"""Limits of `env serve`, as SessionLimits has them; not from there, since every `--help` would load the environments."""
+"""Defaults of SessionLimits for `env serve`; repeated here, because importing it would load environments for every `--help`."""
 
 SERVE_EPILOG = """examples:
   agentrl env serve key_value calls=4 --http              a server to train against, on 127.0.0.1:8100; prints its token
@@ -57,7 +57,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Serve until the client goes away or Ctrl-C; returns the exit code."""
+    """Serve until the client leaves or Ctrl-C; returns the exit code."""
     ref = reference(args.env, args.params)
     if args.mcp:
         unread = ("host", "port", "token_env", "max_episodes", "idle_timeout", "max_body")
@@ -82,7 +82,7 @@ def run_serve(args: argparse.Namespace) -> int:
         if getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: expected more than 0")
     offer, secret = EnvOffer(ref, env_digest), Secret.of(args.token_env)
-    offer.card(EnvRequest(ref.id))  # a mistake in its parameters is one now, and not a client's
+    offer.card(EnvRequest(ref.id))  # report invalid parameters now, not to a client
     app = EnvApp(offer, secret, SessionLimits(args.max_episodes, args.idle_timeout, args.max_body))
 
     def began(url: str) -> None:

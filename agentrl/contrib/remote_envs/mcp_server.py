@@ -1,4 +1,4 @@
-"""An environment as a server of the Model Context Protocol."""
+"""Serve an environment by the Model Context Protocol."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _OWN_TOOLS = {
     ),
 }
 Said = tuple[str, tuple[Image, ...]]
-"""A text, and the images whose lines stand in it."""
+"""A text, and the images whose lines are in it."""
 
 
 class Served:
-    """One environment behind a server: one episode at a time, one call after another."""
+    """One environment behind a server, with sequential episodes and calls."""
 
     def __init__(self, env: ToolEnv, seed: int, split: str) -> None:
-        """Raises EnvError if a tool of the environment has the name of one of the server's own tools."""
+        """Raises EnvError if a tool of the environment has the name of a server's own tool."""
         taken = [name for name in _OWN_TOOLS if name in env.toolbox]
         if taken:
             raise EnvError(f"{env.id}: a served environment cannot have a tool called {taken[0]!r}")
@@ -63,11 +63,11 @@ class Served:
         return "\n\n".join(f"{message.role}: {message.content}" for message in observation), _images(observation)
 
     def tools(self) -> list[dict[str, Any]]:
-        """The environment's tools and the server's own, in OpenAI's function format."""
+        """Return the tools of the environment and the server, in OpenAI's function format."""
         return [*self.env.toolbox.schemas(), *(tool.schema for tool in _OWN_TOOLS.values())]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> tuple[Said, bool]:
-        """Make one call; returns the answer, and whether it is an error."""
+        """Execute a call; returns the answer, and whether it is an error."""
         async with self._turns:
             try:
                 return await self._call(name, arguments)
@@ -105,7 +105,7 @@ def _images(messages: Sequence[Message]) -> tuple[Image, ...]:
 
 
 def build_server(served: Served, instructions: str) -> Any:
-    """The SDK's low-level server over one environment. Raises DependencyError without the SDK."""
+    """Build the SDK's low-level server for one environment. Raises DependencyError without the SDK."""
     if find_spec("mcp") is None:
         raise DependencyError("agentrl env serve --mcp needs the MCP SDK: pip install 'agentrl[mcp]'")
     import mcp_types as types
@@ -122,7 +122,7 @@ def build_server(served: Served, instructions: str) -> Any:
 
 
 async def opening(served: Served) -> str:
-    """Start the first episode; returns its task as a server's instructions, which are text alone."""
+    """Start the first episode; returns its task as a server's instructions, which can only be text."""
     text, images = await served.start(served.seed)
     return text + (f"\n\nThe task has pictures: call {START} to be shown them." if images else "")
 
@@ -130,8 +130,8 @@ async def opening(served: Served) -> str:
 async def serve_mcp(env: ToolEnv, *, seed: int, split: str, port: int | None) -> None:
     """Serve one environment until the client leaves (stdio) or Ctrl-C (HTTP on 127.0.0.1:`port`, path /mcp).
 
-    An episode on `seed` is open from the start; its task is in the server's instructions. Over HTTP all
-    clients share one episode.
+    An episode on `seed` is open from the start, with its task in the server's instructions. Over HTTP all clients share one
+    episode.
     """
     served = Served(env, seed, split)
     listener = None if port is None else open_socket(HOST, port, "--http")

@@ -1,4 +1,4 @@
-"""OpenEnv, both ways: serve its clients, and play on its servers."""
+"""OpenEnv in both directions: serve its clients, and play on its servers."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from starlette.websockets import WebSocket
 
 
-# OpenEnv's protocol over our environments: its client's messages over a WebSocket, and what it asks over HTTP.
+# Serve OpenEnv's protocol: messages over a WebSocket, and some HTTP routes.
 #
-# By the source of openenv-core 0.3.0 (`openenv/core/env_server/http_server.py`, `types.py`): a message is an object with `type`
-# ("reset", "step", "state", "close") and `data`; an answer has the type "observation", "state" or "error". One connection is
-# one session with one environment. Its own client sends no headers, so the address has the agents' token.
+# After the source of openenv-core 0.3.0 (`openenv/core/env_server/http_server.py`, `types.py`): a message is an object with
+# `type` ("reset", "step", "state", "close") and `data`; an answer has the type "observation", "state" or "error". One connection
+# is one session with one environment. OpenEnv's client sends no headers, so the URL contains the agents' token.
 
 _TEXT = {"type": "string"}
 _OBJECT = {"type": "object"}
@@ -61,17 +61,17 @@ STATE: dict[str, Json] = {
 
 
 _action_check = cache(partial(compile_validator, "action", ACTION))
-"""Compiled at the first step: it takes longer than the rest of an import."""
+"""Compiled on first use: it takes longer than the rest of the import."""
 
 
 class PlaySession:
-    """One connection's episodes, one after another. What it answers holds nothing of `Task.gold`, and not the state."""
+    """Sequential episodes of one connection. Answers contain neither `Task.gold` nor the state."""
 
     def __init__(self, env: ToolEnv) -> None:
         self.env, self._episode = env, ""
 
     async def answer(self, message: Mapping[str, Json]) -> dict[str, Json]:
-        """The answer to one message. Raises _InvalidError for a message of another shape, and what the environment raises."""
+        """Answer a message. Raises _InvalidError for an invalid one, and errors of the environment."""
         kind, data = message.get("type"), message.get("data", {})
         if not isinstance(data, dict):
             raise _InvalidError("data: expected an object")
@@ -92,7 +92,7 @@ class PlaySession:
             calls = tuple(ToolCall(call["name"], call["arguments"]) for call in data.get("tool_calls", ()))
             action = Message("assistant", data.get("text", ""), calls)
             observation, scored, terminated, truncated, _ = await self.env.astep(action)
-            # nan: the episode could not be scored, which is no reward of 0.
+            # nan: the episode could not be scored, which is not a reward of 0.
             reward, done = None if scored != scored else scored, terminated or truncated
         else:
             return _error("UNKNOWN_TYPE", f"Unknown message type: {kind}")
@@ -101,7 +101,7 @@ class PlaySession:
 
 
 class _InvalidError(Exception):
-    """A message of another shape than OpenEnv's."""
+    """A message that is invalid in OpenEnv's protocol."""
 
 
 def _error(code: str, message: str) -> dict[str, Json]:
@@ -109,7 +109,7 @@ def _error(code: str, message: str) -> dict[str, Json]:
 
 
 class OpenEnvFace:
-    """The routes over environments that `build` makes, which score themselves."""
+    """HTTP routes for environments that `build` makes, which score themselves."""
 
     def __init__(
         self, build: Callable[[], ToolEnv], name: str, summary: str, limits: SessionLimits, player: Secret | None
@@ -118,7 +118,7 @@ class OpenEnvFace:
         self._running = 0
 
     def routes(self, prefix: str) -> list[Any]:
-        """Starlette's routes; with a `player` the prefix has the token as `{player}`."""
+        """Return Starlette's routes; with a `player` token, `prefix` contains `{player}`."""
         from starlette.routing import Route, WebSocketRoute
 
         answers: dict[str, Json] = {
@@ -153,7 +153,7 @@ class OpenEnvFace:
         await socket.accept()
         with contextlib.suppress(WebSocketDisconnect):
             if self._running >= self._limits.episodes:
-                # Said to its first message: a client that finds the connection closed as it sends reads no reason.
+                # Answer its first message: a client that finds the connection closed when it sends reads no reason.
                 await self._receive(socket)
                 full = f"Server at capacity: {self._running}/{self._limits.episodes} sessions active"
                 await socket.send_text(json.dumps(_error("CAPACITY_REACHED", full)))
@@ -168,7 +168,7 @@ class OpenEnvFace:
                 await session.env.aclose()
 
     async def _receive(self, socket: WebSocket) -> str | None:
-        """The next message; None, and the connection is closed, if none comes for as long as a session may be silent."""
+        """Return the next message; None, after closing the connection, if it is idle too long."""
         try:
             async with asyncio.timeout(self._limits.idle):
                 return await socket.receive_text()
@@ -192,20 +192,20 @@ class OpenEnvFace:
                 answer = _error("VALIDATION_ERROR", str(problem))
             except (AgentrlError, TypeError) as fault:
                 answer = _error("EXECUTION_ERROR", str(fault))
-            except Exception as fault:  # an author's code may raise anything
+            except Exception as fault:  # an environment's code may raise anything
                 answer = _error("EXECUTION_ERROR", f"{type(fault).__name__}: {fault}")
             await socket.send_text(wire.dumps(answer).decode())
 
 
 LARGEST = 100 << 20
-"""Bytes of a message, as in OpenEnv's own client."""
+"""Maximum bytes of a message, as in OpenEnv's client."""
 
 
 def openenv_app(build: Callable[..., ToolEnv], scorer: ScorerLike | None = None, sessions: int = 64) -> Any:
-    """An ASGI app that serves an environment to OpenEnv's clients, with a separate instance for each connection.
+    """Build an ASGI app that serves an environment to OpenEnv's clients, with a separate instance per connection.
 
-    `build` makes an environment (`EnvRef.build`). Actions are `{"text": ...}`, or with `tool_calls`.
-    `agentrl env serve ID --http` has the same, behind a token.
+    `build` makes an environment (`EnvRef.build`). Actions are `{"text": ...}`, or with `tool_calls`. `agentrl env serve ID
+    --http` serves the same behind a token.
     """
     from starlette.applications import Starlette
 
@@ -219,10 +219,10 @@ def openenv_app(build: Callable[..., ToolEnv], scorer: ScorerLike | None = None,
 
 
 class OpenEnv(ToolEnv):
-    """An environment behind an OpenEnv server, played through one tool, `act`; or, if the server's actions are calls of tools
-    (its MCP environments), through those tools.
+    """An environment behind an OpenEnv server, played through one tool, `act`, or through the server's tools if its actions are
+    tool calls (MCP environments).
 
-    The parameters of `act` are the fields of the server's action type. Rewards are summed in the state.
+    The parameters of `act` are the fields of the server's action type. The state sums the rewards.
     """
 
     id = "openenv/Client-v0"
@@ -230,8 +230,8 @@ class OpenEnv(ToolEnv):
     shared = frozenset({"url", "token", "headers"})
 
     def __init__(self, *, url: str, rules: str = "", timeout: float = 60.0, name: str = "", token: str = "", **base: Any) -> None:
-        """`url`: of the server. `rules`: the system message. `timeout`: seconds for every answer. `name`: what the environment
-        is called in records. `token`: sent as `Authorization: Bearer TOKEN`. Raises DependencyError without websockets."""
+        """`url`: of the server. `rules`: system message. `timeout`: seconds per answer. `name`: of the environment in records.
+        `token`: sent as `Authorization: Bearer TOKEN`. Raises DependencyError without websockets."""
         if find_spec("websockets") is None:
             raise DependencyError("OpenEnv needs websockets: pip install 'agentrl[openenv]'")
         super().__init__(**base)
@@ -243,7 +243,7 @@ class OpenEnv(ToolEnv):
         self.steps, self.over, self.first = 0, False, ""
 
     def make_task(self, rng_seed: int, split: str) -> Task:
-        """Even seeds of the server are for training, odd ones are held out."""
+        """Draw the server's seeds: even ones for training, odd ones held out."""
         if split not in SPLITS:
             raise TaskDataError(f"{self.url}: no split {split!r}; expected one of {', '.join(SPLITS)}")
         seed = rng_seed * 2 % 2**31 + SPLITS.index(split)
@@ -258,10 +258,10 @@ class OpenEnv(ToolEnv):
             self.socket = await connect(
                 address, open_timeout=self.timeout, max_size=LARGEST, additional_headers=self.headers, proxy=None
             )
-        except Exception as fault:  # websockets has a class of its own for each stage
+        except Exception as fault:  # websockets has an exception class per stage
             raise RemoteEnvError(f"OpenEnv server {self.url}: {type(fault).__name__}: {fault}") from fault
         schema = _schemas.get(self.url)
-        if schema is None:  # by the loop, so that many wait at once
+        if schema is None:  # on the loop, so that many can wait at once
             try:
                 async with httpx.AsyncClient(trust_env=False, timeout=self.timeout, headers=self.headers) as client:
                     schema = _schemas[self.url] = _action((await client.get(f"{self.url}/schema")).raise_for_status().json())
@@ -274,7 +274,7 @@ class OpenEnv(ToolEnv):
             calls = declarations(listed["observation"]["tools"])
             tools = [Tool.from_declaration(one, _calls(one["function"]["name"])) for one in calls]
         for tool in tools:
-            # Later than the answer's own deadline, which names the server.
+            # Longer than the answer's own deadline, whose error names the server.
             self.toolbox.add(replace(tool, method=True).with_options(parallel=False, timeout=self.timeout + 5.0))
         self.first = _show_fields(result.get("observation", {})) or "Begin."
 
@@ -288,11 +288,11 @@ class OpenEnv(ToolEnv):
         return [*rules, Message("user", self.first)]
 
     def state(self) -> Json:
-        # A server that ends an episode and never gave a number could not score it, which is no 0.
+        # A server that ends an episode without any reward could not score it, which is not 0.
         return {"reward": self.total if self.over else self.total or 0.0, "steps": self.steps, "done": self.over}
 
     async def act(self, action: Mapping[str, Json]) -> str | list[str | Image]:
-        """One step on the server. Raises ToolError if the server's episode is over, or if it refuses the action."""
+        """Take one step on the server. Raises ToolError if its episode is over, or if it refuses the action."""
         if self.over:
             raise ToolError("the episode is over")
         result = await self._ask("step", dict(action))
@@ -308,8 +308,8 @@ class OpenEnv(ToolEnv):
         return _show_fields(observation) if "tool_name" not in observation else _result(observation.get("result"))
 
     async def _ask(self, kind: str, data: Json) -> dict[str, Json]:
-        """The data of the answer. Raises RemoteEnvError if the server is gone, ToolError if it says that the action is invalid,
-        EnvError if it failed."""
+        """Send a message and return the data of its answer. Raises RemoteEnvError if the server is gone, ToolError for an invalid
+        action, EnvError if the server failed."""
         from websockets.exceptions import WebSocketException
 
         try:
@@ -325,7 +325,7 @@ class OpenEnv(ToolEnv):
         body: dict[str, Json] = answer.get("data", {})
         if answer.get("type") != "error":
             return body
-        errors = body.get("errors")  # of the fields of an invalid action
+        errors = body.get("errors")  # for fields of an invalid action
         first = errors[0] if isinstance(errors, list) and errors and isinstance(errors[0], dict) else None
         field = "" if first is None else f": {'.'.join(map(str, first.get('loc', ())))}: {first.get('msg', '')}"
         message = f"{body.get('message')} ({body.get('code')}{field})"
@@ -339,7 +339,7 @@ _schemas: dict[str, dict[str, Json]] = {}
 
 @lru_cache(maxsize=16)
 def action_schema(url: str, token: str = "") -> dict[str, Json]:
-    """The JSON Schema of a server's actions. Blocks. Raises ConfigError if the server does not give it."""
+    """Fetch the JSON Schema of a server's actions. Blocks. Raises ConfigError if the server does not provide it."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         return _action(httpx.get(f"{url}/schema", timeout=10.0, headers=headers, trust_env=False).raise_for_status().json())
@@ -360,7 +360,7 @@ def _show_fields(observation: Mapping[str, Json]) -> str:
 
 
 def _result(result: Json) -> str | list[str | Image]:
-    """Answer of a tool of an MCP environment: the texts and images of its content, or the value as JSON."""
+    """Return a tool result of an MCP environment: its texts and images, or the value as JSON."""
     content = result.get("content") if isinstance(result, dict) else None
     blocks = [block for block in content or () if isinstance(block, dict)]
     if not any(isinstance(block.get("text"), str) or block.get("type") == "image" for block in blocks):
@@ -371,7 +371,7 @@ def _result(result: Json) -> str | list[str | Image]:
 
 
 def _part(block: Mapping[str, Json]) -> str | Image:
-    """A block as its text or image; anything else as a line of its type."""
+    """Return the text or image of a content block; for other kinds a line with the type."""
     if isinstance(block.get("text"), str):
         return str(block["text"])
     why = ""
@@ -384,7 +384,7 @@ def _part(block: Mapping[str, Json]) -> str | Image:
 
 
 def _calls(name: str | None = None) -> Callable[..., Any]:
-    """Makes the function of the tool `act`, or of the server's tool of that name."""
+    """Make the function of the tool `act`, or of the server's tool with that name."""
 
     async def call(env: OpenEnv, **arguments: Any) -> str | list[str | Image]:
         return await env.act(arguments if name is None else {"type": "call_tool", "tool_name": name, "arguments": arguments})

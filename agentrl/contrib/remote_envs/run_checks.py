@@ -1,4 +1,4 @@
-"""Checks of a run whose environments are elsewhere, and lines about their servers for a plan."""
+"""Checks of a run's remote environments, and their description in a plan."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from agentrl.utils.errors import ConfigError
 
 @RUN_CHECKS.register("remote_envs", traits={"first"})
 def check_servers(start: RunStart) -> list[str]:
-    """Raise a UserError if the server of an environment cannot be reached, speaks another protocol, has another environment,
-    refuses its parameters, wrappers or tool sets, or takes fewer episodes at once than the run plays; or if an agent of the
-    user would play there.
-    """
+    """Raise a UserError if an environment's server is unreachable, speaks another protocol, has another environment, refuses its
+    parameters, wrappers or tool sets, or allows fewer concurrent episodes than the run needs; or if an agent of the user would
+    play there."""
     for env in start.config.envs:
         with start.alone(env) as one:
             if one.env.at is not None and one.env.at.is_agentrl:
@@ -54,7 +53,7 @@ def _check_server(start: RunStart, at: EnvAddress) -> None:
 
 @RUN_CHECKS.register("remote_env_lines", traits={"plan"})
 def remote_lines(start: RunStart) -> list[str]:
-    """Lines about the environments' servers; nothing for environments that are here."""
+    """Describe the environments' servers; [] for local environments."""
     lines = []
     for ref in (EnvRef.of(env, start.config.tools) for env in start.config.envs):
         if ref.at is not None and not ref.at.is_agentrl:

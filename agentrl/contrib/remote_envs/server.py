@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MOST_CONTAINERS, MOST_DEPTH = 4_000_000, 512
-"""Of a trainer's request: what a policy wrote is in it, as Python writes JSON."""
+"""Limits of a trainer's JSON request, which contains texts of the policy."""
 
 
 class EnvApp:
-    """An ASGI app over one offer. `boot` names this start of the server: sessions do not outlive it."""
+    """An ASGI app that serves one offer. `boot` identifies this start of the server, which sessions do not survive."""
 
     def __init__(self, offer: EnvOffer, secret: Secret, limits: SessionLimits | None = None) -> None:
         self.offer, self.secret, self.limits = offer, secret, limits or SessionLimits()
@@ -49,7 +49,7 @@ class EnvApp:
         self.sessions = EnvSessions(offer.build, self.limits, self.boot)
 
     def asgi(self) -> Any:
-        """The app, with OpenEnv's routes next to agentrl's."""
+        """Build the app, with OpenEnv's routes next to agentrl's."""
         from starlette.applications import Starlette
         from starlette.routing import Route
 
@@ -83,7 +83,7 @@ class EnvApp:
                 return self._answer(400, wire.dumps({"refused": "bad_request", "message": text}))
             except ClientDisconnect:
                 raise
-            except Exception as fault:  # an author's code may raise anything
+            except Exception as fault:  # an environment's code may raise anything
                 log.exception("a request to %s failed", request.url.path)
                 return self._answer(422, wire.dumps({"fault": wire.fault_row(fault)}))
 
@@ -118,7 +118,7 @@ class EnvApp:
         return self._answer(200, wire.dumps({**self.offer.card(EnvRequest.of(body["env"])), **own}))
 
     async def _ask(self, request: Request, body: Mapping[str, Json]) -> Response:
-        """Answer requests that need no episode."""
+        """Answer a request that needs no episode."""
         env = self.offer.build(EnvRequest.of(body["env"]))
         if body["what"] == "make_task":
             if type(body["seed"]) is not int or not isinstance(body["split"], str):
@@ -148,14 +148,15 @@ class EnvApp:
 
 
 KEEP_ALIVE = 75
-"""Seconds for which an idle connection stays open: longer than a client keeps one, so that none is closed as it is used."""
+"""Seconds that an idle connection stays open: longer than a client's, so that none is closed as the client uses it."""
 
 
 @contextlib.asynccontextmanager
 async def http_server(app: EnvApp, host: str, port: int) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
-    """Serve an app in the running event loop; gives its URL, and the task that ends by Ctrl-C or a signal, which uvicorn takes.
+    """Serve an app in the running event loop; yields its URL, and the task that ends by Ctrl-C or a signal (uvicorn handles
+    both).
 
-    `port` 0 picks a free one. Raises DependencyError without the extra 'server', ConfigError if the port is taken."""
+    `port`: 0 picks a free one. Raises DependencyError without the extra 'server', ConfigError if the port is taken."""
     if importlib.util.find_spec("websockets") is None:
         raise DependencyError("agentrl env serve --http needs websockets: pip install 'agentrl[server]'")
     listener, name, server = open_socket(host, port), f"[{host}]" if ":" in host else host, LocalServer()
@@ -163,7 +164,7 @@ async def http_server(app: EnvApp, host: str, port: int) -> AsyncIterator[tuple[
         app.asgi(),
         host,
         listener,
-        max_body=sys.maxsize,  # each route has the limit itself, and words for it
+        max_body=sys.maxsize,  # each route enforces the limit, with its own error
         timeout_keep_alive=KEEP_ALIVE,
         ws_max_size=app.limits.body,
         backlog=4096,
@@ -174,13 +175,13 @@ async def http_server(app: EnvApp, host: str, port: int) -> AsyncIterator[tuple[
         yield f"http://{name}:{listener.getsockname()[1]}", serving
     finally:
         sweeping.cancel()
-        with contextlib.suppress(Exception):  # what it failed with, `serving` says
+        with contextlib.suppress(Exception):  # `serving` has the error
             await server.stop()
         await app.sessions.close_all()
 
 
 def serve_http(app: EnvApp, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C; `say` shows how to reach it. Raises ConfigError if the port is taken."""
+    """Serve until Ctrl-C; calls `say` with the URL. Raises ConfigError if the port is taken."""
 
     async def serve() -> None:
         async with http_server(app, host, port) as (url, serving):
@@ -192,11 +193,11 @@ def serve_http(app: EnvApp, host: str, port: int, say: Callable[[str], None]) ->
 
 
 _NOT_HERE = (errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_NODATA)
-"""Error numbers of an address of no interface, and of a name that is not found."""
+"""Error numbers of an address without an interface, and of an unknown host name."""
 
 
 def open_socket(host: str, port: int, option: str = "--port") -> socket.socket:
-    """Raises ConfigError if the port cannot be had; `option`: the command's that names it."""
+    """Open a listener. Raises ConfigError if the port is unavailable; `option`: the command's option for it."""
     try:
         return open_listener(host, port)
     except (OSError, OverflowError) as problem:
@@ -205,21 +206,22 @@ def open_socket(host: str, port: int, option: str = "--port") -> socket.socket:
         raise ConfigError(f"{option} {port}: cannot listen on {host}:{port}: {problem}; try another port") from problem
 
 
-# The offer of a server
+# A server's offer
 
 
 class EnvOffer:
-    """One environment of this machine's shelves. A client's parameters override `ref.params`; its wrappers and tool sets, by
-    name, are of this machine's shelves too."""
+    """One environment on this machine's shelves. A client may override `ref.params`, and name wrappers and tool sets of this
+    machine's shelves."""
 
     def __init__(self, ref: EnvRef, digest: Callable[[EnvRef], str | None] = lambda ref: None) -> None:
-        """`digest`: of the environment's files, so that a client sees when its code changes."""
+        """`digest`: hashes the environment's files, so that a client notices changed code."""
         self.ref, self._digest = ref, digest
         self.name, self.summary = ref.entry.id, ref.entry.summary
         self._refs: dict[bytes, EnvRef] = {}
 
     def build(self, asked: EnvRequest) -> ToolEnv:
-        """Raises CatalogError for another id, unfit parameters or unknown tool sets, ConfigError for unfit wrappers."""
+        """Build the environment. Raises CatalogError for another id, invalid parameters or unknown tool sets, ConfigError for
+        invalid wrappers."""
         return self._ref(asked).build()
 
     def play(self) -> ToolEnv:
@@ -237,7 +239,7 @@ class EnvOffer:
             raise CatalogError(
                 f"this server has {entry.id} ({entry.name}), not {asked.id!r}{hint_text(asked.id, (entry.id, entry.name))}"
             )
-        # Kept, so that an episode does not look its class up again.
+        # Cached, so that an episode does not look up its class again.
         key = wire.dumps(asked.row())
         if key not in self._refs:
             if len(self._refs) > 1000:
@@ -264,7 +266,7 @@ class EnvOffer:
         ref = self._ref(asked)
         with contextlib.closing(ref.build()) as env:
             inner = env.unwrapped
-            task = env.make_task(0, env.splits[0])  # a class that makes none is refused here, before a client asks
+            task = env.make_task(0, env.splits[0])  # refuses a class that makes no task now, before a client asks
             try:
                 env.gold_turns(task)
                 gold = True

@@ -1,4 +1,4 @@
-"""A server's sessions, one episode each, and the server's secret token."""
+"""Sessions of a server, one episode each, and the server's token."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from agentrl.utils.event_loop import GRACE, end
 log = logging.getLogger(__name__)
 
 LINGER = 120.0
-"""Seconds for which the answer that ended an episode can be asked for again."""
+"""Seconds for which the last answer of an ended episode can be requested again."""
 
 MOST_SNAPSHOTS = 64
-"""Snapshots of one session."""
+"""Maximum snapshots per session."""
 
 Body = Mapping[str, Json]
 KINDS = ("reset", "step", "end", "user_call", "snapshot", "restore", "fork", "teach", "act")
-"""Requests of a session."""
+"""Requests in a session."""
 
 
 class RefusedError(Exception):
-    """A request that is not done; `status`: of the answer over HTTP, `kind`: a short name of the reason."""
+    """A refused request. `status`: HTTP status; `kind`: short name of the reason."""
 
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
@@ -48,7 +48,8 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """`episodes` at once; seconds without a request (`idle`) after which one is closed; `body`: bytes of a request."""
+    """Limits: concurrent `episodes`; seconds without a request until a session is closed (`idle`); bytes of a request
+    (`body`)."""
 
     episodes: int = 1024
     idle: float = 3600.0
@@ -56,10 +57,10 @@ class SessionLimits:
 
 
 class EnvSession:
-    """One episode. Requests have numbers 0, 1, 2, ...; the answer to the last is kept, and given again if it is asked again."""
+    """One episode. Requests are numbered 0, 1, 2, ...; the last answer is stored and repeated if its request is sent again."""
 
     def __init__(self, key: str, home: EnvSessions, env: ToolEnv | None = None) -> None:
-        """`env`: of a session that is a fork of another; else the first request says which."""
+        """`env`: of a session forked from another; otherwise the first request names it."""
         self.key, self.number, self.touched = key, -1 if env is None else 0, time.monotonic()
         self.snapshots: dict[str, Snapshot] = {}
         self._home, self._env = home, env
@@ -73,7 +74,7 @@ class EnvSession:
 
     @property
     def running(self) -> bool:
-        """True if a request is being worked on."""
+        """True while a request is executed."""
         return self._work is not None and not self._work.done()
 
     @property
@@ -82,14 +83,14 @@ class EnvSession:
         return self._env is not None or self.number < 0
 
     async def call(self, kind: str, number: int, body: Body) -> asyncio.Task[bytes]:
-        """The work on request `number`: begun, or the same as before. Raises RefusedError if it is not the next one."""
+        """Return the task of request `number`, new or repeated. Raises RefusedError if it is out of order."""
         self.touched = time.monotonic()
         asked = hashlib.sha256(json.dumps([kind, body], sort_keys=True).encode()).digest()
         if number == self.number and self._work is not None:
             if asked != self._asked:
                 raise RefusedError(409, "conflict", f"request {number} of this session was another one")
             return self._work
-        # The end may follow a request that was given up before it arrived.
+        # The end may follow a request that was cancelled before it arrived.
         if number != self.number + 1 and not (kind == "end" and number > self.number):
             raise RefusedError(409, "conflict", f"request {number}: the next one of this session is {self.number + 1}")
         if self.running:
@@ -101,14 +102,14 @@ class EnvSession:
         return self._work
 
     def waiting(self) -> list[dict[str, Json]]:
-        """The tool calls in progress."""
+        """List the tool calls in progress."""
         calls = [] if self._env is None else self._env.waiting
         return [
             {"name": one.tool.name, "call_id": one.call_id, "running": one.running, "by": one.tool.options.by} for one in calls
         ]
 
     async def close(self) -> None:
-        """Tear the episode down."""
+        """Tear down the episode."""
         if self.running:
             await self._cut({"stop": StopReason.CANCELLED.value})
         env, self._env = self._env, None
@@ -116,7 +117,7 @@ class EnvSession:
             await env.aclose()
 
     async def _cut(self, body: Body) -> None:
-        """End the request in progress, whose client does not wait for it any more."""
+        """Cancel the running request, whose client no longer waits."""
         assert self._work is not None
         if self._env is not None:
             self._env.cut(StopReason(body["stop"]))
@@ -130,10 +131,10 @@ class EnvSession:
             told["fault"] = wire.fault_row(cut)
         except RefusedError as refused:
             told["fault"] = wire.fault_row(EnvError(str(refused)))
-        except (Exception, SystemExit) as fault:  # an author's code may raise anything
+        except (Exception, SystemExit) as fault:  # an environment's code may raise anything
             told["fault"] = wire.fault_row(fault)
         try:
-            # Only what is new, unless an answer did not reach the client.
+            # Send only changes, unless the client has missed an answer.
             whole = number == 0 or body.get("have") != number - 1
             answer = self._state(number)
             if self._env is not None and _has_begun(self._env):
@@ -147,7 +148,7 @@ class EnvSession:
             return wire.dumps({**self._state(number), "fault": told.get("fault", unsent)})
         finally:
             self.touched = time.monotonic()
-            # Of an episode that is over only the record stays, for as long as a client may ask again.
+            # Of an ended episode keep only the record, for repeated requests.
             if self._env is not None and not self._env.is_open:
                 if _has_begun(self._env):
                     self._record = self._env.trajectory
@@ -160,10 +161,10 @@ class EnvSession:
         return {**state, "open": self._env.is_open, "has_user": self._env.has_user, "has_finished": self._env.has_finished}
 
     async def _perform(self, kind: str, body: Body) -> Json:
-        """The result of a request of one of KINDS."""
+        """Execute a request of one of KINDS and return its result."""
         env, found = self._env, None
         if kind == "end":
-            if env is not None and env.is_open:  # else it ended by itself, while its client gave up
+            if env is not None and env.is_open:  # else it ended by itself while the client gave up
                 await env.aend(StopReason(body["stop"]), body["error"])
             return None
         if kind == "restore":
@@ -212,13 +213,13 @@ class EnvSession:
         return None
 
     def _row_of(self, env: ToolEnv, observation: list[Message]) -> Json:
-        """The observation; if it is the end of the record, which is sent anyway, only its length."""
+        """Return the observation, or only its length if it is the end of the record, which is sent anyway."""
         size = len(observation)
         return size if env.trajectory.messages[-size or len(env.trajectory.messages) :] == observation else observation
 
 
 class _Sent:
-    """State of the record at a session's client."""
+    """The record as a session's client has it."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -227,7 +228,7 @@ class _Sent:
         self._state = self._tools = b""
 
     def changes(self, env: ToolEnv, whole: bool) -> dict[str, Json]:
-        """Difference of the record from that; all of it if `whole`."""
+        """Return the changes of the record since the last call; all of it if `whole`."""
         record = env.trajectory
         if whole:
             self.__init__()  # type: ignore[misc]
@@ -247,24 +248,24 @@ class _Sent:
 
 
 def _has_begun(env: ToolEnv) -> bool:
-    """Return True if there is a record: its task was made."""
+    """Return True if the environment has a record, that is a task."""
     inner = env.unwrapped
     assert isinstance(inner, ToolEnv)
     return inner._record is not None
 
 
 def _common(before: list[Any], now: list[Any]) -> int:
-    """The number of first items that are equal."""
+    """Return the length of the common prefix."""
     return next(
         (i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a is not b and a != b), min(len(before), len(now))
     )
 
 
 class EnvSessions:
-    """All sessions of a server, for one event loop."""
+    """All sessions of a server, on one event loop."""
 
     def __init__(self, build: Callable[[EnvRequest], ToolEnv], limits: SessionLimits, boot: str) -> None:
-        """`build` makes an environment as a client asks for it; raises UserError if it cannot. `boot` names this start of the
+        """`build` makes the environment that a client requests, or raises UserError. `boot` identifies this start of the
         server."""
         self.build, self.limits, self.boot = build, limits, boot
         self._open: dict[str, EnvSession] = {}
@@ -272,11 +273,11 @@ class EnvSessions:
 
     @property
     def episodes(self) -> int:
-        """The number of episodes that run."""
+        """Number of running episodes."""
         return sum(session.active for session in self._open.values())
 
     def find(self, key: str) -> EnvSession:
-        """Raises RefusedError without one with that id; its text names the session's end."""
+        """Return an open session. Raises RefusedError, with the reason for its end, if there is no such session."""
         if key in self._open:
             return self._open[key]
         if key in self._closed:
@@ -284,13 +285,13 @@ class EnvSessions:
         raise RefusedError(404, "unknown_session", "the server knows no such session")
 
     def begin(self, key: str) -> EnvSession:
-        """The session of that id: a new one if it is unknown. Raises RefusedError if there are too many."""
+        """Return the session, created if unknown. Raises RefusedError if there are too many."""
         if key in self._open or key in self._closed:
             return self.find(key)
         return self.adopt(key, None)
 
     def adopt(self, key: str, env: ToolEnv | None) -> EnvSession:
-        """A new session, of an environment that was forked or of one to come. Raises RefusedError if there are too many."""
+        """Create a session for a forked environment, or (None) one to be built. Raises RefusedError if there are too many."""
         if len(key) < wire.SECRET:
             raise RefusedError(400, "bad_id", f"a session's id has at least {wire.SECRET} characters, random ones")
         if key in self._open:
@@ -301,7 +302,7 @@ class EnvSessions:
         return self._open[key]
 
     async def close(self, key: str, why: str) -> None:
-        """End a session, with the answer to a client that comes back."""
+        """Close a session; `why` is the answer to a client that returns."""
         session = self._open.pop(key, None)
         if session is None:
             return
@@ -310,11 +311,11 @@ class EnvSessions:
             self._closed.popitem(last=False)
         try:
             await session.close()
-        except Exception:  # an author's teardown
+        except Exception:  # raised by the environment's teardown
             log.exception("the teardown of session %s failed", key[:6])
 
     async def sweep(self) -> None:
-        """Close what nobody has asked for a while."""
+        """Close sessions that were idle too long."""
         now = time.monotonic()
         for key, session in list(self._open.items()):
             limit = self.limits.idle if session.active or session.snapshots else min(LINGER, self.limits.idle)
@@ -323,13 +324,13 @@ class EnvSessions:
                 await self.close(key, why if session.active else "the episode is over, and its session closed")
 
     async def keep_swept(self) -> None:
-        """`sweep`, for ever."""
+        """Run `sweep` periodically, forever."""
         while True:
             await asyncio.sleep(min(self.limits.idle, LINGER) / 4)
             await self.sweep()
 
     async def close_all(self) -> None:
-        """End every session; those whose teardown hangs are abandoned."""
+        """Close all sessions; abandon those whose teardown hangs."""
         closing = [asyncio.create_task(self.close(key, "the server ends")) for key in list(self._open)]
         if closing and (await asyncio.wait(closing, timeout=3 * GRACE))[1]:
             log.error("the teardown of some sessions did not end within %g s, and is abandoned", 3 * GRACE)
@@ -339,10 +340,10 @@ SHORTEST = 16
 
 
 class Secret:
-    """The token of trainers, and one made of it for agents: who has only the second can play, and read no gold answer."""
+    """The trainers' token, and a token derived from it for agents, which permits playing but not reading gold answers."""
 
     def __init__(self, token: str) -> None:
-        """Raises ConfigError for a token that could be guessed."""
+        """Raises ConfigError for a token that is too short."""
         if len(token) < SHORTEST:
             raise ConfigError(f"the server's token has {len(token)} characters; expected at least {SHORTEST}, random ones")
         self.token = token
@@ -350,13 +351,13 @@ class Secret:
 
     @classmethod
     def of(cls, variable: str | None) -> Secret:
-        """The token in an environment variable, or a new one. Raises ConfigError if the variable is not set."""
+        """Read the token from an environment variable, or generate one. Raises ConfigError for an unset variable."""
         if variable is None:
             return cls(secrets.token_urlsafe(24))
         return cls(token_in(variable, "--token-env"))
 
     def check(self, authorization: str) -> None:
-        """Raises RefusedError unless the header has the token. Compared in constant time: how long it takes tells nothing."""
+        """Raise RefusedError unless the header has the token; compares in constant time."""
         if not hmac.compare_digest(authorization.encode(), f"Bearer {self.token}".encode()):
             how = "wants another token than this one" if authorization else "wants its token"
             raise RefusedError(401, "token", f"the server {how}, as `Authorization: Bearer TOKEN`")

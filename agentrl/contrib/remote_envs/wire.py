@@ -1,4 +1,4 @@
-"""The JSON forms of what a client and a server of an environment tell each other."""
+"""JSON messages between a client and a server of an environment."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from agentrl.utils import errors
 from agentrl.utils.errors import EnvError, ToolTimeoutError, UserError
 
 PROTOCOL = 3
-"""Raised if a message changes its meaning; client and server must have the same."""
+"""Increased when a message changes its meaning; client and server must agree."""
 
 WAIT_SECONDS = 20.0
-"""How long a server keeps a request waiting for an answer; then it says that it still works, and is asked again."""
+"""Seconds after which a server answers that a request is still running; the client then asks again."""
 
 SECRET = 32
-"""Characters that a session's id has at least: random ones, so that it cannot be guessed."""
+"""Minimum characters of a session id, which must be random."""
 
 
 def new_id() -> str:
-    """An id that cannot be guessed: 192 random bits."""
+    """Generate an unguessable id of 192 random bits."""
     return secrets.token_urlsafe(24)
 
 
 def dumps(value: Json) -> bytes:
-    """JSON of plain values and of an episode's dataclasses. Raises TypeError for anything else."""
+    """Serialize plain values and dataclasses of an episode as JSON. Raises TypeError for other values."""
     return json.dumps(value, default=_fields, separators=(",", ":")).encode()
 
 
@@ -48,12 +48,12 @@ def _fields(item: object) -> dict[str, Json]:
 
 
 def messages_of(rows: Sequence[Mapping[str, Json]]) -> list[Message]:
-    """Inverse of a list of messages' JSON form."""
+    """Parse a list of messages."""
     return [message_of(row) for row in rows]
 
 
 def action_of(row: Json) -> Action:
-    """Inverse of an action's JSON form. Raises ValueError for anything else."""
+    """Parse an action. Raises ValueError for other values."""
     if isinstance(row, str):
         return row
     if isinstance(row, dict):
@@ -65,7 +65,7 @@ def action_of(row: Json) -> Action:
 
 
 def toolbox_row(toolbox: Toolbox, known: Json = None) -> dict[str, Json]:
-    """The tools by a digest, and in full (schema and call options, in order) if the other side does not know that."""
+    """Return the tools' digest, and their schemas and options unless the other side knows that digest."""
     options = Options.__dataclass_fields__
     rows = [{**item.schema, "options": {name: getattr(item.options, name) for name in options}} for item in toolbox]
     digest = hashlib.sha256(dumps(rows)).hexdigest()[:16]
@@ -73,7 +73,7 @@ def toolbox_row(toolbox: Toolbox, known: Json = None) -> dict[str, Json]:
 
 
 def tools_of(rows: Sequence[Mapping[str, Json]], where: str) -> dict[str, Tool]:
-    """Stand-ins of a server's tools, by name: what a policy is offered, and who is to blame for their time."""
+    """Build stand-ins of a server's tools by name, for schemas, options and blame of their time."""
 
     async def elsewhere(**arguments: Any) -> None:
         raise EnvError(f"a tool of {where} runs there, in a step of its episode, and cannot be called alone")
@@ -92,7 +92,7 @@ OUTCOME = ("env_id", "seed", "stop", "error", "terminated", "truncated")
 
 
 def user_row(user: RecordedUser) -> dict[str, Json]:
-    """The user of a recorded episode as JSON; `user_of` is the inverse."""
+    """Serialize the user of a recorded episode; `user_of` is the inverse."""
 
     def line(said: Message | Parting | None) -> Json:
         if isinstance(said, Message):
@@ -104,7 +104,7 @@ def user_row(user: RecordedUser) -> dict[str, Json]:
 
 
 def user_of(row: Mapping[str, Json]) -> RecordedUser:
-    """Inverse of `user_row`."""
+    """Invert `user_row`."""
 
     def line(said: Json) -> Message | Parting | None:
         if said is None or "parting" in said:
@@ -115,7 +115,7 @@ def user_of(row: Mapping[str, Json]) -> RecordedUser:
 
 
 def record_row(record: Trajectory, keep_messages: int = 0, keep_turns: int = 0, keep_calls: int = 0) -> dict[str, Json]:
-    """An environment's own rows of an episode, without the first messages, turns and calls of the user, which the client has."""
+    """Serialize an environment's record of an episode, without the leading parts that the client has."""
     return {
         "task": record.task,
         "messages": [keep_messages, record.messages[keep_messages:]],
@@ -130,16 +130,16 @@ def record_row(record: Trajectory, keep_messages: int = 0, keep_turns: int = 0, 
 
 
 def fault_row(fault: BaseException) -> dict[str, Json]:
-    """An error as JSON; `fault_of` makes an error of it that an episode treats alike."""
+    """Serialize an error; `fault_of` restores one that an episode treats alike."""
     kinds = (UserError, ToolTimeoutError, EnvError, NotImplementedError, TypeError, ValueError)
     kind = next((kind.__name__ for kind in kinds if isinstance(fault, kind)), type(fault).__name__)
-    if isinstance(fault, UserError):  # by the class that a client has: its own, or the one that it is a kind of
+    if isinstance(fault, UserError):  # by the nearest class that the client has
         kind = next(one.__name__ for one in type(fault).__mro__ if getattr(errors, one.__name__, None) is one)
     return {"type": kind, "message": str(fault)}
 
 
 def fault_of(row: Mapping[str, Json], *also: type[Exception]) -> Exception:
-    """An EnvError, unless it is a mistake of the user's or one of `also`: then of the same class as on the server."""
+    """Return a UserError, ToolTimeoutError or one of `also` in its class on the server; else an EnvError."""
     name, message = str(row["type"]), str(row["message"])
     known: Any = next((kind for kind in also if kind.__name__ == name), getattr(errors, name, None))
     if isinstance(known, type) and issubclass(known, (UserError, ToolTimeoutError, *also)):
