@@ -1,14 +1,14 @@
-"""Credit to single turns from trees of episodes (`rollout.branch`): what followed from a turn, against what followed otherwise.
+"""Turn-level credit from trees of episodes (`rollout.branch`): the outcomes after a turn, compared with alternatives.
 
-A *segment* is what one member of a group sampled between two places at which others branched off it. At a *place* several
-segments begin: the member's own next one and those of its branches; at the group's place, all that begin at the task's prompt.
+A *segment* is the part that one member of a group sampled between two branch points. At a *place* several segments begin: the
+member's own next one and those of its branches; at the group's place, all that begin at the task's prompt.
 
 V(place)   = the mean of V over the segments that begin there
 V(segment) = V of the place at its end; at the end of an episode its reward
 
-The estimator is our own, derived in docs/howto/branching.md. Segments are compared with all and with their siblings as in TreeRL
-(Hou et al. 2025, arXiv:2506.11902) and Tree-GRPO (Ji et al. 2025, arXiv:2509.21240); departures: values by place and not by leaf,
-the two mixed as one baseline, and one scale, that of the group, so that a group without branches is exactly GRPO's."""
+The estimator is our own, derived in docs/howto/branching.md. Like TreeRL (Hou et al. 2025, arXiv:2506.11902) and Tree-GRPO (Ji et
+al. 2025, arXiv:2509.21240) it compares segments with all and with their siblings. Departures: values by place instead of leaf,
+both comparisons in one baseline, and one scale per group, so that a group without branches is exactly GRPO's."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ Share = Annotated[float, Field(ge=0, le=1)]
 def tree(
     batch: AdvantageInput, *, local: Share = 0.5, share: Share = 0.0, eps: Annotated[float, Field(ge=0)] = 1e-6
 ) -> AdvantageOutput:
-    """m(s)^share (V(s) - (1 - local) V(group) - local V(p(s))) / (std + eps) on the tokens of segment s, which begins at p(s).
+    """Return m(s)^share (V(s) - (1 - local) V(group) - local V(p(s))) / (std + eps) on the tokens of segment s, which begins at
+    p(s).
 
-    m(s) is its share of its tree: 1 / (segments that begin there) over all places on its way, the group's left out. With `share`
-    = 1 a tree weighs as much as an episode without branches; with 0 each sampled token counts alike, and turns after a
-    branching count once for each time they were played. std is the unbiased one of the rewards of the scored members. Exactly
-    `grpo` without branches, and 0 if all rewards are equal. What an unscored member sampled has advantage 0 and is in no mean;
-    what branched off it is. Raises ConfigError for branches without turn numbers.
+    m(s) is its share of its tree: the product of 1 / (segments that begin there) over the places on its path, except the group's.
+    With `share` = 1 a tree weighs as much as an episode without branches; with 0 every sampled token counts equally, and turns
+    after a branch point count once per continuation. std: unbiased, of the rewards of scored members. Equals `grpo` without
+    branches, and 0 if all rewards are equal. Tokens of an unscored member have advantage 0 and enter no mean; its branches count.
+    Raises ConfigError for branches without turn numbers.
     """
     units = episodes(batch)
-    # Above the smallest of their group: if all are equal, every mean below is exactly 0.
+    # Relative to the smallest reward of the group: if all are equal, every mean below is exactly 0.
     least = units.reward.new_full((units.groups,), torch.inf).scatter_reduce(0, units.group, units.reward, "amin")
     above, std = units.reward - least[units.group], deviation(units.reward, units.group, units.groups) + eps
     scale = torch.where(std > 0, std, 1.0)
@@ -57,9 +58,9 @@ def tree(
         for number, start, value, place, portion in forest.segments([(root, 0) for root in forest.roots], whole, 1.0):
             if number not in members:
                 continue
-            if value is None or whole is None or place is None:  # nothing that followed is scored
+            if value is None or whole is None or place is None:  # no scored continuation
                 found[number].append((start, 0.0))
-            else:  # in this form exactly V - V(group) where the place is the group's
+            else:  # in this form exactly V - V(group) if the place is the group's
                 found[number].append((start, portion**share * (value - whole + local * (whole - place))))
         for number, unit in members.items():
             _put(out, batch, units.episode == unit, found[number], scale[unit].item())
@@ -67,14 +68,14 @@ def tree(
 
 
 Segment = tuple[int, int]
-"""A member's number and the turn at which a segment of it begins."""
+"""A member's number and the turn at which one of its segments begins."""
 
 
 class _Forest:
-    """Members of one group by number, including members known only as parents of branches."""
+    """Members of a group by number, including members known only as parents of branches."""
 
     def __init__(self, batch: AdvantageInput, members: dict[int, tuple[float, int]]) -> None:
-        """`members`: the reward of each that is scored, and a row of it."""
+        """`members`: reward and one row of each scored member."""
         self._rewards = {number: reward for number, (reward, _) in members.items()}
         self._branches: defaultdict[int, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         parents = {}
@@ -85,15 +86,14 @@ class _Forest:
         self.roots = [number for number in dict.fromkeys([*members, *parents.values()]) if number not in parents]
 
     def value(self, number: int, start: int) -> float | None:
-        """V of a member's segment that begins at turn `start`; None if nothing that followed is scored."""
+        """Return V of a member's segment that begins at turn `start`; None without a scored continuation."""
         after = self._after(number, start)
         return _mean(self.value(*segment) for segment in after) if after else self._rewards.get(number)
 
     def segments(
         self, begin: list[Segment], place: float | None, portion: float
     ) -> Iterator[tuple[int, int, float | None, float | None, float]]:
-        """The segments that begin at a place of value `place`, each with all that follow: member, first turn, V, V of its place,
-        m."""
+        """Yield the segments at a place of value `place` and all later ones: member, first turn, V, V of its place, m."""
         for number, start in begin:
             value, after = self.value(number, start), self._after(number, start)
             yield number, start, value, place, portion
@@ -101,14 +101,14 @@ class _Forest:
             yield from self.segments(after, value, portion / max(scored, 1))
 
     def _after(self, number: int, start: int) -> list[Segment]:
-        """The segments at the end of a member's segment, its own first; none at the end of the episode."""
+        """Return the segments that begin at the end of a member's segment, its own first; [] at the end of the episode."""
         branches = self._branches[number]
         turn = min((turn for turn in branches if turn > start), default=None)
         return [] if turn is None else [(number, turn), *((branch, turn) for branch in branches[turn])]
 
 
 def _put(out: Tensor, batch: AdvantageInput, rows: Tensor, segments: list[tuple[int, float]], scale: float) -> None:
-    """Each segment's advantage on its sampled tokens, in the rows of one episode."""
+    """Write each segment's advantage on its sampled tokens, in the rows of one episode."""
     tokens = batch.mask & spread(rows, batch.offsets, len(batch.mask))
     starts, values = [start for start, _ in segments], [value / scale for _, value in segments]
     if len(starts) == 1:
@@ -121,6 +121,6 @@ def _put(out: Tensor, batch: AdvantageInput, rows: Tensor, segments: list[tuple[
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known; None if none is."""
+    """Average the known values; None without any."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None

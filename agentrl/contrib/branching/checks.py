@@ -18,7 +18,7 @@ BRANCHES = "branches"
 
 @RUN_CHECKS.register("rollout.branch")
 def check_branch(start: RunStart) -> list[str]:
-    """Raise ConfigError, naming the obstacle, if members of a group cannot branch off others."""
+    """Raise ConfigError, naming the obstacle, if branches of episodes are impossible."""
     one = start.config
     if (why := _obstacle(one.rollout, one.algorithm) or fork_obstacle(start)) is not None:
         raise ConfigError(f"rollout.branch ({one.envs[0].called}): {why}")
@@ -60,7 +60,8 @@ def _obstacle(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> str | None:
 
 
 def fork_obstacle(start: RunStart) -> str | None:
-    """Why no episode can be forked; None if one can. Forks one of the first task, as a run does it: inside an event loop."""
+    """Return the reason why no episode can be forked, or None. Forks one of the first task inside an event loop, as a run
+    does."""
     rollout, ref = start.config.rollout, start.env
     if start.config.agent is not None:
         return "[agent]: an agent that plays by itself cannot be forked; leave one of the two out"

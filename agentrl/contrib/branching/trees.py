@@ -1,4 +1,4 @@
-"""Trees of episodes: forks that are taken of an episode before its turns, branches that go on from them, and groups as trees."""
+"""Trees of episodes: forks of an episode before its turns, branches that continue them, and groups as trees."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 # Forks
 
 CONVERSATION = ("renderer", "shown", "begun", "fork", "suffix", "rewrites")
-"""Attributes of a running episode that a branch takes over as they are."""
+"""Attributes of a running episode that a branch copies unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fork(EpisodeHook):
-    """An episode of the group's member `member` as it was before it sampled turn `turn`.
+    """A copy of the episode of member `member` before it sampled turn `turn`.
 
-    `env`: a fork of its environment. `ledgers`: each with the tokens that it had. `used`: seconds of the episode's limit, by who
-    used them. As a hook it lets a branch go on from there, in an environment that was forked from `env`.
+    `env`: a fork of its environment. `ledgers`: each with its tokens so far. `used`: seconds of the episode's limit, by who is to
+    blame. As a hook, it lets a branch continue from there in a fork of `env`.
     """
 
     member: int
@@ -48,7 +48,7 @@ class Fork(EpisodeHook):
 
     @classmethod
     def of(cls, episode: RunningEpisode, turn: int) -> Fork:
-        """The episode as it is, before `turn`. Raises EnvError if its environment cannot be forked."""
+        """Fork the episode before `turn`. Raises EnvError if its environment cannot be forked."""
         try:
             env = episode.env.fork()
         except Exception as fault:
@@ -58,19 +58,19 @@ class Fork(EpisodeHook):
         return cls(episode.spec.member, turn, env, ledgers, dict(episode.waits.used), conversation)
 
     async def close(self) -> None:
-        """Tear its environment down. An error of that is logged: the episodes keep their results."""
+        """Tear down its environment. Errors are only logged, so that the episodes keep their results."""
         try:
             await self.env.aclose()
         except Exception:
             log.exception("the teardown of a fork of environment %s failed", self.env.id)
 
     async def begin(self, episode: RunningEpisode) -> StopReason | None:
-        """Take over the conversation of another episode: all that it sampled is context here."""
+        """Copy the conversation of the parent episode, whose sampled tokens are context here."""
         record = episode.record = episode.env.trajectory
         record.parent, record.branch_turn = self.member, self.turn
-        for turn in record.turns:  # sampled by the parent: none of their tokens is this episode's
+        for turn in record.turns:  # sampled by the parent, so none of their tokens are this episode's
             turn.ledger = turn.end = -1
-        # In place: who watches the episode has this list.
+        # In place, because observers of the episode hold this list.
         episode.ledgers[:] = [ledger.fork(length) for ledger, length in self.ledgers]
         for name, value in self.conversation.items():
             setattr(episode, name, value)
@@ -79,8 +79,8 @@ class Fork(EpisodeHook):
         return None
 
     def complete(self, trajectory: Trajectory) -> None:
-        """Drop the ledgers before the one in which the branch first sampled: they are its parent's, and rows without a token to
-        train would be computed for nothing."""
+        """Drop the ledgers before the first one with sampled tokens of the branch: they are the parent's, and rows without
+        trained tokens would be computed for nothing."""
         ledgers = trajectory.ledgers
         before = max(next((n for n, ledger in enumerate(ledgers) if ledger.sampled_tokens), len(ledgers) - 1), 0)
         trajectory.ledgers = ledgers[before:]
@@ -92,12 +92,11 @@ class Fork(EpisodeHook):
 
 
 class Places(EpisodeHook):
-    """Places keeps forks of one episode while it is played: those that may still become a place to branch at, and no more than
-    are needed where the best so far are known ("entropy", "failure"). Never of its first turn: a branch there is another episode.
-    """
+    """Keeps the forks of a running episode that may become branch points, and not more than needed where the best so far are
+    known ("entropy", "failure"). Never of the first turn: a branch there would be another episode."""
 
     def __init__(self, config: BranchConfig, branches: int) -> None:
-        """`branches`: how many the episode is to have."""
+        """`branches`: number of branches of the episode."""
         self._config, self._branches, self._most = config, branches, count_places(config, branches)
         self._fixed = config.turns[: self._most]
         self._kept: dict[int, tuple[float, Fork]] = {}
@@ -113,11 +112,9 @@ class Places(EpisodeHook):
             self._next = Fork.of(episode, turn)
 
     async def choose(self, trajectory: Trajectory) -> list[Fork | None]:
-        """Turns at which branches leave the finished episode; None if nowhere, so that it begins at the beginning. All other
-        forks are closed.
+        """Return the branch turns of the finished episode, None for a branch that begins at the start; closes all other forks.
 
-        Of fixed turns each branch has its own, whatever became of the others: whether a turn has a branch then depends on nothing
-        that was sampled after it was reached.
+        With fixed turns each branch has its own: whether a turn has a branch must not depend on tokens sampled after it.
         """
         await self._settle(trajectory.turns, trajectory.ledgers)
         turns = self._fixed or (self._spread() if self._config.at == "depth" else self._best(self._most))
@@ -127,14 +124,14 @@ class Places(EpisodeHook):
         return [found[place % len(found)] for place in range(self._branches)]
 
     async def close(self) -> None:
-        """Close all that is still kept; idempotent."""
+        """Close all remaining forks; idempotent."""
         forks = [fork for _, fork in self._kept.values()] + ([] if self._next is None else [self._next])
         self._kept, self._next = {}, None
         for fork in forks:
             await fork.close()
 
     async def _settle(self, turns: Sequence[Turn], ledgers: Sequence[TokenLedger]) -> None:
-        """The turn after the last fork is over: keep the fork if it is worth more than another."""
+        """Keep the last fork, now that its turn has ended, if it is worth more than another."""
         fork, self._next = self._next, None
         if fork is None:
             return
@@ -146,8 +143,8 @@ class Places(EpisodeHook):
             await self._kept.pop(self._best(len(self._kept))[-1])[1].close()
 
     def _worth(self, turn: Turn, ledgers: Sequence[TokenLedger]) -> float | None:
-        """Worth of a place before a turn; None forbids it. For "entropy", the mean of -log pi over the tokens that were
-        sampled in the turn, in nats a token: an estimate of the mean entropy of the distributions that they were drawn from."""
+        """Score a branch point before a turn; None forbids it. For "entropy": the mean of -log pi over the turn's sampled tokens,
+        in nats per token, which estimates the mean entropy of their distributions."""
         if self._config.at != "entropy":
             wanted = self._config.at == "depth" or any(result.error is not None for result in turn.results)
             return 0.0 if wanted else None
@@ -158,20 +155,20 @@ class Places(EpisodeHook):
         return -float(np.mean(found, dtype=np.float64)) if len(found) else None
 
     def _best(self, most: int) -> list[int]:
-        """Kept turns by what they are worth, the earlier of equals first."""
+        """Return the kept turns by descending score, earlier ones first among equals."""
         return sorted(self._kept, key=lambda turn: (-self._kept[turn][0], turn))[:most]
 
     def _spread(self) -> list[int]:
-        """Kept turns that cut the episode into parts as equal as may be."""
+        """Return the kept turns that cut the episode into the most equal parts."""
         turns = sorted(self._kept)
         most = min(self._most, len(turns))
-        # Of n + 1 turns, of which the first has no fork, cut k times: before those at (n + 1) i / (k + 1).
+        # Of n + 1 turns, the first without a fork, cut k times: before those at (n + 1) i / (k + 1).
         at = [round((len(turns) + 1) * i / (most + 1)) for i in range(1, most + 1)]
         return sorted({turns[min(max(place, 1), len(turns)) - 1] for place in at})
 
 
 def count_places(config: BranchConfig, branches: int) -> int:
-    """At how many of its turns an episode with this many branches branches at most."""
+    """Return the maximum number of branch points of an episode with this many branches."""
     return -(-branches // config.width)
 
 
@@ -180,9 +177,9 @@ def count_places(config: BranchConfig, branches: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TreeScript(Script):
-    """A tree of episodes that one process plays: a job's own is the root.
+    """A tree of episodes played by one process; the job's own episode is the root.
 
-    `branches`: what identifies each attempt at each, in order. The next is made if one ends by a fault of the infrastructure.
+    `branches`: per branch its attempts, in order. The next attempt is made if one ends by an infrastructure fault.
     """
 
     config: BranchConfig
@@ -192,8 +189,8 @@ class TreeScript(Script):
         return itertools.chain(*self.branches)
 
     async def play(self, job: Job, player: LocalPlayer, watch: Watch) -> list[Trajectory]:
-        """The root, then every attempt at every branch, in the order of `branches`, but of those for which it has no turn to
-        branch at; the root alone if it ended by a fault of the infrastructure. Every fork that was kept is closed."""
+        """Play the root, then all branches, and return all attempts in order; branches without a turn to branch at are omitted,
+        and all if the root ended by an infrastructure fault. Closes every fork."""
         places = Places(self.config, len(self.branches))
         try:
             root = await player.episode(job, watch, places)
@@ -211,12 +208,12 @@ class TreeScript(Script):
 async def attempt_branch(
     job: Job, fork: Fork, attempts: Sequence[EpisodeSpec], player: LocalPlayer, watch: Watch
 ) -> list[Trajectory]:
-    """Play on from a fork until an attempt ends without a fault of the infrastructure; returns all that were made."""
+    """Continue from a fork until an attempt ends without an infrastructure fault; returns all attempts."""
     found: list[Trajectory] = []
     for spec in attempts:
         try:
             env = fork.env.fork()
-        except Exception as fault:  # whatever an author's class raises: a fault of the infrastructure, as in an episode
+        except Exception as fault:  # an exception of the user's class: an infrastructure fault, as in an episode
             made = Trajectory(fork.env.id, Task("", spec.task_seed, spec.split), spec.seed, spec.member, parent=fork.member)
             made.error = f"no fork of environment {fork.env.id}: {fault_text(fault)}"
             made.stop, made.cause, made.branch_turn = StopReason.ENV_ERROR, {"blame": "infrastructure"}, fork.turn
@@ -229,16 +226,16 @@ async def attempt_branch(
 
 
 def plant_trees(numbers: Sequence[int], roots: int) -> dict[int, list[int]]:
-    """The members of each tree, by number: of each root its branches. The first `roots` are roots, and the others are dealt
-    out to them, so that trees are as equal as may be."""
+    """Return the members of each tree by number. The first `roots` members are roots; the others are distributed over them
+    evenly."""
     first = numbers[:roots]
     return {root: list(numbers[len(first) + place :: len(first)]) for place, root in enumerate(first)}
 
 
 @MEMBERS.register("branch")
 class Forest:
-    """All members of a group, by number. A branch that its tree lacks, since its root failed or offers no place, is played from
-    the beginning, so a group has as many members as any other."""
+    """Play all members of a group, by number. A branch that its tree lacks (a failed root, or no branch point) is played from the
+    start, so every group has the same number of members."""
 
     def __init__(self, config: BranchConfig) -> None:
         self.config = config
@@ -251,20 +248,20 @@ class Forest:
         return [found[number] for number in sorted(found)]
 
     async def _tree(self, run: GroupRun, root: int, branches: Sequence[int]) -> dict[int, Trajectory]:
-        """The members of a tree: the last attempt at each."""
+        """Return the members of a tree: the last attempt at each."""
         found = await self._grow(run, root, branches) if branches else {root: await run.member(root)}
         async with asyncio.TaskGroup() as tasks:
             instead = {one: tasks.create_task(run.member(one)) for one in branches if one not in found}
         return found | {one: task.result() for one, task in instead.items()}
 
     async def _grow(self, run: GroupRun, root: int, branches: Sequence[int]) -> dict[int, Trajectory]:
-        """A root and what branched off it. A tree whose root fails is played again as a whole."""
+        """Play a root and its branches. A tree with a failed root is replayed as a whole."""
         collector, attempts = run.collector, range(run.collector.config.retries + 1)
         specs = tuple(tuple(run.job(member, attempt).spec for attempt in attempts) for member in branches)
         for attempt in attempts:
             async with AsyncExitStack() as held:
-                # As many as may be open at once, from the start: forks are environments too. At most as many as there are.
-                async with self._waiting:  # two trees with a half of what they need each would wait for each other
+                # Reserve all slots at the start, because forks hold environments too; at most as many as there are.
+                async with self._waiting:  # two trees that each hold half of their slots would deadlock
                     for _ in range(1 + len(branches)):
                         await held.enter_async_context(collector.slots)
                 job = replace(run.job(root, attempt), script=TreeScript(self.config, specs))

@@ -1,4 +1,4 @@
-"""The value of each turn of an episode: how often what is sampled from there succeeds (`agentrl rollout --values`)."""
+"""Estimate the value of each turn by continuations sampled from there (`agentrl rollout --values`)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ForkEveryTurn(EpisodeHook):
 
 @dataclass(frozen=True, slots=True)
 class ValueScript(Script):
-    """Plays an episode, then `samples` continuations from before each of its turns, at most `turns`. A turn's value is the share
-    of the scored ones that succeed: an estimate with the variance V (1 - V) / samples."""
+    """Plays an episode, then `samples` continuations from before each of at most `turns` turns. A turn's value is the success
+    rate of its scored continuations, an estimate with variance V (1 - V) / samples."""
 
     spec: EpisodeSpec
     samples: int
@@ -44,7 +44,7 @@ class ValueScript(Script):
         return replace(self.spec, seed=seed, key=f"{self.spec.key}.v{turn}.{number}")
 
     async def play(self, job: Job, player: LocalPlayer, watch: Watch) -> list[Trajectory]:
-        """The episode alone, with the values of its turns; every fork is closed."""
+        """Play an episode and estimate its turn values; closes every fork."""
         hook = ForkEveryTurn()
         try:
             root = await player.episode(job, watch, hook)
@@ -62,7 +62,7 @@ class ValueScript(Script):
 
 @SCRIPTS.register("values")
 def measure_values(start: RunStart, samples: int) -> Callable[[EpisodeSpec], Script]:
-    """The script of each episode. Raises ConfigError if it cannot be forked."""
+    """Build the script of each episode. Raises ConfigError if it cannot be forked."""
     if (why := fork_obstacle(start)) is not None:
         raise ConfigError(f"--values: {why}")
     if "messages" in start.engine.traits:

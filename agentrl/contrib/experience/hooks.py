@@ -1,5 +1,5 @@
-"""Hooks of updates: rare successes that are kept for later ones, gold solutions of tasks at which a whole group failed, the
-advantages of a teacher, and the results of tools."""
+"""Hooks of updates: replay of rare successes, gold solutions of tasks at which a whole group failed, distillation from a teacher,
+and a loss on tool results."""
 
 from __future__ import annotations
 
@@ -40,28 +40,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Kept episodes
+# Stored episodes
 
 RARE = "rare"
 FILE = "experience.safetensors"
 DRAW = 2
-"""Tells the random numbers by which kept episodes are drawn from those that shuffle an update's episodes."""
+"""Separates the random numbers that draw stored episodes from those that shuffle an update's episodes."""
 
 
 @UPDATE_HOOKS.register("experience")
 class Experience(UpdateHook):
-    """At most `size` rare successes, the newest; none stays for longer than `max_age` updates. If truncated episodes are not
-    trained (`algorithm.truncated`), none of them is kept."""
+    """At most `size` rare successes, the newest, none older than `max_age` updates. Truncated episodes are not stored if they are
+    not trained (`algorithm.truncated`)."""
 
     def __init__(self, section: ExperienceConfig, config: TrainConfig) -> None:
         self.config, self.seed, self.masked = section, config.seed, config.algorithm.truncated == "mask"
         self.term: Term = Term("experience", section.term == "supervised", section.coef)
-        # Of each episode all rows, and the version of the oldest weights that sampled one of its tokens.
+        # Per episode: all rows, and the oldest weight version that sampled one of its tokens.
         self._kept: list[tuple[int, TensorDict]] = []
 
     async def prepare(self, batch: TensorDict, groups: Sequence[Group], envs: Sequence[RunEnv]) -> TensorDict:
-        """Add the row column `rare`, bool [N]: successes of groups in which few succeeded, of the members whose success is
-        known."""
+        """Add the row column `rare`, bool [N]: successes in groups where few of the members with known success succeeded."""
         found = []
         for group in groups:
             share = success_rate(group.scored())
@@ -71,8 +70,8 @@ class Experience(UpdateHook):
         return out
 
     def draw(self, step: int, fresh: int) -> tuple[TensorDict | None, dict[str, float]]:
-        """Without replacement, by the run's seed and the step. An episode whose oldest weights are more than `max_age` updates
-        behind is forgotten."""
+        """Draw without replacement, by the run's seed and the step. Drops episodes whose oldest weights are more than `max_age`
+        updates behind."""
         self._kept = [(oldest, rows) for oldest, rows in self._kept if step - oldest <= self.config.max_age]
         count = min(int(self.config.share * fresh + 0.5), len(self._kept))
         found = {"experience/held": float(len(self._kept)), "experience/episodes": float(count)}
@@ -86,12 +85,12 @@ class Experience(UpdateHook):
         return rows, found | {"experience/age_mean": sum(ages) / count, "experience/age_max": float(max(ages))}
 
     def keep(self, view: Ragged) -> None:
-        """Keep the rare ones of an update's own episodes, which have advantages: from the next update on they may be drawn."""
+        """Store the rare ones of an update's own episodes, which have advantages; later updates may draw them."""
         rare = view.numbers(RARE) & ~view.numbers(TRUNCATED) if self.masked else view.numbers(RARE)
         for number in np.unique(view.episode[rare]).tolist():
             rows = select(view.batch, np.flatnonzero(view.episode == number))
             sampled = rows["sampled"].values()
-            # Nothing to learn from: no token, or, in the policy loss, no advantage.
+            # Nothing to learn from: no token, or, in the policy loss, zero advantage.
             teaches = sampled if self.config.term == "supervised" else sampled & (rows["advantages"].values() != 0)
             if bool(teaches.any()):
                 oldest = int(rows["versions"].values()[sampled].min())
@@ -128,11 +127,11 @@ class Experience(UpdateHook):
 # Demonstrations
 
 MEMBER = -2
-"""The member number of a demonstration, which no episode of a group has."""
+"""Member number of a demonstration, which no episode of a group has."""
 
 
 def demonstration_rows(batch: TensorDict) -> TensorDict:
-    """Transcripts (a batch from `collate`) as rows that can be added: every sampled token is a demonstration's."""
+    """Convert transcripts (a batch of `collate`) to rows of an update, all of whose sampled tokens are demonstrations."""
     none = torch.zeros(len(batch["sampled"].values()))
     out: TensorDict = batch.select(*ADDED, strict=False)
     return out.update({"advantages": nested_tensor(none, offsets_of(batch["sampled"]))})
@@ -140,10 +139,9 @@ def demonstration_rows(batch: TensorDict) -> TensorDict:
 
 @UPDATE_HOOKS.register("demonstrations")
 class Demonstrations(UpdateHook):
-    """Demonstrations remember the tasks of groups in which nobody succeeded, also of groups that are dropped, until the next
-    update.
+    """Collects the tasks of groups without a success, also of dropped groups, until the next update.
 
-    With `rollout.max_staleness` above 0 groups end at any time, so a checkpoint holds the failures since the last update."""
+    With `rollout.max_staleness` above 0 groups end at any time, so checkpoints store the failures since the last update."""
 
     def __init__(self, section: DemonstrationsConfig, config: TrainConfig) -> None:
         self.config, self.episodes = config, section.episodes
@@ -154,7 +152,7 @@ class Demonstrations(UpdateHook):
 
     @cached_property
     def longest(self) -> int:
-        """The most tokens of a row."""
+        """Maximum tokens of a row."""
         return longest_row(self.config.optim, self.config.model)
 
     def note_group(self, group: Group, choice: TaskChoice) -> None:
@@ -162,7 +160,7 @@ class Demonstrations(UpdateHook):
             self._failed[group.index] = choice
 
     def state(self) -> Json:
-        """The tasks that are owed to the next update."""
+        """The tasks whose solutions the next update will show."""
         return [{"group": index, "choice": asdict(choice)} for index, choice in self._failed.items()]
 
     def load_state(self, state: Json) -> None:
@@ -182,7 +180,7 @@ class Demonstrations(UpdateHook):
                 made.append((index, gold))
                 continue
             skipped += 1
-            if not self._said:  # the metric demonstrations/skipped counts them all
+            if not self._said:  # the metric demonstrations/skipped counts all of them
                 log.warning("algorithm.demonstrations: the task of group %d is left out: its gold solution %s", index, gold)
             self._said = True
         rows, metrics = None, {"demonstrations/episodes": float(len(made)), "demonstrations/skipped": float(skipped)}
@@ -198,7 +196,7 @@ class Demonstrations(UpdateHook):
 
 
 async def gold_of(choice: TaskChoice, part: RunEnv, most: int) -> Trajectory | str:
-    """The gold solution of a task in ledgers of `most` tokens at most, or the reason why it cannot be shown."""
+    """Return the gold solution of a task in ledgers of at most `most` tokens, or the reason why it cannot be shown."""
     env = without_random_faults(part.env.with_params(choice.params)).build()
     policy, limit = part.policy, part.limits.episode_timeout
     try:
@@ -223,10 +221,10 @@ class Distillation(UpdateHook):
 
         A = reward_coef A_estimator + coef (log pi_teacher - log pi_old),
 
-    with pi_old the proximal policy and both at the temperature of the rollouts. Without rewards that is the policy gradient of
-    the reverse KL of policy and teacher at each token, E[log pi - log pi_teacher] (Gu et al. 2023, arXiv:2306.08543; Agarwal et
-    al. 2023, arXiv:2306.13649). Departure from the former: what a token does to the KL of later ones is left out (a discount of
-    0), and no teacher's samples are mixed in; from the latter: the one sampled token stands for the sum over the vocabulary.
+    with pi_old the proximal policy, both at the temperature of the rollouts. Without rewards this is the policy gradient of the
+    reverse KL of policy and teacher at each token, E[log pi - log pi_teacher] (Gu et al. 2023, arXiv:2306.08543; Agarwal et al.
+    2023, arXiv:2306.13649). Departures: from the former, a token's effect on the KL of later tokens is omitted (a discount of 0),
+    and no samples of the teacher are mixed in; from the latter, the sampled token stands for the sum over the vocabulary.
     """
 
     def __init__(self, section: DistillationConfig, config: TrainConfig) -> None:
@@ -241,9 +239,9 @@ class Distillation(UpdateHook):
 
 @CALLBACKS.register("opsd")
 class Opsd(Callback, UpdateHook):
-    """Opsd ends the opening messages with `words` and the task's gold solution, for the teacher alone. If that is the model from
-    which training starts, this is OPSD (Zhao et al. 2026, arXiv:2601.18734). Departure: the advantage of `Distillation` takes the
-    place of the divergence over the vocabulary."""
+    """Opsd appends `words` and the task's gold solution to the opening messages, for the teacher only. With the start model as
+    the teacher this is OPSD (Zhao et al. 2026, arXiv:2601.18734). Departure: it uses the advantage of `Distillation` instead of
+    the divergence over the vocabulary."""
 
     def __init__(self, words: str = "A correct solution, for reference:") -> None:
         self.words = words
@@ -255,7 +253,7 @@ class Opsd(Callback, UpdateHook):
         return batch
 
     def _render(self, groups: Sequence[Group], envs: Sequence[RunEnv]) -> None:
-        """Note the prompt of each trajectory without and with its solution."""
+        """Store the prompt of each trajectory without and with its solution."""
         parts, self._prompts = {part.name: part for part in envs}, []
         for members in filter(None, (group.scored() for group in groups)):
             part, turns = parts[members[0].env], list[Message]()
@@ -270,8 +268,8 @@ class Opsd(Callback, UpdateHook):
                 self._prompts.append((start([*before, last], member.tools), start([*before, told], member.tools)))
 
     def teacher_rows(self, view: Ragged, most: int) -> Ragged:
-        """Return the rows with the longer prompts. A row that begins otherwise, as after a rewrite, stays, as does one that would
-        be too long."""
+        """Return the rows with the longer prompts. Rows that begin differently (after a rewrite) or would be too long stay
+        unchanged."""
         ids, sampled, self._shown = [], [], 0
         columns = (view.batch[name].unbind() for name in ("token_ids", "sampled"))
         for place, row, marks in zip(view.numbers("trajectory"), *columns, strict=True):
@@ -290,18 +288,18 @@ class Opsd(Callback, UpdateHook):
         return view, {"opsd/shown": self._shown / len(view)}
 
 
-# Results of tools
+# Tool results
 
 
 @CALLBACKS.register("echo")
 class Echo(Callback, UpdateHook):
-    """Echo adds to the loss of an update, successes and failures alike,
+    """Echo adds a term to the loss of an update, for successes and failures alike,
 
         coef x mean over o of -log pi(x_o | x_<o),
 
-    with o the tokens of its rows that the policy did not sample, after the first that it did: results of tools, messages of
-    users, and the template around them (ECHO; Shrivastava et al. 2026, arXiv:2605.24517). Departures: log pi has the temperature
-    of the rollouts, and each row is computed a second time, unless prefix sharing joins the two. The default of `coef` is ours.
+    with o the tokens of its rows that the policy did not sample, after the first one that it did: tool results, user messages,
+    and the template around them (ECHO; Shrivastava et al. 2026, arXiv:2605.24517). Departures: log pi has the temperature of the
+    rollouts, and each row is computed a second time unless prefix sharing joins the two. The default of `coef` is ours.
     """
 
     def __init__(self, coef: float = 0.1) -> None:
@@ -312,7 +310,7 @@ class Echo(Callback, UpdateHook):
         self._rows: TensorDict | None = None
 
     def change_advantages(self, view: Ragged) -> tuple[Ragged, dict[str, float]]:
-        """Note the rows of the update. Raises ConfigError for rows with pictures."""
+        """Store the rows of the update. Raises ConfigError for rows with images."""
         if any(view.images(row) for row in range(len(view))):
             raise ConfigError("callbacks.echo: the episodes hold pictures, whose tokens are not predicted. Leave echo out")
         offsets = offsets_of(view.batch["sampled"])
@@ -320,7 +318,7 @@ class Echo(Callback, UpdateHook):
         observed = torch.cat(rows)
         columns: TensorDict = view.batch.select(*ADDED, strict=False)
         nothing = nested_tensor(torch.zeros(len(observed)), offsets)
-        # Another episode of the same group: a mean over the tokens of an episode must not count these, a shared prefix may.
+        # A separate episode of the group: means over an episode's tokens must not count it, but it may share a prefix.
         columns["member"] = MEMBER - 1 - columns.get("member")
         self._rows = columns.update({"sampled": nested_tensor(observed, offsets), "advantages": nothing, "logprobs": nothing})
         return view, {"echo/tokens": float(observed.sum())}
@@ -335,7 +333,7 @@ class Echo(Callback, UpdateHook):
 
 @RUN_CHECKS.register("algorithm.experience")
 def check_experience(start: RunStart) -> list[str]:
-    """Raise ConfigError if kept episodes could not be used as the section says."""
+    """Raise ConfigError if stored episodes could not be used as [algorithm.experience] says."""
     one = start.config
     algorithm, staleness = one.algorithm, one.rollout.max_staleness
     experience = algorithm.experience
@@ -368,7 +366,7 @@ def check_experience(start: RunStart) -> list[str]:
 
 @RUN_CHECKS.register("algorithm.distillation")
 def check_distillation(start: RunStart) -> list[str]:
-    """Raise ConfigError if a part of the config would drop or keep what only the teacher tells apart."""
+    """Raise ConfigError if a setting would drop or keep rows that only the teacher distinguishes."""
     if start.config.rollout.filter_zero_variance:
         raise ConfigError(
             "rollout.filter_zero_variance drops groups whose rewards are equal, from which algorithm.distillation learns as "
@@ -385,7 +383,7 @@ def check_distillation(start: RunStart) -> list[str]:
 
 @RUN_CHECKS.register("opsd")
 def check_opsd(start: RunStart) -> list[str]:
-    """Raise ConfigError if the callback `opsd` has no teacher, or no gold solution to show."""
+    """Raise ConfigError if the callback `opsd` has no teacher or no gold solution to show."""
     config = start.config
     if all(choice.name != "opsd" for choice in config.callbacks):
         return []
@@ -401,7 +399,7 @@ def check_opsd(start: RunStart) -> list[str]:
 
 @RUN_CHECKS.register("algorithm.demonstrations")
 def check_demonstrations(start: RunStart) -> list[str]:
-    """Raise ConfigError, naming the obstacle, if there is no gold solution that an update could show."""
+    """Raise ConfigError, naming the obstacle, if no gold solution can be shown in an update."""
     one = start.config
     if not one.envs[0].trains:
         return []

@@ -1,4 +1,4 @@
-"""Answer the page's questions as JSON, one function per question."""
+"""Answer the page's questions as JSON, one method per question."""
 
 from __future__ import annotations
 
@@ -28,23 +28,22 @@ from agentrl.utils.errors import AgentrlError, UserError
 from agentrl.utils.parsing import read_json, toml_table
 from agentrl.utils.redaction import learn, redact_json, redact_said
 
-# The state that an episode began with, and what it changed.
+# The initial state of an episode, and its changes.
 #
-# A trajectory has only its final state. The first one is what the environment sets up for the task, so it is made again from the
-# task's seed, when somebody looks: that costs a run nothing. It is shown only if the environment also makes the same task as
-# then.
-# What would start more than Python code (a server, a sandbox, tools of other processes, an agent's program) is not started for
-# it.
+# A trajectory stores only the final state. The initial one is set up again from the task's seed on request, which costs a run
+# nothing. It is shown only if the environment still makes the same task. Nothing beyond Python code is started for it (no
+# server, sandbox, tools in other processes, or agent's program).
 
 Json = Any
 log = logging.getLogger(__name__)
 LIMIT_S = 10.0
 MOST = 500
-"""Differences that are listed."""
+"""Maximum number of listed differences."""
 
 
 def state_diff(run: RunRecord, found: Mapping[str, Json], allowed: bool) -> dict[str, Json]:
-    """`state_diff`: the differences from the first state to the last, None if they are not known, and `state_problem`, why."""
+    """Return `state_diff`, the differences from the initial to the final state or None, and `state_problem`, the reason for
+    None."""
     out: dict[str, Json] = {"state_before": None, "state_diff": None, "state_problem": None}
     if found.get("state") is None:
         return out | {"state_problem": "the environment has recorded no state"}
@@ -55,7 +54,7 @@ def state_diff(run: RunRecord, found: Mapping[str, Json], allowed: bool) -> dict
     content = json.dumps([task.get("data"), task.get("gold")], sort_keys=True)
     try:
         before = read_json(_initial(run.path, run.text, name, seed, split, content))
-    except Exception as problem:  # of an environment's own code, which may raise anything
+    except Exception as problem:  # an environment's code may raise anything
         said = str(problem) if isinstance(problem, AgentrlError) else f"{type(problem).__name__}: {problem}"
         return out | {"state_problem": f"the first state could not be made again: {said}"}
     made = differences(before, found["state"])
@@ -64,8 +63,8 @@ def state_diff(run: RunRecord, found: Mapping[str, Json], allowed: bool) -> dict
 
 @functools.lru_cache(maxsize=256)
 def _initial(path: Path, config: str, env: str, seed: int, split: str, content: str) -> str:
-    """The first state of a task as JSON text. Raises AgentrlError if it is not the task of then, or would start other processes;
-    TimeoutError; and whatever the environment raises."""
+    """Return the initial state of a task as JSON text. Raises AgentrlError if the task has changed or would start other
+    processes, TimeoutError, and errors of the environment."""
     from agentrl.env.catalog import EnvRef
 
     whole = _config_of(RunRecord(path))
@@ -77,7 +76,7 @@ def _initial(path: Path, config: str, env: str, seed: int, split: str, content: 
 
     async def set_up() -> str:
         made = EnvRef(chosen.id, chosen.params).build()
-        # Of a class that runs commands in a sandbox, or has a server of tools: a run folder must not choose what is started.
+        # For classes that run commands in a sandbox, or have a tool server: a run folder must not choose what is started.
         if "sandbox" in inspect.signature(type(made).__init__).parameters or made._sources:
             raise AgentrlError(f"{made.id} starts other processes")
         async with aclosing(made):
@@ -90,14 +89,14 @@ def _initial(path: Path, config: str, env: str, seed: int, split: str, content: 
 
 
 def _config_of(run: RunRecord) -> TrainConfig:
-    """The config of a run; of a folder of episodes, whose note says what they are, one with their environment."""
+    """Return the config of a run; for a folder of episodes, one with the environment of its note."""
     return run.config if run.evaluation is None else TrainConfig.model_validate({"env": run.evaluated_env()})
 
 
 @functools.lru_cache(maxsize=256)
 def spec_maxima(path: Path, config: str) -> dict[str, float]:
-    """Largest reward that the spec of each environment of a run or an evaluation can give; without those that are not known: a
-    spec that is gone, an environment that does not load, a reward without a bound."""
+    """Return the maximum reward of each environment's spec in a run or evaluation, as far as known: not for a missing spec, an
+    environment that does not load, or an unbounded reward."""
     from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 
     found: dict[str, float] = {}
@@ -107,7 +106,7 @@ def spec_maxima(path: Path, config: str) -> dict[str, float]:
         for env in whole.envs:
             ref = EnvRef.of(env, whole.tools)
             found[env.called] = make_scorer(find_spec(ref, env.reward), whole.reward, ref).range[1]
-    except Exception as problem:  # of an environment's own code, which may raise anything
+    except Exception as problem:  # an environment's code may raise anything
         log.info("%s: the maximum of its reward is not known: %s", path, problem)
     return {name: most for name, most in found.items() if 0 < most < math.inf}
 
@@ -115,14 +114,14 @@ def spec_maxima(path: Path, config: str) -> dict[str, float]:
 Asked = Mapping[str, str]
 _KEPT = 64
 FIRST_S = 0.5
-"""Seconds that the first question about a run's episodes waits for its index, which suffices for a small run."""
+"""Seconds that the first question about a run's episodes waits for its index; enough for a small run."""
 
 
 class Api:
-    """Answers about the runs of a library. All of them read only."""
+    """Read-only answers about the runs of a library."""
 
     def __init__(self, library: Library, envs: bool = True) -> None:
-        """`envs`: environments may be run, for the states that episodes began with."""
+        """`envs`: environments may be run, for initial states of episodes."""
         self.library, self._envs = library, envs
         self._kept: OrderedDict[Any, Json] = OrderedDict()
         self._lock = threading.Lock()
@@ -145,7 +144,7 @@ class Api:
         summary = None if row["status"] == "damaged" else fresh.summary
         with suppress(ValueError):
             learn(toml_table(fresh.text))
-        # Name (or pattern), unit, meaning and phases of all that stands in metrics.jsonl, under the table's headings.
+        # Name (or pattern), unit, meaning and phases of all metrics in metrics.jsonl, under the table's headings.
         metric_table = [
             {"name": info.name, "unit": info.unit, "meaning": info.meaning, "phases": list(info.phases), "heading": heading}
             for heading, info in metrics_table()
@@ -166,7 +165,7 @@ class Api:
         rows = one.metrics.rows()
         after = queries.whole(asked, "after", 0, 0, 1 << 40)
         edition = one.metrics.edition
-        # A resumed run writes its last rows again: who has read more than there is, or another edition, begins anew.
+        # A resumed run rewrites its last rows: a client with more rows, or of another edition, starts over.
         anew = after > len(rows) or queries.whole(asked, "edition", edition, 0, 1 << 40) != edition
         return {"rows": rows[0 if anew else after :], "next": len(rows), "edition": edition, "anew": anew}
 
@@ -223,16 +222,16 @@ class Api:
             return self._once(db, key, lambda: suspects(db, rows, self._maxima(one)))
 
     def compare(self, asked: Asked) -> Json:
-        """Episodes of the same tasks side by side."""
+        """Compare episodes of the same tasks."""
         _only(asked, "a", "b")
         sides = [self._tasks(asked.get(side, ""), side) for side in ("a", "b")]
-        if sides[0][0] != sides[1][0]:  # a step has an evaluation in one run alone: of both, its training
+        if sides[0][0] != sides[1][0]:  # only one run has an evaluation at the step: compare training
             sides = [self._tasks(asked[side], side, held_out=False) for side in ("a", "b")]
         one, other = (tasks for _, tasks in sides)
         shared = [key for key in one if key in other]
 
         def distance(key: tuple[str, ...]) -> list[float]:
-            """To sort by: first where success differs most, then where the reward does."""
+            """Sort key: largest difference in success first, then in reward."""
             means = [
                 [sum(float(row[name] or 0) for row in side[key]) / len(side[key]) for side in (one, other)]
                 for name in ("success", "reward")
@@ -251,7 +250,7 @@ class Api:
         return {"pairs": pairs, "only_a": alone[0], "only_b": alone[1]}
 
     def _tasks(self, given: str, side: str, held_out: bool = True) -> tuple[bool, Json]:
-        """Return True if the episodes of a side are of training, and the episodes by task."""
+        """Return whether a side's episodes are of training, and its episodes by task."""
         ident, colon, step = given.rpartition(":")
         if not colon:
             raise UserError(f"{side}={given!r}: expected RUN:STEP")
@@ -269,8 +268,8 @@ class Api:
         return spec_maxima(one.run.path, one.run.text) if self._envs else {}
 
     def _once(self, db: sqlite3.Connection, key: tuple[Any, ...], make: Callable[[], Json]) -> Json:
-        """Cached counts over all episodes, once for each state of the index."""
-        # A file that is written anew gets a new number.
+        """Return counts over all episodes, cached per state of the index."""
+        # A rewritten file gets a new number.
         stamp = tuple(db.execute("SELECT count(*), max(id), total(done) FROM files").fetchone())
         with self._lock:
             held = self._kept.get(key)

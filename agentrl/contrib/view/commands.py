@@ -1,4 +1,4 @@
-"""`agentrl view`, `agentrl runs`, `agentrl show`: runs that are there, in a browser and in the terminal."""
+"""`agentrl view`, `agentrl runs`, `agentrl show`: inspect runs in a browser and in the terminal."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_view_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_view(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C; returns 0. Raises RunFolderError if there are no runs."""
+    """Serve until Ctrl-C; returns 0. Raises RunFolderError without runs."""
     import webbrowser
 
     from agentrl.contrib.view.library import Library
@@ -62,7 +62,7 @@ def run_view(args: argparse.Namespace) -> int:
 
     def began(url: str) -> None:
         say(f"agentrl view: {len(library.scan())} runs at {url}  (Ctrl-C ends it)", flush=True)
-        names = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")  # without one, Python would start a browser inside this terminal
+        names = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")  # without these, Python would start a text browser in this terminal
         if not args.no_browser and (sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in names)):
             webbrowser.open(url)
 
@@ -100,7 +100,7 @@ def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
     failures.add_argument("--step", type=int, help="of the episodes after this many updates")
     failures.set_defaults(run=run_failures)
     for action in (listing, compare, failures):
-        # Suppressed: its default would otherwise replace what stands before the action.
+        # Suppressed: its default would otherwise override the option given before the action.
         action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="as JSON")
 
 
@@ -130,7 +130,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    """Compare runs: a table of config keys that differ, and one of figures."""
+    """Compare runs by a table of differing config keys and one of figures."""
     from agentrl.contrib.view.library import overview
     from agentrl.contrib.view.terminal import console, figures, flat, print_json, table
     from agentrl.run.reader import load_run
@@ -138,8 +138,8 @@ def run_compare(args: argparse.Namespace) -> int:
     runs = [load_run(folder) for folder in args.folders]
     names = [shown_path(run.path) for run in runs]
     tables = [flat(run.table) for run in runs]
-    keys = dict.fromkeys(key for found in tables for key in found if key not in ("name", "out"))  # of the runs themselves
-    values = {key: [found.get(key) for found in tables] for key in keys}  # None for a run that does not set it
+    keys = dict.fromkeys(key for found in tables for key in found if key not in ("name", "out"))  # except those that name the run
+    values = {key: [found.get(key) for found in tables] for key in keys}  # None: the run does not set it
     differ = {key: of for key, of in values.items() if any(value != of[0] for value in of)}
     rows: list[dict[str, Any]] = [overview(run) for run in runs]
     found = figures([run.metrics for run in runs], rows)
@@ -201,14 +201,14 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Show; returns 0. Raises RunFolderError or NotFoundError if it is missing."""
+    """Show it; returns 0. Raises RunFolderError or NotFoundError if it is missing."""
     from agentrl.contrib.view.api import Api
     from agentrl.contrib.view.terminal import PAGE, console, episode_text, print_json
 
     if _show_parts(args):
         return 0
     library, one = _read(args.folder)
-    # The state that an episode began with would run the environment: that is for who looks in the browser.
+    # The initial state of an episode would run the environment; only the browser shows it.
     api = Api(library, envs=False)
     if args.episode is None:
         return _step(api, one.ident, args) if args.step is not None else _run(api, one.ident, args)
@@ -217,19 +217,19 @@ def run_show(args: argparse.Namespace) -> int:
         print_json(row)
     else:
         out = console()
-        out.print(episode_text(row), width=min(out.width, PAGE))  # boxes are as wide as they may be
+        out.print(episode_text(row), width=min(out.width, PAGE))  # boxes use the whole width
     return 0
 
 
 def _read(folder: str) -> tuple[Library, Shelved]:
-    """A run with its index brought up to date. Says on a terminal that a large run is being read, which can take a while.
+    """Return a run with its index up to date; on a terminal, announces the reading of a large run.
 
     Raises RunFolderError."""
     from agentrl.contrib.view.index import file_size
     from agentrl.contrib.view.library import Library
     from agentrl.run.reader import load_run
 
-    load_run(folder)  # which says what is wrong
+    load_run(folder)  # raises with the reason
     library = Library([Path(folder)])
     [one] = library.scan()
     size = sum(file_size(file.path) for file in one.run.files)
@@ -242,7 +242,7 @@ def _read(folder: str) -> tuple[Library, Shelved]:
 
 
 def _show_parts(args: argparse.Namespace) -> bool:
-    """Print what `agentrl eval` wrote above the folders of several models or environments; False in any other folder."""
+    """Print the report of `agentrl eval` above the folders of several models or environments; False in other folders."""
     from agentrl.contrib.view.terminal import console, print_json
     from agentrl.run.compare import print_comparison, print_official, print_side_by_side
     from agentrl.run.evaluate import print_reports
@@ -318,7 +318,7 @@ def _run(api: Api, ident: str, args: argparse.Namespace) -> int:
     if run["error"]:
         out.print(table("", ("error",), [(run["error"],)], most=2000))
     if held := run["evaluations"]:
-        names = list(dict.fromkeys(name for row in held for name in row["rates"] if name != "pass^1"))  # which is pass@1
+        names = list(dict.fromkeys(name for row in held for name in row["rates"] if name != "pass^1"))  # the same as pass@1
         keys = ("phase", "step", "env", "tasks", "episodes", "unscored")
         cells = [[*(row[key] for key in keys), *(row["rates"].get(name) for name in names)] for row in held]
         interval = "{mean:.3f} ({low:.3f} to {high:.3f})"

@@ -1,4 +1,4 @@
-"""One episode from its file, and the tokens of its ledgers as columns."""
+"""Read one episode from its file, and its ledgers' tokens as columns."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MOST = 20_000
 
 
 def columns(run: RunRecord, row: sqlite3.Row, found: Mapping[str, Json], at: int, offset: int, limit: int) -> dict[str, Json]:
-    """Tokens `offset` to `offset + limit` of ledger `at` of an episode. Numbers are null for a token that has none. Raises
-    UserError for a ledger that there is not."""
+    """Return tokens `offset` to `offset + limit` of ledger `at` of an episode, with null for missing numbers. Raises UserError
+    for an unknown ledger."""
     ledgers = Trajectory.from_json(found).ledgers
     if not 0 <= at < len(ledgers):
         raise UserError(f"ledger={at}: the episode has {len(ledgers)} ledgers")
@@ -58,7 +58,7 @@ def columns(run: RunRecord, row: sqlite3.Row, found: Mapping[str, Json], at: int
 
 
 def _on(sampled: Any, values: Any) -> list[float | int | None]:
-    """Values of the sampled tokens among all tokens."""
+    """Spread values of sampled tokens over all tokens."""
     out: list[float | int | None] = [None] * len(sampled)
     for place, value in zip(np.flatnonzero(sampled).tolist(), values.tolist(), strict=True):
         out[place] = value
@@ -66,7 +66,7 @@ def _on(sampled: Any, values: Any) -> list[float | int | None]:
 
 
 def _trained_tokens(run: RunRecord, row: sqlite3.Row, ledgers: Sequence[TokenLedger], at: int) -> tuple[Any, str | None]:
-    """Advantages and ratios, if the run wrote them of this episode; or why its row cannot be read."""
+    """Return advantages and ratios, if the run has stored them, or the reason why they cannot be read."""
     path = run.folder.tokens / f"{row['id'].rpartition('.')[0]}.jsonl"
     try:
         stat = path.stat()
@@ -78,13 +78,13 @@ def _trained_tokens(run: RunRecord, row: sqlite3.Row, ledgers: Sequence[TokenLed
             return token_columns(read_json(file.read(place[1] - place[0])), ledgers, at), None
     except FileNotFoundError:
         return None, None
-    except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as fault:  # of another version, too
+    except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as fault:  # also of another version
         return None, f"{path}:{row['row'] + 1}: {type(fault).__name__}: {fault}"[:300]
 
 
 @functools.lru_cache(maxsize=64)
 def _lines(path: Path, inode: int, size: int) -> list[int]:
-    """Offset of each line of a file, and the end of the last one."""
+    """Return the offset of each line of a file, and the end of the last one."""
     starts = [0]
     with open_plain(path) as file:
         for line in file:
@@ -93,7 +93,7 @@ def _lines(path: Path, inode: int, size: int) -> list[int]:
 
 
 def _texts(run: RunRecord, ids: Sequence[int]) -> tuple[list[str | None], str | None]:
-    """The text of each token, or why it is unknown. Tokens that are parts of one character have it at the last of them."""
+    """Return each token's text, or the reason why it is unknown. A character of several tokens is shown at the last one."""
     path = tokenizer_file(run)
     if path is None:
         return [None] * len(ids), "no tokenizer of the run's model is on this machine"
@@ -106,7 +106,7 @@ def _texts(run: RunRecord, ids: Sequence[int]) -> tuple[list[str | None], str | 
             if "\ufffd" not in text:
                 begun = place + 1
                 continue
-            # A character of several tokens: they are joined until they make one, four bytes at most.
+            # Join the tokens of one character, at most four bytes, until it is complete.
             whole = tokenizer.decode(list(ids[begun : place + 1]), skip_special_tokens=False)
             if "\ufffd" not in whole:
                 out[begun : place + 1] = [""] * (place - begun) + [whole]
@@ -114,7 +114,7 @@ def _texts(run: RunRecord, ids: Sequence[int]) -> tuple[list[str | None], str | 
             elif place - begun >= 3:
                 begun += 1
         return out, None
-    except Exception as problem:  # of the Rust library, which has no kind of its own
+    except Exception as problem:  # the Rust library has no exception class of its own
         return [None] * len(ids), f"{path}: {problem}"
 
 
@@ -126,20 +126,20 @@ def _tokenizer(path: Path, changed: int) -> Any:
 
 
 def tokenizer_file(run: RunRecord) -> Path | None:
-    """The tokenizer.json of the run's model: in its folder, at `model.path`, or in the hub's cache; else None."""
+    """Find the tokenizer.json of the run's model: in its folder, at `model.path`, or in the hub's cache; else None."""
     folder = run.folder
     folders = [folder.model, folder.warm_start, folder.final]
     given = None
     if run.text:
         model = run.table.get("model")
         given = model.get("path") if isinstance(model, dict) else None
-    for name in () if run.text else ("eval.json", "rollout.json"):  # the note of an evaluation
+    for name in () if run.text else ("eval.json", "rollout.json"):  # of an evaluation or rollout
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             given = given or read_json((run.path / name).read_text())["identity"].get("model.path")
     if isinstance(given, str):
         folders.append(Path(given))
     for place in folders:
-        if os.path.isfile(place / "tokenizer.json"):  # noqa: PTH113 - Path.is_file raises where the folder may not be read
+        if os.path.isfile(place / "tokenizer.json"):  # noqa: PTH113 - Path.is_file raises in an unreadable folder
             return place / "tokenizer.json"
     if not isinstance(given, str) or given.startswith((".", "/")) or ":" in given:
         return None
@@ -163,7 +163,7 @@ _ID = re.compile(r"([a-z]+(?:_\d+)?)\.(\d+)")
 
 
 def find(db: sqlite3.Connection, ident: str) -> sqlite3.Row:
-    """The index's row of an episode. Raises NotFoundError."""
+    """Return an episode's index row. Raises NotFoundError."""
     parts = _ID.fullmatch(ident)
     found, why = None, ""
     if parts is not None:
@@ -183,7 +183,7 @@ def find(db: sqlite3.Connection, ident: str) -> sqlite3.Row:
 
 
 def stored_row(run: RunRecord, row: sqlite3.Row) -> dict[str, Json]:
-    """The episode's row in its file, as JSON. Raises RunFolderError if the file was written anew since it was indexed."""
+    """Read the episode's row from its file as JSON. Raises RunFolderError if the file was rewritten since it was indexed."""
     file = file_of(run, row)
     try:
         with file.path.open("rb") as lines:
@@ -198,7 +198,7 @@ def stored_row(run: RunRecord, row: sqlite3.Row) -> dict[str, Json]:
 
 @contextmanager
 def name_damage(run: RunRecord, row: sqlite3.Row) -> Iterator[None]:
-    """Raise RunFolderError, with the file and the line, for an episode's row of another shape."""
+    """Raise RunFolderError, with file and line, for an episode's row of invalid form."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as fault:
@@ -207,7 +207,7 @@ def name_damage(run: RunRecord, row: sqlite3.Row) -> Iterator[None]:
 
 
 def file_of(run: RunRecord, row: sqlite3.Row) -> EpisodeFile:
-    """The file of an episode's row. Raises RunFolderError if it is gone."""
+    """Return the file of an episode's row. Raises RunFolderError if it does not exist."""
     name = row["id"].rpartition(".")[0]
     for file in run.files:
         if file.name == name:
@@ -216,7 +216,7 @@ def file_of(run: RunRecord, row: sqlite3.Row) -> EpisodeFile:
 
 
 def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) -> dict[str, Json]:
-    """An episode as the page shows it, apart from its row's columns."""
+    """Return an episode as the page shows it, without its row's columns."""
     task = found["task"]
     ledgers = found.get("ledgers") or []
     versions = _versions(ledgers)
@@ -224,7 +224,7 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
     turns = []
     for turn in found["turns"]:
         message = turn["message"]
-        tools = sum(result.get("seconds") or 0.0 for result in turn["results"])  # one after the other
+        tools = sum(result.get("seconds") or 0.0 for result in turn["results"])  # executed sequentially
         sampled_by = versions.get(turn.get("index"), [])
         turns.append({
             **{name: turn.get(name) for name in _OF_TURN},
@@ -235,7 +235,7 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
             "timings": {"sampling_s": max((turn.get("seconds") or 0.0) - tools, 0.0), "tools_s": tools},
             "versions": sampled_by, "version": next(iter(sampled_by), None),
         })  # fmt: skip
-    # The episodes before and after it in its file, and those of its group.
+    # The previous and next episode in its file and in its group.
     near: dict[str, Json] = {}
     for name, where, order in (("prev", "<", "DESC"), ("next", ">", "ASC")):
         beside = db.execute(
@@ -246,7 +246,7 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
     same = f"SELECT f.name || '.' || e.row {FROM} WHERE e.file = ? AND e.grp = ? ORDER BY e.member"
     near["group"] = [member[0] for member in db.execute(same, (row["file"], row["grp"]))]
     kept = {name: found.get(name) for name in _KEPT}
-    # Messages of tools are shown as results of their turns.
+    # Tool messages are shown as results of their turns.
     kept["messages"] = [m if m["role"] == "tool" else _with_pictures(m, images) for m in found["messages"]]
     spans = [ledger.get("spans") or [] for ledger in ledgers]
     sizes = [{"tokens": sum(s[0] for s in found), "sampled": sum(s[0] for s in found if s[2] >= 0)} for found in spans]
@@ -255,7 +255,7 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
 
 
 def _with_pictures(item: Mapping[str, Json], images: Mapping[str, Json]) -> Mapping[str, Json]:
-    """A message or result with its images as the page shows them; one whose bytes are not those of its digest as the reason."""
+    """Return a message or result with its images for the page; an image that does not match its digest becomes a note."""
     if not item.get("images"):
         return item
     shown: list[dict[str, str]] = []
@@ -269,7 +269,7 @@ def _with_pictures(item: Mapping[str, Json], images: Mapping[str, Json]) -> Mapp
 
 
 def _versions(ledgers: list[Mapping[str, Json]]) -> dict[int, list[int]]:
-    """The versions of the weights that sampled each turn, oldest first."""
+    """Return the weight versions that sampled each turn, oldest first."""
     out: dict[int, set[int]] = {}
     for ledger in ledgers:
         for _, turn, version in ledger.get("spans") or []:

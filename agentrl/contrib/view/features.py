@@ -1,4 +1,4 @@
-"""The index's row of an episode: its columns, and the names that it is found by."""
+"""Columns and searchable names of an episode in the index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.utils.parsing import read_json
 
 Json = Any
 MOST_TEXT = 20_000
-"""Characters of an episode that the search for words knows: of questions, messages and answers, from the start."""
+"""Maximum characters of an episode that are searchable: questions, messages and answers, from the start."""
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`")
 _HEX = re.compile(r"\b(?:0x[0-9a-f]+|(?=[0-9a-f-]*[0-9])[0-9a-f]{8}[0-9a-f-]*)\b", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 @dataclass(slots=True)
 class Features:
-    """`columns`: of the table of episodes. The others: (name, ...) rows of the tables next to it."""
+    """`columns`: of the table of episodes. Other fields: (name, ...) rows of related tables."""
 
     columns: dict[str, Any]
     tools: Counter[str] = field(default_factory=Counter)
@@ -35,20 +35,20 @@ class Features:
 
 
 def normal(text: str, most: int = 160) -> str:
-    """An error text without what differs from case to case: quoted words, numbers and addresses, so that equal faults are
-    equal texts."""
+    """Normalize an error text: remove quoted words, numbers and addresses, so that equal faults have equal texts."""
     text = " ".join(text.split())[: 4 * most]
     text = _NUMBER.sub("N", _HEX.sub("HEX", _QUOTED.sub("'...'", text)))
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def clean(text: str) -> str:
-    """The text without lone surrogates, which JSON can hold and SQLite and UTF-8 cannot."""
+    """Replace lone surrogates, which JSON allows and SQLite and UTF-8 do not."""
     return text.encode("utf-8", "replace").decode()
 
 
 def features_of(row: Mapping[str, Json]) -> Features:
-    """The features of a row of a trajectory file. Raises KeyError, TypeError, AttributeError or ValueError for another shape."""
+    """Extract the features of a trajectory file's row. Raises KeyError, TypeError, AttributeError or ValueError for invalid
+    forms."""
     task, turns = row["task"], row["turns"]
     results = [result for turn in turns for result in turn["results"]]
     bad = sum(result.get("error") is not None for result in results)
@@ -98,11 +98,11 @@ def features_of(row: Mapping[str, Json]) -> Features:
 
 
 def _number(value: Json) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None  # NaN and the infinities, too
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None  # excludes NaN and infinities
 
 
 def _whole(value: Json) -> int:
-    """Raises OverflowError for a number that SQLite cannot hold."""
+    """Raise OverflowError for a number that SQLite cannot store."""
     found = int(value)
     if not -(1 << 63) <= found < 1 << 63:
         raise OverflowError(f"{found:.3g} is no number of tokens or members")
@@ -121,7 +121,7 @@ def _texts(row: Mapping[str, Json]) -> Iterator[str]:
 
 
 def _failures(row: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
-    """(kind, reason) of an episode that did not succeed: its error, its tools' errors, what its reward misses, its stop."""
+    """Return (kind, reason) pairs of an unsuccessful episode: its error, tool errors, lost reward, and stop reason."""
     stop = str(row.get("stop", ""))
     if row.get("error"):
         yield "error", f"{stop}: {normal(str(row['error']))}"
@@ -135,9 +135,9 @@ def _failures(row: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
                 cut = turn.get("finish") == "length"
                 yield "call", "call cut by max_turn_tokens" if cut else f"malformed call: {normal(str(call['error']))}"
         for result in turn["results"]:
-            if result.get("error") not in (None, "malformed_call"):  # which the call has told already
+            if result.get("error") not in (None, "malformed_call"):  # already listed by the call
                 text = str(result.get("content") or "")
-                with suppress(ValueError, RecursionError):  # the message in it, if it is agentrl's own form
+                with suppress(ValueError, RecursionError):  # the message inside agentrl's own error form
                     found = read_json(text[:4000])
                     if isinstance(found, dict) and isinstance(found.get("message"), str):
                         text = found["message"]
@@ -147,7 +147,7 @@ def _failures(row: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
         decided = evidence.get("success")
         missed = list(missed_leaves(evidence.get("root")))
         deciding = list(missed_leaves(decided.get("node") if isinstance(decided, Mapping) else None))
-        # A success by id is a gate between 1 and 0: its 0 says nothing beside what the reward itself missed.
+        # A success by id is a gate of 1 or 0: its 0 adds nothing to the reward terms that were missed.
         for leaf in [*missed, *(leaf for leaf in deciding if not missed or leaf["node"] != "constant")]:
             name = str(leaf.get("id") or leaf.get("at") or "?")
             if isinstance(leaf["value"], (int, float)):
@@ -156,9 +156,8 @@ def _failures(row: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
                 yield "unscored", f"{name}: {normal(str(leaf.get('unscored') or 'no value'))}"
 
 
-# Signs of reward hacking in one episode, as numbers: how far it is from the gold, how much it repeats itself, and how far a
-# judge is from the other terms. They are hints for whoever looks, never part of a reward. A row may have any shape: a missing
-# part gives None.
+# Signs of reward hacking in one episode: distance from the gold solution, repetition, and a judge's distance from the other
+# terms. They are hints for a reader, never part of a reward. A row may have any form: a missing part gives None.
 
 _GRAM = 4
 _LEAST_WORDS = 24
@@ -167,7 +166,8 @@ _BELOW = ("root", "of", "if", "then", "else", "node", "success")
 
 
 def leaves_of(evidence: Json) -> Iterator[Mapping[str, Json]]:
-    """The leaves of an evidence tree that earn, outer ones first: without ops, costs (a negative weight) and parts of scopes."""
+    """Return the evidence leaves that earn reward, outer ones first: without ops, costs (negative weights) and parts of
+    scopes."""
     if isinstance(evidence, Mapping):
         if isinstance(evidence.get("node"), str) and "value" in evidence:
             weight = evidence.get("weight", 1)
@@ -182,8 +182,8 @@ def leaves_of(evidence: Json) -> Iterator[Mapping[str, Json]]:
 
 
 def missed_leaves(evidence: Json) -> Iterator[Mapping[str, Json]]:
-    """The leaves because of which a node is below 0.5 or unknown: not those under a node that is above it (one of several that
-    suffice), nor the conditions of gates, nor what the spec skips."""
+    """Return the leaves that explain a node below 0.5 or unknown: not those under a node above it (one of several alternatives),
+    nor conditions of gates, nor parts that the spec skips."""
     if isinstance(evidence, list):
         for item in evidence:
             yield from missed_leaves(item)
@@ -201,11 +201,11 @@ def missed_leaves(evidence: Json) -> Iterator[Mapping[str, Json]]:
 
 
 def gold_distances(row: Mapping[str, Json]) -> tuple[float | None, float | None]:
-    """Distance of the episode's end from `gold.answer`, and of its calls from `gold.calls`: from 0 (as the gold) to 1; None if
-    the task has none, or in a form of its own.
+    """Return the distances of the final answer from `gold.answer` and of the calls from `gold.calls`: 0 (equal) to 1; None
+    without a comparable gold.
 
-    Answer: the share of its items that the last assistant text does not contain as whole words. Calls: the share of the gold
-    calls that were not made with these arguments, in any order; a list among a gold call's arguments allows each of its items.
+    Answer: share of its items that the last assistant text does not contain as whole words. Calls: share of gold calls not made
+    with these arguments, in any order; a list among a gold call's arguments allows each of its items.
     """
     gold = (row.get("task") or {}).get("gold") or {}
     if not isinstance(gold, Mapping):
@@ -216,7 +216,7 @@ def gold_distances(row: Mapping[str, Json]) -> tuple[float | None, float | None]
 
 
 def made_calls(row: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
-    """The calls of the episode, in order."""
+    """Return the episode's calls in order."""
     for turn in row.get("turns") or []:
         yield from (turn.get("message") or {}).get("tool_calls") or []
 
@@ -252,7 +252,7 @@ def _calls_distance(gold: Json, made: Sequence[Mapping[str, Json]]) -> float | N
 
 
 def _named_call(call: Json) -> tuple[str, Mapping[str, Json]] | None:
-    """Name and arguments of a gold call, also in the form {name: arguments}."""
+    """Return name and arguments of a gold call, also of the form {name: arguments}."""
     if not isinstance(call, Mapping):
         return None
     if isinstance(call.get("name"), str):
@@ -272,8 +272,8 @@ def _fits(call: Mapping[str, Json], arguments: Mapping[str, Json]) -> bool:
 
 
 def repetition(row: Mapping[str, Json]) -> float:
-    """Share of the policy's text that repeats itself, from 0 to 1: the larger of the share of repeated 4-grams of words within
-    a turn (turns of at least 24 words), and the share of turns that say what an earlier turn said (of at least 4 turns)."""
+    """Measure repetition in the policy's text, 0 to 1: the larger of the share of repeated word 4-grams within a turn (of at
+    least 24 words), and the share of turns that repeat an earlier turn (with at least 4 turns)."""
     texts = [_said(turn) for turn in row.get("turns") or []]
     again = 1 - len(set(texts)) / len(texts) if len(texts) >= 4 else 0.0
     for words in map(_words, texts):
@@ -290,9 +290,9 @@ def _said(turn: Mapping[str, Json]) -> str:
 
 
 def judge_values(row: Mapping[str, Json]) -> tuple[float | None, float | None, str]:
-    """Three figures of the episode's judges: the largest distance of one from the mean of the other leaves or from another judge
-    (None with nothing to hold it against), their mean value (None without one), and a digest of what the episode did and said:
-    equal for episodes that a judge should judge alike."""
+    """Return three figures of the episode's judges: the largest distance of one from the mean of the other leaves or from another
+    judge (None without either), their mean value (or None), and a digest of the episode's calls and texts, equal for episodes
+    that a judge should score equally."""
     evidence = row.get("evidence")
     values: dict[bool, list[float]] = {True: [], False: []}
     for leaf in leaves_of(evidence.get("root") if isinstance(evidence, Mapping) else None):

@@ -1,4 +1,4 @@
-"""The index of a run's episodes: an SQLite file, where it lies, and how it is brought up to date."""
+"""The index of a run's episodes, an SQLite file: its location and updates."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from agentrl.utils.terminal import say
 
 
 def cache_folder(run: Path) -> Path:
-    """`.view` in the run's folder; one in the user's cache if that cannot be written; if neither can, a temporary one, which ends
-    with this process, with a line on standard error. Raises RunFolderError if there is no temporary folder either."""
+    """Return the index folder: `.view` in the run folder; in the user's cache if that is not writable; else a temporary folder,
+    with a note on stderr, which is deleted at exit. Raises RunFolderError if that fails too."""
     inside = run / ".view"
-    if _writable(inside if os.path.isdir(inside) else run):  # noqa: PTH112 - Path's raises in a folder that may not be searched
+    if _writable(inside if os.path.isdir(inside) else run):  # noqa: PTH112 - Path's raises in an unsearchable folder
         return inside
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
@@ -34,7 +34,7 @@ def cache_folder(run: Path) -> Path:
     cached = home / "agentrl" / "view" / hashlib.sha256(str(run).encode()).hexdigest()[:16]
     if _writable(next(path for path in (cached, *cached.parents) if os.path.exists(path))):  # noqa: PTH110
         return cached
-    if not _made:  # one folder for all runs of this process; what it is made for first is said
+    if not _made:  # one folder for all runs of this process; the first one is reported
         neither = f"{run}: neither it nor {cached} can be written"
         advice = "set XDG_CACHE_HOME to a folder that can"
         try:
@@ -52,15 +52,14 @@ def _writable(folder: Path) -> bool:
 
 
 _made: list[tempfile.TemporaryDirectory[str]] = []
-"""Removed when this process ends."""
+"""Deleted when this process exits."""
 
 
-# The index of a run's episodes: an SQLite file beside the run, brought up to date by reading only what is new.
+# The index of a run's episodes: an SQLite file, updated by reading only new rows.
 #
-# Of each episode it has the columns that pages are filtered and sorted by, and where its row lies in its file: a page is a query,
-# one episode is one seek. A trajectory file that a run writes appears whole; one that grows (of an evaluation) is read on from
-# where the last reading ended; one that was written anew is read again. The index is only a cache: with another schema, or
-# damaged, it is made anew.
+# For each episode it has the columns to filter and sort by, and the position of its row in the file: a page is a query, an
+# episode one seek. A trajectory file of a run appears complete; a growing one (of an evaluation) is continued at the last
+# position; a rewritten one is read again. The index is only a cache: if its schema differs or it is damaged, it is rebuilt.
 
 _PRINT = 4096
 _BATCH = 2000
@@ -105,7 +104,7 @@ CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5(text, content='', detail=non
 """
 _CODE = Path(__file__).with_name("features.py").read_bytes()
 SCHEMA = hashlib.sha256(_TABLES.encode() + _CODE).hexdigest()[:8]
-"""Part of the file's name: of the tables and the code that fills them. Another version's index is not read, and left alone."""
+"""Part of the file name: hash of the tables and the code that fills them. Indexes of other versions are left alone."""
 _BESIDE = ("tools", "errors", "terms", "failures")
 
 
@@ -113,7 +112,7 @@ Looks = dict[str, tuple[int, int, int] | None]
 
 
 class Index:
-    """The index of one run. `refresh` may be called from any thread; each `reading` has a connection of its own."""
+    """The index of one run. `refresh` may be called from any thread; each `reading` has its own connection."""
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run
@@ -123,9 +122,9 @@ class Index:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection for queries, which sees one state of the index."""
-        if not os.path.isfile(self.path):  # noqa: PTH113 - Path's raises in a folder that may not be searched
-            with self._writing():  # which makes it
+        """Open a connection for queries on a consistent state of the index."""
+        if not os.path.isfile(self.path):  # noqa: PTH113 - Path's raises in an unsearchable folder
+            with self._writing():  # creates it
                 pass
         with closing(sqlite3.connect(f"{self.path.as_uri()}?mode=ro", uri=True, timeout=30, isolation_level=None)) as db:
             db.row_factory = sqlite3.Row
@@ -133,17 +132,17 @@ class Index:
                 db.execute("BEGIN")  # until it is closed
                 yield db
             except sqlite3.DatabaseError:
-                self._seen = {}  # the next look makes a damaged index anew
+                self._seen = {}  # the next update rebuilds a damaged index
                 raise
 
     def refresh(self, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Read new lines of the run's files; True if there were any. Ends early, between files and parts of them, if `stop`
-        says so. What another process indexes at the same time is not read twice."""
+        """Index new lines of the run's files; returns True if there were any. Stops early, between files and parts of them, if
+        `stop` returns True. Lines that another process indexes at the same time are not read twice."""
         with self._lock:
             try:
                 return self._refresh(stop)
             except sqlite3.DatabaseError as problem:
-                # Locked, or the disk is full: the file is not to blame. SQLITE_ERROR is a table or column that it lacks.
+                # Locked, or the disk is full: the file is intact. SQLITE_ERROR: a table or column is missing.
                 if (
                     isinstance(problem, sqlite3.OperationalError)
                     and getattr(problem, "sqlite_errorcode", 0) != sqlite3.SQLITE_ERROR
@@ -153,11 +152,11 @@ class Index:
                 return self._refresh(stop)
 
     def progress(self) -> tuple[int, int]:
-        """Episodes in the index, and about how many there are in the run's files: more if some are not read yet."""
+        """Return the indexed episodes, and an estimate of all episodes in the run's files."""
         with self.reading() as db:
             known = {row["name"]: row for row in db.execute("SELECT name, rows - damaged AS rows, done FROM files")}
         rows = sum(row["rows"] for row in known.values())
-        if self._seen:  # all was read at the last look
+        if self._seen:  # everything was read by the last update
             return rows, rows
         done = sum(row["done"] for row in known.values())
         size = sum(file_size(file.path) for file in self.run.files)
@@ -171,15 +170,15 @@ class Index:
             raise RunFolderError(f"{self.run.path}: the run's folder is gone")
         self.path = cache_folder(self.run.path) / f"index-{SCHEMA}.sqlite"
         try:
-            # Without its parents inside a run: a folder that somebody has just deleted must not come back.
+            # Without parents inside a run: a folder that was just deleted must not reappear.
             self.path.parent.mkdir(parents=not self.path.is_relative_to(self.run.path), exist_ok=True)
         except FileNotFoundError:
             raise RunFolderError(f"{self.run.path}: the run's folder is gone") from None
         except OSError as problem:
             raise RunFolderError(f"{self.run.path}: its index cannot lie in {self.path.parent}: {problem.strerror}") from None
         with closing(sqlite3.connect(self.path, timeout=30, isolation_level=None)) as db:
-            db.execute("PRAGMA journal_mode=WAL")  # readers go on while this writes
-            db.execute("PRAGMA synchronous=OFF")  # it can be made again
+            db.execute("PRAGMA journal_mode=WAL")  # readers continue during a write
+            db.execute("PRAGMA synchronous=OFF")  # it can be rebuilt
             db.execute("PRAGMA cache_size=-65536")
             db.executescript(_TABLES)
             yield db
@@ -192,7 +191,7 @@ class Index:
         changed, files = False, self.run.files
         looks = {file.name: _look(file.path) for file in files}
         if looks == self._seen and os.path.isfile(self.path):  # noqa: PTH113
-            return False  # without a connection: who looks at a run that has ended touches nothing in its folder
+            return False  # without a connection: viewing an ended run changes nothing in its folder
         with self._writing() as db:
             known = {row[0]: row[1:] for row in db.execute("SELECT name, inode, size, mtime FROM files")}
             for gone in known.keys() - {file.name for file in files}:
@@ -209,14 +208,14 @@ class Index:
 
 
 def _read_on(db: sqlite3.Connection, file: EpisodeFile) -> bool:
-    """Index the next rows of a file; whether there may be more."""
+    """Index the next rows of a file; returns whether there may be more."""
     try:
         handle = open_plain(file.path)
-    except FileNotFoundError:  # it went away since it was listed
+    except FileNotFoundError:  # deleted since it was listed
         return False
     except OSError as fault:
         with _transaction(db):
-            _forget(db, file.name)  # it is tried again at the next look
+            _forget(db, file.name)  # retry on the next update
             db.execute(
                 "INSERT INTO files (name, phase, step, inode, size, mtime, done, print, rows, damaged, problem) "
                 "VALUES (?,?,?,0,0,0,0,'',0,0,?)",
@@ -225,23 +224,23 @@ def _read_on(db: sqlite3.Connection, file: EpisodeFile) -> bool:
         return False
     with handle, _transaction(db):
         stat = os.fstat(handle.fileno())
-        # Again, and with the lock: another process may have read them meanwhile.
+        # Check again under the lock: another process may have indexed them.
         known = db.execute("SELECT * FROM files WHERE name = ?", (file.name,)).fetchone()
         if known is not None and (known["inode"], known["size"], known["mtime"]) == _look(handle.fileno()):
             return False
         if known is not None:
             done = known["done"]
             grown = known["inode"] == stat.st_ino and done <= stat.st_size
-            if not (grown and known["print"] == _fingerprint(handle, done)):  # another file than the one that was read before
+            if not (grown and known["print"] == _fingerprint(handle, done)):  # not the file that was read before
                 _forget(db, file.name)
                 known = None
         return _read_rows(db, file, handle, stat, known)
 
 
 def _look(path: Path | int) -> tuple[int, int, int] | None:
-    """Inode, size and time of change, which tell whether there is anything new; None if the file is gone."""
+    """Return inode, size and change time, which detect changes; None for a missing file."""
     try:
-        stat = os.stat(path)  # noqa: PTH116 - of an open file, too
+        stat = os.stat(path)  # noqa: PTH116 - also works with an open file
     except OSError:
         return None
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
@@ -251,12 +250,12 @@ def _look(path: Path | int) -> tuple[int, int, int] | None:
 def _transaction(db: sqlite3.Connection) -> Iterator[None]:
     db.row_factory = sqlite3.Row
     db.execute("BEGIN IMMEDIATE")
-    with db:  # which commits, or rolls back
+    with db:  # commits or rolls back
         yield
 
 
 def file_size(path: Path) -> int:
-    """Bytes; 0 of a file that cannot be looked at."""
+    """Return the size in bytes; 0 for an inaccessible file."""
     try:
         return path.stat().st_size
     except OSError:
@@ -264,7 +263,7 @@ def file_size(path: Path) -> int:
 
 
 def _fingerprint(handle: BinaryIO, end: int) -> str:
-    """Of the first and the last bytes before `end`: a file that was written anew in place differs in them."""
+    """Hash the first and last bytes before `end`, which detects a file rewritten in place."""
     handle.seek(0)
     digest = hashlib.sha256(handle.read(min(_PRINT, end)))
     handle.seek(max(end - _PRINT, 0))
@@ -275,7 +274,7 @@ def _fingerprint(handle: BinaryIO, end: int) -> str:
 def _read_rows(
     db: sqlite3.Connection, file: EpisodeFile, handle: BinaryIO, stat: os.stat_result, known: sqlite3.Row | None
 ) -> bool:
-    """Index up to `_BATCH` rows behind those that are known, and note how far it came; whether there may be more."""
+    """Index up to `_BATCH` rows after the known ones, and store the position; returns whether there may be more."""
     if known is None:
         found = db.execute(
             "INSERT INTO files (name, phase, step, inode, size, mtime, done, print, rows, damaged) VALUES (?,?,?,?,?,?,0,'',0,0)",
@@ -310,7 +309,7 @@ def _read_rows(
             db.execute("INSERT INTO words (rowid, text) VALUES (?,?)", (at, features.text))
         row, done, count = row + 1, done + len(line), count + 1
     whole = count < _BATCH
-    # While more is to come, the size is noted as that of what was read: the next look then goes on.
+    # While there are more rows, store the size read so far, so that the next update continues.
     size, changed = (stat.st_size, stat.st_mtime_ns) if whole else (done, 0)
     db.execute(
         "UPDATE files SET inode=?, size=?, mtime=?, done=?, print=?, rows=?, damaged=?, problem=? WHERE id=?",
@@ -320,8 +319,8 @@ def _read_rows(
 
 
 class Groups:
-    """Numbers of groups in a file, as `agentrl.data.rows.number_groups`: episodes of one task are a group, and a member that
-    comes again begins another."""
+    """Number groups of a file as `agentrl.data.rows.number_groups`: episodes of one task form a group, and a repeated member
+    starts the next one."""
 
     def __init__(self, db: sqlite3.Connection, file: int) -> None:
         self._current: dict[tuple[Any, ...], tuple[int, set[int]]] = {}
@@ -331,11 +330,11 @@ class Groups:
         self._first = row[0] is None
 
     def of(self, features: Features) -> int:
-        """The group of the next episode."""
+        """Return the group of the next episode."""
         member = int(features.columns["member"])
         task = tuple(features.columns[name] for name in ("env", "task", "seed"))
         found = self._current.get(task)
-        if found is None and not self._first:  # the task's newest group among the rows that were indexed earlier
+        if found is None and not self._first:  # the task's newest group among rows indexed earlier
             rows = self._db.execute(
                 "SELECT grp, member FROM episodes WHERE file = ? AND env = ? AND task = ? AND seed = ? ORDER BY grp DESC",
                 (self._file, *task),
@@ -350,7 +349,7 @@ class Groups:
 
 
 def _forget(db: sqlite3.Connection, name: str) -> None:
-    """Remove a file's episodes. Their words stay: numbers of episodes are not used again, so they find nothing."""
+    """Delete a file's episodes. Their words remain, but match nothing, because episode numbers are not reused."""
     ident = db.execute("SELECT id FROM files WHERE name = ?", (name,)).fetchone()
     if ident is not None:
         for table in _BESIDE:

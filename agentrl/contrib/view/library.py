@@ -1,4 +1,4 @@
-"""The runs that are looked at: their short ids, their metrics, and their indexes, which a thread keeps up to date."""
+"""The viewed runs: short ids, metrics, and indexes that a thread keeps up to date."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from agentrl.utils.parsing import read_json
 log = logging.getLogger(__name__)
 Json = Any
 WANTED_S = 60.0
-"""Seconds for which a run that was asked about is kept up to date."""
+"""Seconds for which a requested run is kept up to date."""
 POLL_S = 2.0
 
 
 def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """A run as a row of a list; None is unknown. `rows`: its metrics, if known. A damaged folder has `error`."""
+    """A run as a list row; None: unknown. `rows`: its metrics, if known. `error`: of a damaged folder."""
     out: dict[str, Any] = {"path": str(run.path), "name": run.name, "envs": run.envs, "started": run.started, "live": run.live}
     out |= dict.fromkeys(("status", "error", "steps", "updates", "success_before", "success_after", "seconds", "tokens"))
     try:
@@ -37,7 +37,7 @@ def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dic
         return out | {"status": "damaged", "error": str(problem)}
     train = [row for row in found if row.get("phase") in ("train", "data")]
     data = run.table.get("data")
-    if train and train[-1].get("epoch") and isinstance(data, dict) and "epochs" in data:  # steps in all passes over the data
+    if train and train[-1].get("epoch") and isinstance(data, dict) and "epochs" in data:  # steps of all passes
         out["steps"] = round(train[-1]["step"] / train[-1]["epoch"] * data["epochs"])
     out["updates"] = train[-1].get("step") if train else (None if run.evaluation else 0)
     for phase in ("before", "after"):
@@ -55,8 +55,7 @@ def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dic
 
 
 class Metrics:
-    """The rows of a metrics.jsonl; each call reads only its new rows. A file that was written anew is read again, and
-    `edition` is then another."""
+    """Rows of a metrics.jsonl; each call reads only new rows. A rewritten file is read again, which changes `edition`."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -65,7 +64,7 @@ class Metrics:
         self.edition = 0
 
     def rows(self) -> list[dict[str, Json]]:
-        """All whole rows. Raises RunFolderError for a damaged one."""
+        """Return all complete rows. Raises RunFolderError for a damaged row."""
         with self._lock:
             try:
                 stat = self._path.stat()
@@ -81,7 +80,7 @@ class Metrics:
                 fresh = [read_json(line) for line in whole.split(b"\n") if line.strip()]
                 if not all(isinstance(row, dict) for row in fresh):
                     raise ValueError("a row that is no JSON object")
-                # A new list: whoever got the last one may still read it.
+                # A new list, because the previous one may still be in use.
                 self._rows = [*self._rows, *fresh]
                 self._done += len(whole)
             except FileNotFoundError:
@@ -93,7 +92,7 @@ class Metrics:
 
 @dataclass(slots=True)
 class Shelved:
-    """A run and its known figures. `wanted`: when a user last asked about its episodes."""
+    """A run with its known figures. `wanted`: time of the last request for its episodes."""
 
     ident: str
     run: RunRecord
@@ -105,11 +104,10 @@ class Shelved:
 
 
 class Library:
-    """Runs by short id. `start` begins the thread that indexes; `close` ends it."""
+    """Runs by short id. `start` starts the indexing thread; `close` stops it."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """`paths`: run folders, and folders of runs, in which new ones are found while this lives. Raises RunFolderError for one
-        that is neither."""
+        """`paths`: run folders, and folders of runs, which are searched for new runs. Raises RunFolderError for other folders."""
         self._folders: list[Path] = []
         self._by_id: dict[str, Shelved] = {}
         self._by_path: dict[Path, Shelved] = {}
@@ -121,11 +119,11 @@ class Library:
             elif path.is_dir():
                 self._folders.append(path)
             else:
-                load_run(path)  # which says what is wrong
+                load_run(path)  # raises with the reason
         self.scan()
 
     def scan(self) -> list[Shelved]:
-        """The runs, with those that are new in the folders; without those whose folder is gone."""
+        """Return the runs, including new ones and without deleted ones."""
         with self._lock:
             for folder in self._folders:
                 for run in find_runs(folder):
@@ -145,18 +143,18 @@ class Library:
         self._by_id[ident] = self._by_path[key] = Shelved(ident, run, Index(run), Metrics(run.folder.metrics))
 
     def get(self, ident: str) -> Shelved:
-        """The run of that id. Raises NotFoundError, with the nearest."""
+        """Return the run with this id. Raises NotFoundError, with the nearest id."""
         found = self._by_id.get(ident)
         if found is None or not found.run.path.is_dir():
             self.scan()
             found = self._by_id.get(ident)
         if found is None or not found.run.path.is_dir():
             raise NotFoundError(f"there is no run {ident!r}{hint_text(ident, self._by_id)}")
-        # What is cached of the config must not outlive it: `--overwrite` puts another run into the folder.
+        # The cached config is keyed by the run: `--overwrite` puts another run into the folder.
         return found
 
     def row(self, one: Shelved) -> dict[str, Json]:
-        """The run's row of a list."""
+        """Return the run's list row."""
         run = RunRecord(one.run.path)
         try:
             rows: list[Any] = one.metrics.rows()
@@ -165,19 +163,19 @@ class Library:
         return {"run": one.ident, **overview(run, rows)}
 
     def want(self, one: Shelved, wait: float = 0.0) -> None:
-        """Keep its index up to date for a while. `wait`: seconds for its first reading, which a small run needs less than."""
+        """Keep its index up to date for a while. `wait`: seconds to wait for the first reading; a small run needs less."""
         one.wanted = time.monotonic()
         if not one.fresh.is_set():
             self._ask.set()
             one.fresh.wait(wait)
 
     def start(self) -> None:
-        """Begin the thread that indexes."""
+        """Start the indexing thread."""
         self._thread = threading.Thread(target=self._work, name="view-index", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; it stops between two parts of a file."""
+        """Stop the thread; it ends between two parts of a file."""
         self._end = True
         self._ask.set()
         if self._thread is not None:
@@ -192,7 +190,7 @@ class Library:
             self._ask.wait(POLL_S)
 
     def refresh(self, one: Shelved, stop: Callable[[], bool] = lambda: False) -> None:
-        """Bring an index up to date now; what keeps it from that is in `problem`."""
+        """Update an index now; an error is stored in `problem`."""
         try:
             one.index.refresh(stop)
             one.problem = None

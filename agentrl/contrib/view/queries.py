@@ -1,4 +1,4 @@
-"""Questions to the index: episodes, groups, failures, suspicions about the reward."""
+"""Queries of the index: episodes, groups, failures, and suspicions of reward hacking."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.utils.errors import UserError, hint_text
 
 Json = Any
 MOST = 500
-"""Rows of a page."""
+"""Rows per page."""
 FACETS = ("phase", "step", "env", "stop", "tool", "error", "term", "task")
 _EQUAL = ("phase", "env", "task", "split", "stop", "member")
 _OTHERS = ("step", "term", "min_reward", "max_reward", "success", "group", "q")
@@ -34,17 +34,17 @@ _SHOWN = (
 COLUMNS = "f.name || '.' || e.row AS id, f.name || '.g' || e.grp AS grp_id, f.inode AS inode, e.*"
 FROM = "FROM episodes e JOIN files f ON f.id = e.file"
 GOLD_FAR, REPEATED, JUDGE_GAP, HIGH = 0.5, 0.5, 0.5, 0.8
-"""From where on a sign is a suspicion: gold this far, text repeated this much, a judge this far from the other terms; HIGH: a
-reward of this share of the spec's maximum is a high one."""
+"""Thresholds of suspicions: distance from gold, repetition, a judge's distance from other terms; HIGH: share of the spec's
+maximum reward from which a reward is high."""
 GOLD = "max(coalesce(e.gold_answer, 0), coalesce(e.gold_calls, 0))"
 
 
 class NotFoundError(UserError):
-    """A page asks for a run, a step or an episode that there is not."""
+    """A requested run, step or episode does not exist."""
 
 
 def list_steps(steps: Iterable[int]) -> str:
-    """Steps in order for a message, the first twelve of them."""
+    """Format steps in order for a message, at most twelve of them."""
     found = sorted(steps)
     return ", ".join(map(str, found[:12])) + (" ..." if len(found) > 12 else "") if found else "none"
 
@@ -72,7 +72,7 @@ def _condition(name: str, given: str) -> tuple[str, list[Any]]:
     if name == "group":
         file, _, number = given.rpartition(".g")
         return "e.file = (SELECT id FROM files WHERE name = ?) AND e.grp = ?", [file, _int(name, number)]
-    if name == "term":  # NAME: episodes that have the term; NAME<0.5, NAME=none and the like: by its value
+    if name == "term":  # NAME: episodes with the term; NAME<0.5, NAME=none and the like: by value
         found = _TERM.fullmatch(given)
         if found is None:
             return "e.id IN (SELECT episode FROM terms WHERE name = ?)", [given]
@@ -86,7 +86,7 @@ def _condition(name: str, given: str) -> tuple[str, list[Any]]:
 
 
 def whole(asked: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
-    """A whole number from an address, cut to [low, high]. Raises UserError if it is not one."""
+    """Parse an integer of a URL and clip it to [low, high]. Raises UserError for other values."""
     return min(max(_int(name, asked[name]), low), high) if asked.get(name) else default
 
 
@@ -101,8 +101,8 @@ Page = tuple[str, list[Any], str, int, int]
 
 
 def page_of(asked: Mapping[str, str]) -> Page:
-    """The query in an address's parameters: condition, its values, order, limit, offset. Raises UserError for a parameter that is
-    unknown or has no such value."""
+    """Build the query of a URL's parameters: condition, values, order, limit, offset. Raises UserError for an unknown parameter
+    or value."""
     known = (*_EQUAL, *_BESIDE, *_OTHERS, *_PAGE)
     for name in asked:
         if name not in known:
@@ -126,10 +126,10 @@ def page_of(asked: Mapping[str, str]) -> Page:
 
 
 def episodes(db: sqlite3.Connection, page: Page, high: Mapping[str, float]) -> dict[str, Json]:
-    """A page of episodes, and how many there are in all."""
+    """Return a page of episodes, and their total number."""
     where, values, by, limit, offset = page
     total = db.execute(f"SELECT count(*) FROM episodes e {where}", values).fetchone()[0]
-    # The page's numbers first, from an index alone if there is one; then their rows.
+    # First the page's ids, from an index if there is one; then their rows.
     found = db.execute(
         f"SELECT {COLUMNS} {FROM} WHERE e.id IN "
         f"(SELECT e.id FROM episodes e {where} ORDER BY {by} LIMIT ? OFFSET ?) ORDER BY {by}",
@@ -139,8 +139,7 @@ def episodes(db: sqlite3.Connection, page: Page, high: Mapping[str, float]) -> d
 
 
 def episode_row(row: sqlite3.Row, high: Mapping[str, float]) -> dict[str, Json]:
-    """A row of the index as the page gets it, with the kinds of suspicion that the episode itself is under. `high`: as
-    `high_rewards`."""
+    """Convert an index row for the page, with the episode's own kinds of suspicion. `high`: as `high_rewards`."""
     gold = max(row["gold_answer"] or 0.0, row["gold_calls"] or 0.0)
     earned = row["reward"] is not None and row["reward"] >= high.get(row["env"], math.inf)
     signs = {
@@ -158,14 +157,14 @@ def episode_row(row: sqlite3.Row, high: Mapping[str, float]) -> dict[str, Json]:
 
 
 def high_rewards(db: sqlite3.Connection, maxima: Mapping[str, float]) -> dict[str, float]:
-    """Per environment the reward from which on it is high: a share of its spec's maximum, or of the best one seen if that is not
-    known; none for one in which nothing was earned."""
+    """Return the reward from which it counts as high, per environment: a share of the spec's maximum, or else of the best one
+    seen; without environments in which nothing was earned."""
     best = db.execute("SELECT env, max(reward) FROM episodes GROUP BY env").fetchall()
     return {env: HIGH * maxima.get(env, most) for env, most in best if most is not None and most > 0}
 
 
 def facets(db: sqlite3.Connection) -> dict[str, Json]:
-    """Values by which episodes can be filtered, with counts, mean reward and success."""
+    """Return the filterable values with counts, mean reward and success."""
     out = {name: _facet(db, f"e.{name}", "FROM episodes e", name) for name in ("phase", "step", "env", "stop", "task")}
     for name, table in (("tool", "tools"), ("error", "errors"), ("term", "terms")):
         out[name] = _facet(db, "t.name", f"FROM {table} t JOIN episodes e ON e.id = t.episode", name)
@@ -182,7 +181,7 @@ def _facet(db: sqlite3.Connection, column: str, source: str, name: str) -> list[
 
 
 def groups(db: sqlite3.Connection, step: int | None, limit: int, offset: int) -> list[dict[str, Json]]:
-    """Groups with their members in order; of training and of evaluations with several episodes of a task."""
+    """Return groups with their members in order, of training and of evaluations with several episodes per task."""
     where, values = ("WHERE e.step = ?", (step,)) if step is not None else ("", ())
     chosen = db.execute(
         f"SELECT e.file, e.grp FROM episodes e {where} GROUP BY e.step, e.file, e.grp HAVING e.phase = 'train' OR count(*) > 1 "
@@ -196,7 +195,7 @@ def groups(db: sqlite3.Connection, step: int | None, limit: int, offset: int) ->
         out.append({
             "group": first["grp_id"], "step": first["step"], "phase": first["phase"], "task": first["task"], "env": first["env"],
             "members": [member(row) for row in rows],
-            # Of the population of its scored members.
+            # Population standard deviation of its scored members.
             "mean": statistics.fmean(rewards) if rewards else None, "std": statistics.pstdev(rewards) if rewards else None,
             "advantage_zero": not rewards or max(rewards) == min(rewards),
         })  # fmt: skip
@@ -204,14 +203,14 @@ def groups(db: sqlite3.Connection, step: int | None, limit: int, offset: int) ->
 
 
 def member(row: sqlite3.Row) -> dict[str, Json]:
-    """An episode as a member of a group or of a pair."""
+    """Return an episode as a member of a group or pair."""
     success = None if row["success"] is None else bool(row["success"])
     return {"id": row["id"], "reward": row["reward"], "success": success, "stop": row["stop"], "turns": row["turns"]}
 
 
 def failures(db: sqlite3.Connection, step: int | None, kind: str | None = None) -> list[dict[str, Json]]:
-    """Why episodes did not succeed: reasons that differ only in names and numbers are one; each with the episodes it has, the
-    newest as examples. An episode can have several reasons."""
+    """Count the reasons of unsuccessful episodes, each with its newest episodes; reasons that differ only in names and numbers
+    are merged. An episode can have several reasons."""
     parts = [("e.step = ?", step), ("t.kind = ?", kind)]
     given = [(part, value) for part, value in parts if value is not None]
     where = f"WHERE {' AND '.join(part for part, _ in given)}" if given else ""
@@ -233,8 +232,7 @@ def failures(db: sqlite3.Connection, step: int | None, kind: str | None = None) 
 
 
 def find_file(db: sqlite3.Connection, name: str, held_out: bool = True) -> list[int]:
-    """The files that `STEP` or a file's name stands for: of a step its evaluation if there is one, else its training; only the
-    latter without `held_out`.
+    """Return the files of `STEP` or a file name: for a step its evaluation if there is one (and `held_out`), else its training.
 
     Raises NotFoundError.
     """
@@ -251,7 +249,7 @@ def find_file(db: sqlite3.Connection, name: str, held_out: bool = True) -> list[
 
 
 def by_task(db: sqlite3.Connection, files: Sequence[int]) -> dict[tuple[str, ...], list[dict[str, Json]]]:
-    """The episodes of files by environment, split, and the task's id and content: an author may give many one id."""
+    """Group episodes of files by environment, split, and the task's id and content, as an id may be ambiguous."""
     out: dict[tuple[str, ...], list[dict[str, Json]]] = {}
     marks = ", ".join("?" * len(files))
     for row in db.execute(f"SELECT {COLUMNS} {FROM} WHERE e.file IN ({marks}) ORDER BY e.id", tuple(files)):
@@ -260,7 +258,7 @@ def by_task(db: sqlite3.Connection, files: Sequence[int]) -> dict[tuple[str, ...
 
 
 def evaluations(db: sqlite3.Connection) -> list[dict[str, Json]]:
-    """Per file of held-out episodes and environment: its tasks, episodes, unscored ones, and `rates` (pass@k and pass^k)."""
+    """Return per file of held-out episodes and environment: tasks, episodes, unscored ones, and `rates` (pass@k and pass^k)."""
     found: dict[tuple[Any, ...], list[dict[str, int]]] = {}
     for row in db.execute(
         "SELECT f.name AS file, e.phase, e.step, e.env, count(*) AS total, count(e.success) AS n, "
@@ -278,7 +276,7 @@ def evaluations(db: sqlite3.Connection) -> list[dict[str, Json]]:
 
 
 def verdict(one: Sequence[Mapping[str, Json]], other: Sequence[Mapping[str, Json]]) -> str:
-    """Compare the success of two sides on a task. Rewards decide nothing: a task that neither side solved is won by none."""
+    """Compare the success of two sides on a task. Rewards do not count: without a success, neither side wins."""
     known = [[float(row["success"]) for row in side if row["success"] is not None] for side in (one, other)]
     if not all(known):
         return "unknown"
@@ -290,11 +288,11 @@ def verdict(one: Sequence[Mapping[str, Json]], other: Sequence[Mapping[str, Json
 
 EXAMPLES = 20
 GROWTH, GAIN = 1.3, 0.02
-"""Length growth: tokens per episode of the last third of steps over those of the first, while success rose by less than GAIN."""
+"""Length growth: tokens per episode in the last third of steps over the first third, while success rose by less than GAIN."""
 
 
 def suspects(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]], maxima: Mapping[str, float]) -> list[dict[str, Json]]:
-    """Each kind that has episodes, with its worst ones. `rows`: the run's metrics; `maxima`: of the specs of environments."""
+    """Return each kind of suspicion with its worst episodes. `rows`: the run's metrics; `maxima`: of the environments' specs."""
     found = []
     if high := high_rewards(db, maxima):
         most = "best one seen (the spec's maximum is not known)"
@@ -340,7 +338,7 @@ def suspects(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]], maxima:
         f"a judge's value is {JUDGE_GAP:g} or more from the mean of the terms that are computed, from another judge's, or from "
         "its own of an equal episode",
     )
-    # Growth of the whole run, or of each environment if there are several.
+    # Growth of the whole run, or per environment if there are several.
     train = [row for row in rows if row.get("phase") == "train"]
     names = sorted({key.split("/")[1] for row in train for key in row if key.startswith("env/") and key.endswith("/tokens")})
     return found + [row for name in (names if len(names) > 1 else [""]) if (row := _grown(db, train, name)) is not None]
@@ -358,7 +356,7 @@ def _far_text(row: sqlite3.Row) -> str:
 def _suspicion_row(
     db: sqlite3.Connection, where: str, values: Sequence[Any], order: str, say: Any, kind: str, title: str, why: str
 ) -> list[dict[str, Json]]:
-    """A suspicion with its count as `value` and its worst episodes, later steps first among equals; none without episodes."""
+    """Return a suspicion with its count and its worst episodes, later steps first among equals; [] without episodes."""
     count = db.execute(f"SELECT count(*) FROM episodes e WHERE {where}", tuple(values)).fetchone()[0]
     worst = db.execute(f"SELECT {COLUMNS} {FROM} WHERE {where} ORDER BY {order} LIMIT ?", (*values, EXAMPLES))
     listed = [{"id": row["id"], "why": say(row)} for row in worst]

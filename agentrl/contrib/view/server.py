@@ -1,8 +1,8 @@
-"""The viewer's server: the page's files and its JSON, on loopback, for the browser of whoever started it.
+"""The viewer's server: the page's files and its JSON, on loopback, for the browser of the user who started it.
 
-What a policy or a tool wrote is hostile, and so may be any page in the same browser: requests must name a loopback host (against
-DNS rebinding), there is no CORS, nothing is ever written, files are named by a closed list, and the page may load and connect to
-nothing but this server."""
+Texts of a policy or tool are untrusted, and so is any other page in the same browser: requests must name a loopback host (against
+DNS rebinding), there is no CORS, nothing is ever written, files come from a fixed list, and the page may connect only to this
+server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 ELSEWHERE = {(b"sec-fetch-site", b"cross-site"), (b"sec-fetch-site", b"same-site")}
-"""Headers by which a browser says that another site asks: it could not read the answer, but could make environments run."""
+"""Headers that mark a browser's cross-site request, which could not read the answer but could make environments run."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -55,7 +55,7 @@ KINDS = {
 
 
 def make_app(library: Library, envs: bool = True) -> Starlette:
-    """The app for a library, whose thread the caller starts. `envs`: as in Api."""
+    """Build the app for a library; the caller starts the library's thread. `envs`: as in Api."""
     from starlette.applications import Starlette
     from starlette.routing import Route
 
@@ -70,8 +70,8 @@ def make_app(library: Library, envs: bool = True) -> Starlette:
 
 
 def guard_app(app: Any) -> Any:
-    """The app behind the check of the Host header and of the method, with the headers that every answer has."""
-    # Plain ASGI, outside of all routes: an answer that a framework gives by itself (404, 405) has the headers, too.
+    """Wrap the app in checks of the Host header and method, and add headers to every answer."""
+    # Plain ASGI outside of all routes, so that a framework's own answers (404, 405) have the headers too.
     static = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
@@ -97,9 +97,9 @@ def guard_app(app: Any) -> Any:
 
 
 def _answering(ask: Callable[..., Any]) -> Any:
-    """The answer to a question: `ask` takes what its path names, in order, and the parameters."""
+    """Build a handler for a question. `ask` gets the path parameters in order, and the query parameters."""
 
-    # A plain function: it runs in a thread, so that a slow query holds up no other answer.
+    # A plain function runs in a thread, so that a slow query does not block other answers.
     def answer(request: Request) -> Response:
         try:
             return _json(200, ask(*request.path_params.values(), request.query_params))
@@ -107,7 +107,7 @@ def _answering(ask: Callable[..., Any]) -> Any:
             return _json(404, {"error": str(problem)})
         except UserError as problem:
             return _json(400, {"error": str(problem)})
-        except Exception as problem:  # the page shows it; the server goes on
+        except Exception as problem:  # the page shows it; the server continues
             log.exception("%s failed", request.url.path)
             said = str(problem) if isinstance(problem, AgentrlError) else f"{type(problem).__name__}: {problem}"
             return _json(500, {"error": said})
@@ -118,7 +118,7 @@ def _answering(ask: Callable[..., Any]) -> Any:
 def _json(status: int, body: Any) -> Response:
     from starlette.responses import Response
 
-    # Escaped to ASCII, so that no lone surrogate of a tool's answer can end it; not a number is null.
+    # Escaped to ASCII, so that a lone surrogate of a tool's answer cannot break it; NaN is null.
     return Response(json_text(body, separators=(",", ":")), status, media_type="application/json")
 
 
@@ -127,7 +127,7 @@ def _missing(request: Request) -> Response:
 
 
 def _asset(request: Request) -> Response:
-    """A file of the page. Addresses without a known ending are the page itself, which reads them."""
+    """Serve a file of the page. A path without a known extension gets the page itself, which interprets it."""
     from starlette.responses import Response
 
     path = PurePosixPath(request.path_params["path"] or "index.html")
@@ -139,13 +139,13 @@ def _asset(request: Request) -> Response:
 
 
 def assets() -> dict[str, bytes]:
-    """The page's files by name. Only files of this list are ever served, so that no path leads out of it."""
+    """Map names to the page's files. Only these are ever served, so no path leads outside."""
     root = Path(__file__).with_name("assets")
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.suffix in KINDS}
 
 
 def serve(library: Library, port: int, say: Callable[[str], None], envs: bool = True) -> None:
-    """Serve until Ctrl-C; `say` shows the address. `port` 0 picks a free one. Raises ConfigError if the port is taken."""
+    """Serve until Ctrl-C; calls `say` with the address. `port` 0 picks a free one. Raises ConfigError if the port is taken."""
     import uvicorn
 
     try:

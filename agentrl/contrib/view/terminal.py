@@ -1,4 +1,4 @@
-"""Runs and episodes as text for a terminal, and runs side by side."""
+"""Format runs and episodes as text for a terminal, and compare runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAST = (
 
 
 def flat(table: Mapping[str, Json], at: str = "") -> dict[str, Json]:
-    """A config by `a.b` keys; environments of a list by their name or id."""
+    """Flatten a config to `a.b` keys; environments of a list by name or id."""
     out: dict[str, Json] = {}
     for key, value in table.items():
         if isinstance(value, dict):
@@ -41,7 +41,8 @@ def flat(table: Mapping[str, Json], at: str = "") -> dict[str, Json]:
 
 
 def figures(metrics: Sequence[Sequence[Mapping[str, Json]]], overviews: Sequence[Mapping[str, Json]]) -> dict[str, list[Json]]:
-    """Final figures by name, one value a run: of the whole run, its best evaluation, and means over its last ten updates."""
+    """Return final figures by name, one value per run: of the whole run, its best evaluation, and means over the last ten
+    updates."""
     out: dict[str, list[Json]] = {name: [row[name] for row in overviews] for name in _OVERVIEW}
     held = [[row for row in rows if row.get("phase") in ("before", "eval", "after")] for rows in metrics]
     best = [
@@ -63,17 +64,17 @@ def _last(rows: Sequence[Mapping[str, Json]], name: str) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-# Runs and episodes as text for a terminal.
+# Runs and episodes as terminal text.
 #
-# What a policy, a tool or a file wrote is hostile here, too: escape sequences could clear the screen, set its title or answer for
-# the user, and square brackets are rich's markup. So every text that is not this file's own passes `safe` and is shown as `Text`.
+# Texts of a policy, tool or file are untrusted here too: escape sequences could clear the screen, set its title or type for the
+# user, and square brackets are rich markup. So every text from outside passes `safe` and is shown as `Text`.
 
 PAGE = 120
-"""Columns of an episode at most."""
+"""Maximum width of an episode in columns."""
 
 
 def cell(value: Json, most: int = 60) -> Text:
-    """A value in a table, on one line: "-" if it is unknown."""
+    """Format a value for a table on one line; "-" if unknown."""
     if value is None:
         return Text("-", style="dim")
     if isinstance(value, bool):
@@ -86,7 +87,7 @@ def cell(value: Json, most: int = 60) -> Text:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Json]], most: int = 60) -> Table:
-    """A table of unsafe values."""
+    """Build a table of untrusted values."""
     named = Text(safe(title)) if title else None
     out = Table(title=named, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for name in columns:
@@ -97,17 +98,17 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Json]], mo
 
 
 def print_json(value: Json) -> None:
-    """JSON in ASCII, so that no character of it is one that a terminal acts on; a figure that is not finite is null."""
+    """Serialize as ASCII JSON, so that no character affects a terminal; non-finite numbers are null."""
     say(json_text(value, indent=2))
 
 
 def console() -> Console:
-    """Markup and highlighting are off: all output is `Text` or this file's own."""
+    """Create a console without markup and highlighting: all output is `Text` or from this file."""
     return safe_console(markup=False, highlight=False)
 
 
 def runs_table(rows: Sequence[Mapping[str, Json]]) -> Table:
-    """Runs, as `library.overview` gives them; success on held-out tasks before and after."""
+    """Format runs of `library.overview`, with success on held-out tasks before and after."""
     shown = []
     for row in rows:
         updates = f"{row['updates']}/{row['steps']}" if row["steps"] else row["updates"]
@@ -118,7 +119,7 @@ def runs_table(rows: Sequence[Mapping[str, Json]]) -> Table:
 
 
 def failures_table(rows: Sequence[Mapping[str, Json]]) -> Table:
-    """Failures by reason, as `queries.failures` gives them."""
+    """Format failures of `queries.failures` by reason."""
     columns = ("episodes", "kind", "reason", "steps", "for example")
     shown = [
         (row["episodes"], row["kind"], row["reason"], f"{row['first_step']}..{row['last_step']}", " ".join(row["examples"][:2]))
@@ -128,7 +129,7 @@ def failures_table(rows: Sequence[Mapping[str, Json]]) -> Table:
 
 
 def episode_text(row: Mapping[str, Json]) -> RenderableType:
-    """An episode turn by turn, its reward as a tree, and its times."""
+    """Format an episode turn by turn, its reward tree, and its timings."""
     head = Text.assemble(
         (safe(row["id"]), "bold"),
         f"  {safe(row['env'])}  {safe(row['task'])}  reward {cell(row['reward']).plain}  "
@@ -144,7 +145,7 @@ def episode_text(row: Mapping[str, Json]) -> RenderableType:
         rewards = {turn["index"]: turn["reward"] for turn in row["turns"] if turn["reward"] is not None}
         try:
             why = explain_text(Score(row["reward"], rewards, row["evidence"], row["metrics"] or {}, row["success"]))
-        except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or a policy's
+        except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or from a policy
             why = json.dumps(row["evidence"], indent=1)
         parts.append(Panel(Text(safe(why)), title="reward", title_align="left"))
     times = "  ".join(f"{name} {seconds:.2f} s" for name, seconds in (row["timings"] or {}).items())
@@ -153,7 +154,7 @@ def episode_text(row: Mapping[str, Json]) -> RenderableType:
 
 
 def _script(row: Mapping[str, Json]) -> list[RenderableType]:
-    """The opening, the policy's turns, and between them what the user did and said."""
+    """Format the opening, the policy's turns, and the user's calls and messages between them."""
     found: list[RenderableType] = []
     turns = list(row["turns"])
     messages = row["messages"] or []
@@ -161,7 +162,7 @@ def _script(row: Mapping[str, Json]) -> list[RenderableType]:
     first = next(places, len(messages))
     opening, later = [one for one in messages[:first] if one["role"] != "tool"], messages[first:]
     users = [place for place, message in enumerate(opening) if message["role"] == "user"]
-    first = users[-1] if users else len(opening)  # what the user did before its first words
+    first = users[-1] if users else len(opening)  # the user's calls before its first message
     found += [_panel(message["role"], _said(message)) for message in opening[:first]]
     found += [*_user_calls(row, -1), *(_panel(message["role"], _said(message)) for message in opening[first:])]
     for message in later:
@@ -170,7 +171,7 @@ def _script(row: Mapping[str, Json]) -> list[RenderableType]:
             found += [*_turn(turn), *_user_calls(row, turn["index"])]
         elif message["role"] != "tool":
             found.append(_panel(message["role"], _said(message)))
-    # A context policy may have taken turns out of the messages: they were played, and are shown all the same.
+    # A context policy may have removed turns from the messages; they were played, so show them.
     return found + [part for turn in turns for part in (*_turn(turn), *_user_calls(row, turn["index"]))]
 
 
@@ -204,7 +205,7 @@ def _turn(turn: Mapping[str, Json]) -> list[RenderableType]:
 
 
 def _user_calls(row: Mapping[str, Json], turn: int) -> list[RenderableType]:
-    """The simulated user's own tool calls in answer to a turn, -1: before its first words."""
+    """Format the simulated user's tool calls in answer to a turn; -1: before its first message."""
     out: list[RenderableType] = []
     for made in [made for made in row.get("user_calls") or [] if made["turn"] == turn]:
         result = made["result"] or {"error": "no answer", "content": ""}
