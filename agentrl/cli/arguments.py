@@ -137,7 +137,7 @@ def with_parent(args: argparse.Namespace, drive: Drive, again: Drive | None = No
             say(f"agentrl: {error}", file=sys.stderr)
         if not end.by_ray:
             if end.silent and not error:
-                say(f"agentrl: the driver (pid {end.pid}) has ended without a word; {end.facts['then']}", file=sys.stderr)
+                say(f"agentrl: the driver (pid {end.pid}) has ended silently; {end.facts['then']}", file=sys.stderr)
             return end.code
         restarts, limit = end.facts["restarts"] + 1, end.facts["max_restarts"]
         if end.stopping and not error:  # the signal has reached Ray's processes too

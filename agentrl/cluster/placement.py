@@ -244,12 +244,12 @@ def join_locations(ranks: Sequence[Location], size: int) -> list[Location]:
 
 
 def keys_of_roles(
-    pools: Mapping[str, tuple[str, PoolConfig]], unpooled: Mapping[str, Unpooled], beside: Mapping[str, str]
+    pools: Mapping[str, tuple[str, PoolConfig]], unpooled: Mapping[str, Unpooled], colocated: Mapping[str, str]
 ) -> dict[str, str]:
     """Map each role with a place to its key in `Shares`: its pool, its own key, or that of the role that it is colocated with."""
     keys = {role: name for role, (name, _) in pools.items()} | {role: one.key for role, one in unpooled.items()}
     # Last: a colocated role uses the place of the other role, whatever that is.
-    return keys | {role: keys[other] for role, other in beside.items()}
+    return keys | {role: keys[other] for role, other in colocated.items()}
 
 
 def _on_few_nodes(wanted: Sequence[Unpooled], left: Mapping[str, list[float]]) -> dict[str, dict[str, int]] | None:
@@ -383,9 +383,7 @@ def card_bytes(cluster: ClusterConfig) -> int | None:
     except GetTimeoutError:
         found = None
     if found is None:
-        raise ResourceError(
-            "the GPUs of the cluster do not say how much memory they have, or are all in use: set --gpu-memory GIB"
-        )
+        raise ResourceError("cluster: no GPU reported its memory within a minute; all may be in use. Set --gpu-memory GIB")
     return found
 
 
@@ -470,7 +468,7 @@ def reserve(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], timeo
     assign(pools, unpooled, nodes)
     deadline = time.monotonic() + timeout
     while True:
-        held = _hold(pools, unpooled)
+        held = _request(pools, unpooled)
         late = [name for name, one in held.items() if not one.group.wait(timeout_seconds=PATIENCE)]
         if held and not late:
             return held
@@ -490,7 +488,7 @@ def reserve(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], timeo
     )
 
 
-def _hold(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled]) -> dict[str, Reserved]:
+def _request(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled]) -> dict[str, Reserved]:
     """Request resources on nodes where they are free now; {} if they do not fit."""
     free = _nodes(available_resources_per_node())
     try:
@@ -532,7 +530,7 @@ def locations_of(held: Reserved, timeout: float) -> list[Location]:
             ) from None
         except RayError as error:
             raise ResourceError(
-                f"a node does not say where it is; is this version of agentrl installed on it? {last_line(error)}"
+                f"a node failed to report its location; is this version of agentrl installed on it? {last_line(error)}"
             ) from error
     return [found[slot] for slot in range(held.slots)]
 
@@ -548,7 +546,7 @@ W = TypeVar("W", bound=Worker)
 class Pools:
     """The resources of a run's roles: all of their pools are reserved together, then filled role by role.
 
-    `unpooled`: processes to reserve for roles without a pool. `beside`: role -> role whose GPUs its processes share
+    `unpooled`: processes to reserve for roles without a pool. `colocated`: role -> role whose GPUs its processes share
     (rollout.colocate).
 
     Raises ConfigError for an unknown pool, ResourceError with the table of `reserve` if the demand does not fit.
@@ -560,13 +558,13 @@ class Pools:
         roles: Sequence[str],
         call_timeout: float | None = None,
         unpooled: Mapping[str, Unpooled] | None = None,
-        beside: Mapping[str, str] | None = None,
+        colocated: Mapping[str, str] | None = None,
     ) -> None:
         self._timeout, self._call_timeout = cluster.startup_timeout, call_timeout
-        found, loose = pools_of_roles(cluster, roles), unpooled or {}
-        self._pool_of = keys_of_roles(found, loose, beside or {})
-        self._beside = frozenset(beside or {})
-        self._held = reserve(dict(found.values()), list(loose.values()), cluster.startup_timeout)
+        found, unplaced = pools_of_roles(cluster, roles), unpooled or {}
+        self._pool_of = keys_of_roles(found, unplaced, colocated or {})
+        self._colocated = frozenset(colocated or {})
+        self._held = reserve(dict(found.values()), list(unplaced.values()), cluster.startup_timeout)
         self._hosts: dict[str, Hosts] = {}
 
     def __contains__(self, role: str) -> bool:
@@ -618,7 +616,7 @@ class Pools:
 
     def _uses_cards_of_others(self, role: str) -> bool:
         """Return True if a role's processes share GPUs held by another role."""
-        return role in self._beside and self._held[self._pool_of[role]].gpus > 0
+        return role in self._colocated and self._held[self._pool_of[role]].gpus > 0
 
     def close(self) -> None:
         """End all processes in the pools and release their resources; idempotent."""

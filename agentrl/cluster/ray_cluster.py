@@ -274,7 +274,7 @@ def start_ray(cluster: ClusterConfig, *, object_store_bytes: int | None = None) 
     if connects:
         if address:
             check_join(address, "cluster.address" if cluster.address else "RAY_ADDRESS")
-            report_to_parent(ray="the raylet of this machine, or the cluster's GCS,")
+            report_to_parent(ray="the raylet of this machine, or the cluster's GCS")
             with tempfile.TemporaryDirectory(prefix="agentrl-shelf-") as staged:
                 # Ray packs and uploads the folder while it connects.
                 env = {**worker_env(), **shipped_env(Path(staged))}
@@ -613,4 +613,4 @@ async def _abandon_work(task: asyncio.Task[Any], lost: str) -> WorkerDiedError:
     if task.done() and not task.cancelled():
         task.exception()  # retrieve it, else asyncio logs an unretrieved exception
     stop_ray()
-    return WorkerDiedError(f"Ray is no more: {lost} on this machine is gone")
+    return WorkerDiedError(f"Ray has failed: {lost} on this machine has died")

@@ -43,7 +43,7 @@ class DriverEnd:
         """The message that Ray has ended the driver from within; "" if it has not."""
         if self.code != 1 or "over" in self.facts or not (self.facts.get("ray") and "folder" in self.facts):
             return ""
-        return f"Ray has ended the driver (pid {self.pid}) from within, as it does where it finds {self.facts['ray']} gone"
+        return f"Ray has ended the driver (pid {self.pid}) from within, as it does when it has lost {self.facts['ray']}"
 
     @property
     def silent(self) -> bool:
@@ -65,8 +65,8 @@ def restarting(why: object, restarts: int, limit: int) -> str:
 def silent_exit_message(then: str) -> str:
     """Return the message for a driver without a parent that ends silently. `then`: how to continue its run."""
     return (
-        f"agentrl: the driver (pid {os.getpid()}) has ended without a word: it was killed, or Ray ended it from within, as it "
-        f"does where it finds its GCS or its raylet gone; {then}"
+        f"agentrl: the driver (pid {os.getpid()}) has ended silently: it was killed, or Ray ended it from within, as it "
+        f"does when it has lost its GCS or its raylet; {then}"
     )
 
 

@@ -58,8 +58,8 @@ def check_base(address: str | None, key: str) -> str:
         server = parts.netloc.rpartition("@")[2]
         bare = f"{parts.scheme}://{server}{parts.path}"
         raise ConfigError(
-            f"{key}: the address of {bare} goes on with a ? or #, and the path that is asked ({parts.path}/chat/completions) "
-            f"would come after it; write {bare}, and give a key as the variable that litellm reads (OPENAI_API_KEY, ...) or as "
+            f"{key}: the address {bare} has a query or fragment (? or #), to which the path ({parts.path}/chat/completions) "
+            f"would be appended; write {bare}, and give a key as the variable that litellm reads (OPENAI_API_KEY, ...) or as "
             f"a name and password: {parts.scheme}://NAME:${{env:PASSWORD}}@{server}{parts.path}"
         )
     return found

@@ -143,8 +143,8 @@ def check_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: M
         # True is a number to Python, but as an argument a mistake (inside of a list, as of rewards, it is allowed).
         kinds = (hint, *get_args(hint))
         switch = isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds)
-        if switch or not _test_of(hint)(value):
-            expected = " or ".join(dict.fromkeys(_words_of(hint)))
+        if switch or not _type_test(hint)(value):
+            expected = " or ".join(dict.fromkeys(_describe_type(hint)))
             call = function.__name__.lstrip("_")
             raise ConfigError(f"{call}: {name} = {value!r:.80} is a {type(value).__name__}; expected {expected}")
 
@@ -157,11 +157,11 @@ def _signature_of(function: Callable[..., Any]) -> tuple[inspect.Signature, dict
 def answer_problem(answer: Any, method: Callable[..., Any], made: Any) -> str:
     """Describe an answer that violates the return annotation of `method`, with the FILE:LINE of the override `made`; else ""."""
     hint = _signature_of(method)[1].get("return", Any)
-    if type(answer) is hint or _test_of(hint)(answer):
+    if type(answer) is hint or _type_test(hint)(answer):
         return ""
     if inspect.iscoroutine(answer):
         answer.close()
-    shown, expected = "a coroutine" if inspect.iscoroutine(answer) else f"{answer!r:.80}", dict.fromkeys(_words_of(hint))
+    shown, expected = "a coroutine" if inspect.iscoroutine(answer) else f"{answer!r:.80}", dict.fromkeys(_describe_type(hint))
     return f"returned {shown}, expected {' or '.join(expected)}. Correct it at {place_of(made)}"
 
 
@@ -195,13 +195,13 @@ def call_method(label: str, method: Callable[..., R], made: Any, *args: Any) -> 
 
 
 @cache
-def _test_of(hint: Any) -> Callable[[Any], bool]:
+def _type_test(hint: Any) -> Callable[[Any], bool]:
     """Build the type test of an annotation; cached, because every call of a hook is checked."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind is Literal:
         return lambda value: value in parts
     if kind in (Union, UnionType):
-        tests = [_test_of(part) for part in parts]
+        tests = [_type_test(part) for part in parts]
         return lambda value: any(test(value) for test in tests)
     if kind is Any or not isinstance(kind, type):
         return lambda value: True
@@ -210,7 +210,7 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
         kinds, names = _LIKE.get(kind, kind), ("bool", "bool_") if kind is bool else ()
         return lambda value: type(value) is kind or isinstance(value, kinds) or type(value).__name__ in names
     if kind is tuple and parts and Ellipsis not in parts:
-        each = [_test_of(part) for part in parts]
+        each = [_type_test(part) for part in parts]
         return lambda value: (
             isinstance(value, list | tuple)
             and len(value) == len(each)
@@ -218,7 +218,7 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
         )
     mapped = issubclass(kind, Mapping)
     inside = parts[1:] if mapped else parts[:1]
-    item = _test_of(inside[0]) if inside and inside[0] is not Any else None
+    item = _type_test(inside[0]) if inside and inside[0] is not Any else None
     if mapped:
         return lambda value: (
             isinstance(value, Mapping) and isinstance(value, kind) and (item is None or all(map(item, value.values())))
@@ -229,18 +229,18 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
     )
 
 
-def _words_of(hint: Any) -> list[str]:
+def _describe_type(hint: Any) -> list[str]:
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return [word for part in parts for word in _words_of(part)]
+        return [word for part in parts for word in _describe_type(part)]
     if kind is Literal:
         return [repr(word) for word in parts]
     if kind is tuple and parts and Ellipsis not in parts:
-        return [f"({', '.join(' or '.join(_words_of(part)) for part in parts)})"]
+        return [f"({', '.join(' or '.join(_describe_type(part)) for part in parts)})"]
     if isinstance(kind, type) and issubclass(kind, Collection) and not issubclass(kind, Mapping | str):
-        return ["a list" + (f" (each {' or '.join(_words_of(parts[0]))})" if parts else "")]
+        return ["a list" + (f" (each {' or '.join(_describe_type(parts[0]))})" if parts else "")]
     if isinstance(kind, type) and issubclass(kind, Mapping) and parts[1:] not in ((), (Any,)):
-        return [f"a dict (each {' or '.join(_words_of(parts[1]))})"]
+        return [f"a dict (each {' or '.join(_describe_type(parts[1]))})"]
     return [_WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")]
 
 

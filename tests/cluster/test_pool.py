@@ -47,7 +47,7 @@ def test_a_pool_is_held_in_one_bundle_a_process_with_consecutive_ranks_on_a_node
     monkeypatch.setattr(reserve, "_nodes", lambda left: nodes)
     asked = []
     monkeypatch.setattr(reserve, "placement_group", lambda bundles, **how: asked.append((bundles, how)) or "held")
-    held = reserve._hold({"p": PoolConfig(nodes=2, per_node=3, cpus=1.5, gpus=0.5)}, [])["p"]
+    held = reserve._request({"p": PoolConfig(nodes=2, per_node=3, cpus=1.5, gpus=0.5)}, [])["p"]
     [(bundles, how)] = asked
     assert bundles == [{"CPU": 1.5, "GPU": 0.5}] * 6
     pins = [pin[reserve.NODE_LABEL] for pin in how["bundle_label_selector"]]

@@ -145,7 +145,7 @@ async def test_a_loss_ends_the_work_and_is_what_is_said(ended: list[str], monkey
             raise
 
     began = time.monotonic()
-    with pytest.raises(WorkerDiedError, match=re.escape("Ray is no more: its GCS (pid 7) on this machine is gone")):
+    with pytest.raises(WorkerDiedError, match=re.escape("Ray has failed: its GCS (pid 7) on this machine has died")):
         await ray_cluster.while_ray_lives(work())
     assert time.monotonic() - began < 0.9
     # Ray first: what the work asks of it while it ends may never be answered.
@@ -289,7 +289,7 @@ async def test_work_that_fails_of_an_agents_death_is_told_of_the_raylet(vital: d
         while True:  # not in a thread: the error is to come before anyone looks
             ray.get(actor.total.remote())
 
-    with pytest.raises(WorkerDiedError, match=rf"Ray is no more: its raylet \(pid {vital['raylet'].pid}\)"):
+    with pytest.raises(WorkerDiedError, match=rf"Ray has failed: its raylet \(pid {vital['raylet'].pid}\)"):
         await ray_cluster.while_ray_lives(work())
     assert not ray.is_initialized()
 
@@ -396,7 +396,7 @@ def struck(config: Path, place: Path, victim: str, moment: str, *more: str, code
 def named(victim: str, pid: int, said: str) -> None:
     """Who died is in what was said."""
     patterns = {**RAY, "actor": r"group 'actor'.* worker process gone: rank 0 \(pid {pid} on"}
-    pattern = patterns.get(victim, r"Ray is no more: its raylet").format(pid=pid)  # a raylet ends with an agent
+    pattern = patterns.get(victim, r"Ray has failed: its raylet").format(pid=pid)  # a raylet ends with an agent
     assert re.search(pattern, said.replace("\n", " ")), said[-3000:]
 
 

@@ -154,8 +154,8 @@ def test_a_run_from_python_that_ends_without_a_word_is_told_of(how: str, code: i
     driver = subprocess.Popen([sys.executable, "-c", WORDED, how], stderr=subprocess.PIPE, text=True, start_new_session=True)
     said = driver.communicate(timeout=100)[1]
     words = (
-        f"agentrl: the driver (pid {driver.pid}) has ended without a word: it was killed, or Ray ended it from within, as it "
-        "does where it finds its GCS or its raylet gone; continue with:  this"
+        f"agentrl: the driver (pid {driver.pid}) has ended silently: it was killed, or Ray ended it from within, as it "
+        "does when it has lost its GCS or its raylet; continue with:  this"
     )
     assert driver.returncode == code and said.splitlines().count(words) == (code != 3), said
 

@@ -98,7 +98,7 @@ def ended(config: Path, words: str) -> tuple[int, list[str], list[str]]:
 
 HOW = "continue with: agentrl train --resume {run}"
 BY_RAY = (
-    r"Ray has ended the driver \(pid \d+\) from within, as it does where it finds its GCS \(pid 7\) or its raylet \(pid 8\) gone"
+    r"Ray has ended the driver \(pid \d+\) from within, as it does when it has lost its GCS \(pid 7\) or its raylet \(pid 8\)"
 )
 AGAIN = [f"{BY_RAY}; restarting from the newest checkpoint \\({number} of 2\\)" for number in (1, 2)]
 
@@ -108,7 +108,7 @@ AGAIN = [f"{BY_RAY}; restarting from the newest checkpoint \\({number} of 2\\)" 
     pytest.param("early", 1, 1, [], id="before it has told anything"),
     pytest.param("late", 1, 1, [], id="after what is begun has ended"),
     *(
-        pytest.param(word, 1, 1, [f"(?!.*Ray).*has ended without a word; {HOW}"], id=f"without a word, {word}")
+        pytest.param(word, 1, 1, [f"(?!.*Ray).*has ended silently; {HOW}"], id=f"without a word, {word}")
         for word in ("no ray", "stopped")  # its end after it has stopped Ray itself is not Ray's
     ),
     pytest.param("own error,0", 1, 1, ["agentrl: AgentrlError: the gate is shut", f".*{BY_RAY}.*"], id="its own error first"),

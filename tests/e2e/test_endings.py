@@ -286,7 +286,7 @@ def _begun(file: Path) -> bool:
 def check_end(place: Place, before: set[str], said: str, own: str) -> None:
     """Nothing stays, and no cause is named but the run's own."""
     assert own in said, said
-    for false in ("Traceback", "Ray has ended", "Ray has lost", "Ray is no more", "without a word", "never retrieved", "leaked"):
+    for false in ("Traceback", "Ray has ended", "Ray has lost", "Ray has failed", "ended silently", "never retrieved", "leaked"):
         assert false not in said, said
     assert until(lambda: not place.alive()), said  # what was asked to end
     # Ray keeps the folder of a session for its logs, with the file of a socket that nobody listens to.

@@ -202,8 +202,8 @@ def _listen(host: str, port: int, refused: str) -> socket.socket:
 def _refusal(wire: Wire, problem: Exception) -> Response:
     from starlette.responses import JSONResponse
 
-    told = refusal_of(problem)
-    return JSONResponse(wire.error(told), status_code=told.status)
+    refusal = refusal_of(problem)
+    return JSONResponse(wire.error(refusal), status_code=refusal.status)
 
 
 async def _answer_or_cancel(request: Request, answer: Awaitable[T]) -> T:

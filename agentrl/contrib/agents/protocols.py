@@ -252,9 +252,9 @@ async def stream_chat(exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator
     for choice in range(ask.choices):
         yield chunk(choice, {"role": "assistant", "content": ""})
     async for part in live.parts():
-        told = write_logprobs(part, table) if table is not None and part.token_ids else None
-        if part.text or told is not None:
-            yield chunk(part.choice, {"content": part.text} if part.text else {}, logprobs=told)
+        entry = write_logprobs(part, table) if table is not None and part.token_ids else None
+        if part.text or entry is not None:
+            yield chunk(part.choice, {"content": part.text} if part.text else {}, logprobs=entry)
     answers = live.answers()
     for choice, answer in enumerate(answers):
         row = write_message(answer.message)
@@ -351,13 +351,13 @@ async def stream_response(exchange: Exchange, ask: Ask, live: Live) -> AsyncIter
     number, count = f"resp_{uuid.uuid4().hex}", 0
     begun = _head_responses(exchange, number) | {"status": "in_progress", "output": [], "usage": None}
 
-    def told(kind: str, **row: Json) -> str:
+    def send(kind: str, **row: Json) -> str:
         nonlocal count
         count += 1
         return event({"type": kind, "sequence_number": count - 1, **row}, kind)
 
-    yield told("response.created", response=begun)
-    yield told("response.in_progress", response=begun)
+    yield send("response.created", response=begun)
+    yield send("response.in_progress", response=begun)
     item = f"msg_{uuid.uuid4().hex}"
     at = {"item_id": item, "output_index": 0, "content_index": 0}
     opened = False
@@ -365,29 +365,29 @@ async def stream_response(exchange: Exchange, ask: Ask, live: Live) -> AsyncIter
         if part.text and not opened:
             opened = True
             for kind, row in _opening_events(item):
-                yield told(kind, **row)
+                yield send(kind, **row)
         if part.text:
-            yield told("response.output_text.delta", **at, delta=part.text, logprobs=[])
+            yield send("response.output_text.delta", **at, delta=part.text, logprobs=[])
     (answer,) = live.answers()
     items = _items(answer.message, item)
     if items[0]["type"] == "message" and not opened:
         for kind, row in _opening_events(item):
-            yield told(kind, **row)
+            yield send(kind, **row)
     # The end of the text, and each call as a whole.
     for index, row in enumerate(items):
         if row["type"] == "message":
             part = row["content"][0]
-            yield told("response.output_text.done", **at, text=part["text"], logprobs=[])
-            yield told("response.content_part.done", **at, part=part)
+            yield send("response.output_text.done", **at, text=part["text"], logprobs=[])
+            yield send("response.content_part.done", **at, part=part)
         else:
             here = {"item_id": row["id"], "output_index": index}
             unsaid = {**row, "arguments": "", "status": "in_progress"}
-            yield told("response.output_item.added", output_index=index, item=unsaid)
-            yield told("response.function_call_arguments.delta", **here, delta=row["arguments"])
-            yield told("response.function_call_arguments.done", **here, arguments=row["arguments"], name=row["name"])
-        yield told("response.output_item.done", output_index=index, item=row)
+            yield send("response.output_item.added", output_index=index, item=unsaid)
+            yield send("response.function_call_arguments.delta", **here, delta=row["arguments"])
+            yield send("response.function_call_arguments.done", **here, arguments=row["arguments"], name=row["name"])
+        yield send("response.output_item.done", output_index=index, item=row)
     response = _response(exchange, ask, answer, number, items)
-    yield told(f"response.{response['status']}", response=response)
+    yield send(f"response.{response['status']}", response=response)
 
 
 RESPONSES = Wire("v1/responses", read_responses, write_response, stream_response, chat_error, "error")
@@ -555,31 +555,31 @@ def write_anthropic(exchange: Exchange, ask: Ask, answers: Sequence[Answer]) -> 
 async def stream_anthropic(exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator[str]:
     """Stream the message as events: text as sampled, calls at the end of the turn."""
 
-    def told(kind: str, **row: Json) -> str:
+    def send(kind: str, **row: Json) -> str:
         return event({"type": kind, **row}, kind)
 
     def piece(index: int, **delta: Json) -> str:
-        return told("content_block_delta", index=index, delta=delta)
+        return send("content_block_delta", index=index, delta=delta)
 
     nothing = {"input_tokens": 0, "output_tokens": 0}
     begun = {**_head_anthropic(exchange), "content": [], "stop_reason": None, "stop_sequence": None, "usage": nothing}
-    yield told("message_start", message=begun)
+    yield send("message_start", message=begun)
     blocks = 0
     async for part in live.parts():
         if part.text and not blocks:
             blocks = 1
-            yield told("content_block_start", index=0, content_block={"type": "text", "text": ""})
+            yield send("content_block_start", index=0, content_block={"type": "text", "text": ""})
         if part.text:
             yield piece(0, type="text_delta", text=part.text)
     (answer,) = live.answers()
     if blocks:
-        yield told("content_block_stop", index=0)
+        yield send("content_block_stop", index=0)
     for index, call in enumerate(answer.message.tool_calls, start=blocks):
-        yield told("content_block_start", index=index, content_block=_block(call, {}))
+        yield send("content_block_start", index=index, content_block=_block(call, {}))
         yield piece(index, type="input_json_delta", partial_json=json.dumps(call.arguments, ensure_ascii=False))
-        yield told("content_block_stop", index=index)
-    yield told("message_delta", delta=_ending(answer), usage=_usage_anthropic(answer))
-    yield told("message_stop")
+        yield send("content_block_stop", index=index)
+    yield send("message_delta", delta=_ending(answer), usage=_usage_anthropic(answer))
+    yield send("message_stop")
 
 
 def anthropic_error(problem: RequestError) -> dict[str, Json]:

@@ -250,10 +250,10 @@ class AgentSession:
                 keys.append(f"{self.name}/{self._keys}")
                 self._keys += 1
             seeds = [self._seed_of(ask, number, choice) for choice in range(ask.choices)]
-            told = [_listener(choice, reader_of(renderer, ask.stop), emit) for choice in range(ask.choices)] if emit else None
+            listeners = [_sink(choice, reader_of(renderer, ask.stop), emit) for choice in range(ask.choices)] if emit else None
             routed = None if sampling.experts_from is None else position.routed_tokens
             asked = [replace(sampling, seed=seed, experts_from=routed) for seed in seeds]
-            generations = await self._sample(position, asked, keys, told)
+            generations = await self._sample(position, asked, keys, listeners)
             messages = [await renderer.aparse(generation.token_ids, generation.finish) for generation in generations]
         except EngineError as problem:
             if not isinstance(problem, PromptTooLongError):
@@ -301,14 +301,14 @@ class AgentSession:
         return max(fitting, key=lambda branch: (len(branch.shown), -branch.busy), default=None)
 
     async def _sample(
-        self, position: Position, samplings: Sequence[Sampling], keys: Sequence[str], told: Sequence[OnTokens] | None
+        self, position: Position, samplings: Sequence[Sampling], keys: Sequence[str], listeners: Sequence[OnTokens] | None
     ) -> list[Generation]:
         """Sample one turn per key; if one fails, cancel the others."""
         engine, prompt = self._served.engine, position.prompt
         turns = (
             [engine.generate(prompt, one, key) for one, key in zip(samplings, keys, strict=True)]
-            if told is None
-            else [engine.stream(prompt, one, key, tell) for one, key, tell in zip(samplings, keys, told, strict=True)]
+            if listeners is None
+            else [engine.stream(prompt, one, key, tell) for one, key, tell in zip(samplings, keys, listeners, strict=True)]
         )
         tasks = [asyncio.ensure_future(turn) for turn in turns]
         try:
@@ -403,7 +403,7 @@ class AgentSession:
         return derive(self._seed, "seed", ask.seed, choice)
 
 
-def _listener(choice: int, reader: TurnReader, emit: Emit) -> OnTokens:
+def _sink(choice: int, reader: TurnReader, emit: Emit) -> OnTokens:
     return lambda token_ids, logprobs: emit(SampledPart(choice, reader.read(token_ids), token_ids, logprobs))
 
 
@@ -415,7 +415,7 @@ class Live:
 
     def __init__(self, session: AgentSession, ask: Ask) -> None:
         self._queue: asyncio.Queue[SampledPart | None] = asyncio.Queue()
-        self._told = [""] * ask.choices
+        self._texts = [""] * ask.choices
         self._first: SampledPart | None = None
         self._task = session.begin(ask, self._queue.put_nowait)
         self._task.add_done_callback(lambda _: self._queue.put_nowait(None))
@@ -436,15 +436,15 @@ class Live:
         try:
             item = self._first
             while item is not None:
-                self._told[item.choice] += item.text
+                self._texts[item.choice] += item.text
                 yield item
                 item = await self._queue.get()
         finally:
             self._task.cancel()
-        for choice, (answer, told) in enumerate(zip(self.answers(), self._told, strict=True)):
-            if not answer.message.content.startswith(told):
+        for choice, (answer, text) in enumerate(zip(self.answers(), self._texts, strict=True)):
+            if not answer.message.content.startswith(text):
                 raise RequestError("the streamed text is not how the message begins; ask without stream", status=500)
-            if rest := answer.message.content[len(told) :]:
+            if rest := answer.message.content[len(text) :]:
                 yield SampledPart(choice, rest, [], [])
 
     def answers(self) -> list[Answer]:

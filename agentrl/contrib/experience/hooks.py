@@ -263,9 +263,9 @@ class Opsd(Callback, UpdateHook):
             said = [turn.content for turn in turns if turn.content]
             for member in members:
                 *before, last = takewhile(lambda message: message.role != "assistant", member.messages)
-                told = replace(last, content="\n".join((last.content, "", self.words, *calls, *said)) if turns else last.content)
+                hint = replace(last, content="\n".join((last.content, "", self.words, *calls, *said)) if turns else last.content)
                 start = part.policy.renderer.with_tools(member.tools).start
-                self._prompts.append((start([*before, last], member.tools), start([*before, told], member.tools)))
+                self._prompts.append((start([*before, last], member.tools), start([*before, hint], member.tools)))
 
     def teacher_rows(self, view: Ragged, most: int) -> Ragged:
         """Return the rows with the longer prompts. Rows that begin differently (after a rewrite) or would be too long stay

@@ -126,8 +126,8 @@ class OpenEnvFace:
             "metadata": {"name": self._name, "description": self._summary},
             "schema": {"action": ACTION, "observation": OBSERVATION, "state": STATE},
         }
-        told = [Route(f"{prefix}/{name}", partial(self._answer, body)) for name, body in answers.items()]
-        return [*told, WebSocketRoute(f"{prefix}/ws", self._ws)]
+        routes = [Route(f"{prefix}/{name}", partial(self._answer, body)) for name, body in answers.items()]
+        return [*routes, WebSocketRoute(f"{prefix}/ws", self._ws)]
 
     def _guard(self, path: Mapping[str, Any]) -> None:
         if self._player is not None and not hmac.compare_digest(str(path["player"]).encode(), self._player.player.encode()):

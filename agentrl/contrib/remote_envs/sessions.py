@@ -68,9 +68,9 @@ class EnvSession:
         self._record: Trajectory | None = None
         self._asked = b""
         self._work: asyncio.Task[bytes] | None = None
-        self._sent = _Sent()
+        self._client = _ClientRecord()
         if env is not None:
-            self._sent.changes(env, True)
+            self._client.changes(env, True)
 
     @property
     def running(self) -> bool:
@@ -124,28 +124,28 @@ class EnvSession:
         await end(self._work, f"session {self.key[:6]}, request {self.number}")
 
     async def _do(self, kind: str, number: int, body: Body) -> bytes:
-        told: dict[str, Json] = {}
+        outcome: dict[str, Json] = {}
         try:
-            told["result"] = await self._perform(kind, body)
+            outcome["result"] = await self._perform(kind, body)
         except asyncio.CancelledError as cut:
-            told["fault"] = wire.fault_row(cut)
+            outcome["fault"] = wire.fault_row(cut)
         except RefusedError as refused:
-            told["fault"] = wire.fault_row(EnvError(str(refused)))
+            outcome["fault"] = wire.fault_row(EnvError(str(refused)))
         except (Exception, SystemExit) as fault:  # an environment's code may raise anything
-            told["fault"] = wire.fault_row(fault)
+            outcome["fault"] = wire.fault_row(fault)
         try:
             # Send only changes, unless the client has missed an answer.
             whole = number == 0 or body.get("have") != number - 1
             answer = self._state(number)
             if self._env is not None and _has_begun(self._env):
-                answer["record"] = self._sent.changes(self._env, whole)
+                answer["record"] = self._client.changes(self._env, whole)
                 answer["toolbox"] = wire.toolbox_row(self._env.toolbox, body.get("tools"))
             elif self._record is not None:
                 answer["record"] = wire.record_row(self._record)
-            return wire.dumps({**answer, **told})
+            return wire.dumps({**answer, **outcome})
         except TypeError as problem:
             unsent = wire.fault_row(EnvError(f"an answer cannot be sent: {problem}"))
-            return wire.dumps({**self._state(number), "fault": told.get("fault", unsent)})
+            return wire.dumps({**self._state(number), "fault": outcome.get("fault", unsent)})
         finally:
             self.touched = time.monotonic()
             # Of an ended episode keep only the record, for repeated requests.
@@ -218,7 +218,7 @@ class EnvSession:
         return size if env.trajectory.messages[-size or len(env.trajectory.messages) :] == observation else observation
 
 
-class _Sent:
+class _ClientRecord:
     """The record as a session's client has it."""
 
     def __init__(self) -> None:

@@ -193,7 +193,7 @@ def stored_row(run: RunRecord, row: sqlite3.Row) -> dict[str, Json]:
                 return found
     except (OSError, ValueError):
         pass
-    raise RunFolderError(f"{file.path}: it was written anew meanwhile; ask again")
+    raise RunFolderError(f"{file.path}: it was rewritten since it was indexed; ask again")
 
 
 @contextmanager
@@ -238,11 +238,11 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
     # The previous and next episode in its file and in its group.
     near: dict[str, Json] = {}
     for name, where, order in (("prev", "<", "DESC"), ("next", ">", "ASC")):
-        beside = db.execute(
+        neighbour = db.execute(
             f"SELECT f.name || '.' || e.row {FROM} WHERE e.file = ? AND e.row {where} ? ORDER BY e.row {order} LIMIT 1",
             (row["file"], row["row"]),
         ).fetchone()
-        near[name] = None if beside is None else str(beside[0])
+        near[name] = None if neighbour is None else str(neighbour[0])
     same = f"SELECT f.name || '.' || e.row {FROM} WHERE e.file = ? AND e.grp = ? ORDER BY e.member"
     near["group"] = [member[0] for member in db.execute(same, (row["file"], row["grp"]))]
     kept = {name: found.get(name) for name in _KEPT}

@@ -105,10 +105,10 @@ CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5(text, content='', detail=non
 _CODE = Path(__file__).with_name("features.py").read_bytes()
 SCHEMA = hashlib.sha256(_TABLES.encode() + _CODE).hexdigest()[:8]
 """Part of the file name: hash of the tables and the code that fills them. Indexes of other versions are left alone."""
-_BESIDE = ("tools", "errors", "terms", "failures")
+_DETAIL_TABLES = ("tools", "errors", "terms", "failures")
 
 
-Looks = dict[str, tuple[int, int, int] | None]
+FileStates = dict[str, tuple[int, int, int] | None]
 
 
 class Index:
@@ -118,7 +118,7 @@ class Index:
         self.run = run
         self._lock = threading.Lock()
         self.path = cache_folder(self.run.path) / f"index-{SCHEMA}.sqlite"
-        self._seen: Looks = {}
+        self._seen: FileStates = {}
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -167,15 +167,15 @@ class Index:
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         if not self.run.path.is_dir():
-            raise RunFolderError(f"{self.run.path}: the run's folder is gone")
+            raise RunFolderError(f"{self.run.path}: the run folder no longer exists")
         self.path = cache_folder(self.run.path) / f"index-{SCHEMA}.sqlite"
         try:
             # Without parents inside a run: a folder that was just deleted must not reappear.
             self.path.parent.mkdir(parents=not self.path.is_relative_to(self.run.path), exist_ok=True)
         except FileNotFoundError:
-            raise RunFolderError(f"{self.run.path}: the run's folder is gone") from None
+            raise RunFolderError(f"{self.run.path}: the run folder no longer exists") from None
         except OSError as problem:
-            raise RunFolderError(f"{self.run.path}: its index cannot lie in {self.path.parent}: {problem.strerror}") from None
+            raise RunFolderError(f"{self.run.path}: the index cannot be made in {self.path.parent}: {problem.strerror}") from None
         with closing(sqlite3.connect(self.path, timeout=30, isolation_level=None)) as db:
             db.execute("PRAGMA journal_mode=WAL")  # readers continue during a write
             db.execute("PRAGMA synchronous=OFF")  # it can be rebuilt
@@ -189,25 +189,25 @@ class Index:
 
     def _refresh(self, stop: Callable[[], bool]) -> bool:
         changed, files = False, self.run.files
-        looks = {file.name: _look(file.path) for file in files}
-        if looks == self._seen and os.path.isfile(self.path):  # noqa: PTH113
+        states = {file.name: _file_state(file.path) for file in files}
+        if states == self._seen and os.path.isfile(self.path):  # noqa: PTH113
             return False  # without a connection: viewing an ended run changes nothing in its folder
         with self._writing() as db:
             known = {row[0]: row[1:] for row in db.execute("SELECT name, inode, size, mtime FROM files")}
             for gone in known.keys() - {file.name for file in files}:
                 with _transaction(db):
-                    _forget(db, gone)
+                    _delete_file(db, gone)
                 changed = True
             for file in files:
-                more = known.get(file.name) != looks[file.name]
+                more = known.get(file.name) != states[file.name]
                 while more and not stop():
-                    more = _read_on(db, file)
+                    more = _index_rows(db, file)
                     changed = True
-        self._seen = {} if stop() else looks
+        self._seen = {} if stop() else states
         return changed
 
 
-def _read_on(db: sqlite3.Connection, file: EpisodeFile) -> bool:
+def _index_rows(db: sqlite3.Connection, file: EpisodeFile) -> bool:
     """Index the next rows of a file; returns whether there may be more."""
     try:
         handle = open_plain(file.path)
@@ -215,7 +215,7 @@ def _read_on(db: sqlite3.Connection, file: EpisodeFile) -> bool:
         return False
     except OSError as fault:
         with _transaction(db):
-            _forget(db, file.name)  # retry on the next update
+            _delete_file(db, file.name)  # retry on the next update
             db.execute(
                 "INSERT INTO files (name, phase, step, inode, size, mtime, done, print, rows, damaged, problem) "
                 "VALUES (?,?,?,0,0,0,0,'',0,0,?)",
@@ -226,18 +226,18 @@ def _read_on(db: sqlite3.Connection, file: EpisodeFile) -> bool:
         stat = os.fstat(handle.fileno())
         # Check again under the lock: another process may have indexed them.
         known = db.execute("SELECT * FROM files WHERE name = ?", (file.name,)).fetchone()
-        if known is not None and (known["inode"], known["size"], known["mtime"]) == _look(handle.fileno()):
+        if known is not None and (known["inode"], known["size"], known["mtime"]) == _file_state(handle.fileno()):
             return False
         if known is not None:
             done = known["done"]
             grown = known["inode"] == stat.st_ino and done <= stat.st_size
             if not (grown and known["print"] == _fingerprint(handle, done)):  # not the file that was read before
-                _forget(db, file.name)
+                _delete_file(db, file.name)
                 known = None
         return _read_rows(db, file, handle, stat, known)
 
 
-def _look(path: Path | int) -> tuple[int, int, int] | None:
+def _file_state(path: Path | int) -> tuple[int, int, int] | None:
     """Return inode, size and change time, which detect changes; None for a missing file."""
     try:
         stat = os.stat(path)  # noqa: PTH116 - also works with an open file
@@ -348,11 +348,11 @@ class Groups:
         return found[0]
 
 
-def _forget(db: sqlite3.Connection, name: str) -> None:
+def _delete_file(db: sqlite3.Connection, name: str) -> None:
     """Delete a file's episodes. Their words remain, but match nothing, because episode numbers are not reused."""
     ident = db.execute("SELECT id FROM files WHERE name = ?", (name,)).fetchone()
     if ident is not None:
-        for table in _BESIDE:
+        for table in _DETAIL_TABLES:
             db.execute(f"DELETE FROM {table} WHERE episode IN (SELECT id FROM episodes WHERE file = ?)", (ident[0],))
         db.execute("DELETE FROM episodes WHERE file = ?", (ident[0],))
         db.execute("DELETE FROM files WHERE id = ?", (ident[0],))

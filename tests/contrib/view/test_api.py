@@ -334,7 +334,7 @@ def test_an_episode_of_a_file_that_was_written_anew_since_is_not_mixed_up(tmp_pa
     asking = Asking(guard_app(make_app(library)), base_url="http://localhost")
     folder.write_trajectories("step_000001", [episode(2)])
     found = asking.get("/api/runs/r/episodes/step_000001.0")
-    assert found.status_code == 400 and "written anew meanwhile" in found.json()["error"]
+    assert found.status_code == 400 and "rewritten since it was indexed" in found.json()["error"]
     library.refresh(one)
     assert asking.ask("/runs/r/episodes/step_000001.0")["task"] == "t/train/2"
 

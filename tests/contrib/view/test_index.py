@@ -173,7 +173,7 @@ def test_a_run_that_is_started_over_is_indexed_anew(tmp_path: Path) -> None:
     index.refresh()
     assert ids(index) == ["step_000002.0"]
     shutil.rmtree(folder.path)
-    with pytest.raises(RunFolderError, match="the run's folder is gone"):
+    with pytest.raises(RunFolderError, match="the run folder no longer exists"):
         index.refresh()
     with pytest.raises(RunFolderError), index.reading():
         pass
