@@ -24,27 +24,27 @@ SERVE_EPILOG = """examples:
 
 @COMMANDS.register("env serve")
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """offer it, or its tools, to other programs."""
+    """serve its episodes or tools to other programs."""
     parser.epilog = SERVE_EPILOG
     with_env(parser)
-    parser.add_argument("--mcp", action="store_true", help="its tools, as a Model Context Protocol server")
+    parser.add_argument("--mcp", action="store_true", help="serve its tools by the Model Context Protocol")
     parser.add_argument(
         "--http",
         type=int,
         nargs="?",
         const=PORT,
         metavar="PORT",
-        help=f"its episodes, to train against (env.url) and for OpenEnv's clients (default port {PORT}); with --mcp: over HTTP "
+        help=f"serve its episodes for training (env.url) and OpenEnv's clients (default port {PORT}); with --mcp: over HTTP "
         "on 127.0.0.1 instead of stdio",
     )
-    parser.add_argument("--seed", type=whole_number(0), default=0, help="with --mcp: which task (default 0)")
-    parser.add_argument("--split", default="train", help="with --mcp: the task's split (default train)")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1: only this machine)")
-    parser.add_argument("--port", type=int, help="the port (0: a free one)")
+    parser.add_argument("--seed", type=whole_number(0), default=0, help="with --mcp: seed of the task (default 0)")
+    parser.add_argument("--split", default="train", help="with --mcp: split of the task (default train)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: only this machine)")
+    parser.add_argument("--port", type=int, help="port to listen on (0: a free one)")
     parser.add_argument(
-        "--token-env", metavar="NAME", help="the environment variable with its secret token (default: a new one, printed)"
+        "--token-env", metavar="NAME", help="environment variable with the secret token (default: a new token, printed)"
     )
-    parser.add_argument("--max-episodes", type=int, metavar="N", default=EPISODES, help=f"at once (default {EPISODES})")
+    parser.add_argument("--max-episodes", type=int, metavar="N", default=EPISODES, help=f"at a time (default {EPISODES})")
     parser.add_argument(
         "--idle-timeout",
         type=float,
@@ -52,7 +52,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"seconds without a request after which an episode is closed (default {IDLE:g})",
     )
-    parser.add_argument("--max-body", type=int, default=BODY, metavar="BYTES", help=f"of a request (default {BODY})")
+    parser.add_argument("--max-body", type=int, default=BODY, metavar="BYTES", help=f"limit of a request (default {BODY})")
     parser.set_defaults(run=run_serve)
 
 

@@ -26,10 +26,10 @@ _LARGE = 64 << 20
 # agentrl view
 
 VIEW_EPILOG = """examples:
-  agentrl view                                all runs in runs/, also those that go on
+  agentrl view                                all runs in runs/, including running ones
   agentrl view runs/quickstart                one run
-  agentrl view runs/a runs/b other/runs       several, and all in a folder
-  agentrl view evals/key_value                what `agentrl eval` wrote
+  agentrl view runs/a runs/b other/runs       several runs, and all runs in a folder
+  agentrl view evals/key_value                an evaluation of `agentrl eval`
   agentrl view --port 0 --no-browser          on a free port; prints the address
 
 The page is on this machine only (127.0.0.1). From another one: ssh -L 8300:127.0.0.1:8300 HOST. docs/viewer.md says more.
@@ -44,7 +44,7 @@ def add_view_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders, or folders of runs (default: runs)")
     parser.add_argument("--port", type=int, default=PORT, help=f"the port on 127.0.0.1 (default {PORT}; 0: a free one)")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
-    parser.add_argument("--no-envs", action="store_true", help="run no environment to show the state that an episode began with")
+    parser.add_argument("--no-envs", action="store_true", help="do not run environments, which show initial states of episodes")
     parser.set_defaults(run=run_view)
 
 
@@ -75,7 +75,7 @@ def run_view(args: argparse.Namespace) -> int:
 RUNS_EPILOG = """examples:
   agentrl runs                                       the runs in runs/
   agentrl runs list other/runs --json                those of another folder, as JSON
-  agentrl runs compare runs/seed0 runs/seed1         what differs in their configs, and their final figures
+  agentrl runs compare runs/seed0 runs/seed1         their config differences and final figures
   agentrl runs failures runs/quickstart --step 10    why episodes did not succeed, by reason
 
 In a browser: agentrl view. One run, a step of it or an episode: agentrl show.
@@ -89,15 +89,15 @@ def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_list, folders=[])
     parser.add_argument("--json", action="store_true", help="as JSON")
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    listing = actions.add_parser("list", help="the runs in folders (what `agentrl runs` alone does)")
+    listing = actions.add_parser("list", help="list the runs in folders (the default action)")
     listing.add_argument("folders", nargs="*", metavar="FOLDER", help="folders of runs, or runs (default: runs)")
     listing.set_defaults(run=run_list)
-    compare = actions.add_parser("compare", help="differences of their configs, and final figures")
-    compare.add_argument("folders", nargs="+", metavar="RUN", help="run folders, side by side")
+    compare = actions.add_parser("compare", help="compare config differences and final figures")
+    compare.add_argument("folders", nargs="+", metavar="RUN", help="run folders to compare")
     compare.set_defaults(run=run_compare)
-    failures = actions.add_parser("failures", help="why episodes did not succeed, by reason")
+    failures = actions.add_parser("failures", help="count reasons of unsuccessful episodes")
     failures.add_argument("folder", metavar="RUN", help="a run folder, or an evaluation's")
-    failures.add_argument("--step", type=int, help="of the episodes after this many updates")
+    failures.add_argument("--step", type=int, help="only episodes after this many updates")
     failures.set_defaults(run=run_failures)
     for action in (listing, compare, failures):
         # Suppressed: its default would otherwise override the option given before the action.
