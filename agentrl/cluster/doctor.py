@@ -184,8 +184,8 @@ def _reachable(ports: list[str], token: bool) -> MachineFinding:
     """Report Ray's ports that other machines can reach (sockets listening now), and whether a token protects them."""
     said = f"{len(ports)} open to other machines: {', '.join(ports)}" if ports else "none open to other machines"
     if not ports or token:
-        return MachineFinding("ports", "ok", said + ("; who connects needs the token" if ports else ""))
-    advice = "who reaches one runs code as you: let a firewall admit the cluster's machines only, or set RAY_AUTH_MODE=token"
+        return MachineFinding("ports", "ok", said + ("; a client needs the token" if ports else ""))
+    advice = "anyone who reaches one can run code as you: admit only the cluster by a firewall, or set RAY_AUTH_MODE=token"
     return MachineFinding("ports", "warn", f"{said}; no token is asked for", advice)
 
 

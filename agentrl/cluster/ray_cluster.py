@@ -121,7 +121,7 @@ def check_join(address: str, key: str = "cluster.address") -> None:
         name = next((name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name)), "")
         token = f"{name} is set" if name else "the token would come from ~/.ray/auth_token"
         raise ResourceError(
-            f"{given}: the cluster asks for a token, and it does not take this process's: RAY_AUTH_MODE is {mode}, {token}. Set "
+            f"{given}: the cluster asks for a token and rejects this process's: RAY_AUTH_MODE is {mode}, {token}. Set "
             "RAY_AUTH_MODE=token, and give the head's token (there: ray get-auth-token) as RAY_AUTH_TOKEN, as a file named by "
             "RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token"
         )
@@ -159,7 +159,7 @@ class RayletEndedError(ResourceError):
     """A starting Ray lost its raylet. `late`: after more than EARLY_EXIT_S seconds."""
 
     def __init__(self, late: bool) -> None:
-        super().__init__("its raylet has ended while it started; why is in raylet.out, in Ray's folder")
+        super().__init__("its raylet exited during the start; see raylet.out in Ray's session folder")
         self.late = late
 
 

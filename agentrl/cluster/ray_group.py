@@ -87,7 +87,7 @@ class Hosts:
                 lines += [line.strip() for line in path.read_text(errors="replace").splitlines()[-LOG_LINES:] if line.strip()]
         faults = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b|error:|bash:|.*No such file", line)]
         if faults:
-            return f"{who}: their processes end with: {faults[-1][:MAX_CAUSE_CHARS]}"
+            return f"{who}: their processes exit with: {faults[-1][:MAX_CAUSE_CHARS]}"
         asked = {key: self._options[0][key] for key in ("num_cpus", "num_gpus") if self._options[0].get(key)}
         free, have = (
             {key: found[key] for key in ("CPU", "GPU") if key in found}

@@ -143,8 +143,8 @@ def one_temperature(rollout: RolloutConfig, what: str) -> float:
     """Return the constant temperature. Raises ConfigError for a schedule, because `what` has no updates."""
     if isinstance(rollout.temperature, list):
         raise ConfigError(
-            f"rollout.temperature: points [step, temperature] are followed by the updates of `agentrl train`, and {what} has no "
-            f"number of updates; give one number, such as rollout.temperature={rollout.temperature[-1][1]:g}"
+            f"rollout.temperature: points [step, temperature] apply to the updates of `agentrl train`, but {what} has no "
+            f"updates; give one number, such as rollout.temperature={rollout.temperature[-1][1]:g}"
         )
     return rollout.temperature
 
@@ -172,6 +172,6 @@ def check_temperatures(rollout: RolloutConfig, evaluation: EvalConfig, experienc
         other = "algorithm.experience trains episodes of earlier updates"
     if other is not None:
         raise ConfigError(
-            f"rollout.temperature: with points each update has a temperature of its own, and {other}, at another one; give one "
+            f"rollout.temperature: points give each update its own temperature, but {other}, at another one; give one "
             "number, or leave that out"
         )

@@ -35,7 +35,7 @@ def check_references(config: TrainConfig) -> None:
     """Raise ConfigError for a reference at a key that takes none, an unset variable, and an invalid API address."""
     for key, text in texts(config.model_dump(mode="json", exclude_none=True)):
         if _ALMOST.search(text):
-            raise ConfigError(f"{key} = {text!r}: no reference to an environment variable. Write ${{env:NAME}}")
+            raise ConfigError(f"{key} = {text!r}: not a valid reference to an environment variable. Write ${{env:NAME}}")
         if any(references(text)):
             if not any(fnmatchcase(key, pattern) for name in REFERENCE_KEYS for pattern in (name, f"{name}.*")):
                 raise ConfigError(
@@ -44,7 +44,7 @@ def check_references(config: TrainConfig) -> None:
                 )
             resolve_references(text, key)
         elif ("$" in text or text[:1] == "~") and any(fnmatchcase(key, name) for name in PATH_KEYS):
-            raise ConfigError(f"{key} = {text!r}: a shell's variables, and ~NAME, stay as they are here. Write the value")
+            raise ConfigError(f"{key} = {text!r}: shell variables and ~NAME are not expanded here. Write the value")
     check_base(config.api.base, "api.base")
     check_base(config.reward.judge.api_base, "reward.judge.api_base")
 

@@ -99,7 +99,7 @@ def resolve_near_paths(file: Path, table: Table) -> Table:
             return path
         if here.exists() and not here.samefile(near):
             raise ConfigError(
-                f"{file}: {key} = {path!r}: there are two, {near.resolve()} and {here.resolve()}; write the whole path of one"
+                f"{file}: {key} = {path!r}: {near.resolve()} and {here.resolve()} both exist; write the absolute path of one"
             )
         return str(near.resolve())
 
@@ -171,7 +171,7 @@ def read_layers(file: Path, find: Find = Path) -> Layers:
     while True:
         if any(file.resolve() == above.resolve() for above, _ in layers):
             circle = " -> ".join(part.name for part in (*(above for above, _ in layers), file))
-            raise ConfigError(f"{layers[-1][0]}: base: the configs build on one another in a circle: {circle}")
+            raise ConfigError(f"{layers[-1][0]}: base: the bases form a circle: {circle}")
         table = read_toml(file)
         base = table.pop("base", None)
         layers.append((file, resolve_near_paths(file, table)))

@@ -72,8 +72,8 @@ def typed_origins(table: Table, overrides: Sequence[str] = ()) -> Origins:
 
 WIDTH = 120
 HEAD = """\
-# Every key of a run's config: above it what it means, behind it its unit and where its value is from.
-# `agentrl config docs KEY` says more, and `agentrl config diff` what differs from another config."""
+# Every key of a run's config: its meaning is above it, its unit and the origin of its value after it.
+# `agentrl config docs KEY` explains more; `agentrl config diff` compares two configs."""
 
 
 def to_toml(config: TrainConfig, origins: Origins | None = None) -> str:
