@@ -151,7 +151,7 @@ POLL = 0.2
 """Seconds between two checks."""
 EARLY_EXIT_S = 10.0
 """Seconds. A raylet that exits earlier was killed, or will exit again; a later exit can be due to an overloaded machine."""
-CLOCK = 1.0
+CLOCK_TOLERANCE_S = 1.0
 """Tolerance in seconds when comparing process start times."""
 
 
@@ -186,7 +186,7 @@ def wait_for_raylet(seconds: float) -> Iterator[None]:
 
     Ray polls for its node for only 30 s; this patch makes each poll wait for the answer."""
     services: Any = importlib.import_module("ray._private.services")
-    ask, since = services.get_node, time.time() - CLOCK
+    ask, since = services.get_node, time.time() - CLOCK_TOLERANCE_S
 
     def ask_again(*args: Any, **keywords: Any) -> Any:
         began, raylet = time.monotonic(), vitals(since).get("raylet")
@@ -268,9 +268,9 @@ def start_ray(cluster: ClusterConfig, *, object_store_bytes: int | None = None) 
     guard_network(multi_node=bool(address))
     import ray  # deferred: Ray reads the environment on import
 
-    global _asking
+    global _joined_to_ask
     connects = not ray.is_initialized()
-    started_here, _asking = connects or _asking, False
+    started_here, _joined_to_ask = connects or _joined_to_ask, False
     if connects:
         if address:
             check_join(address, "cluster.address" if cluster.address else "RAY_ADDRESS")
@@ -285,19 +285,19 @@ def start_ray(cluster: ClusterConfig, *, object_store_bytes: int | None = None) 
     return started_here
 
 
-_asking = False
+_joined_to_ask = False
 """True if this process has joined a cluster only by `join_to_ask`."""
 
 
 def join_to_ask(cluster: ClusterConfig) -> None:
     """Join the cluster to query its nodes before a run is opened; the run then reuses and closes the connection."""
-    global _asking
-    _asking = start_ray(cluster)
+    global _joined_to_ask
+    _joined_to_ask = start_ray(cluster)
 
 
 def stop_asking() -> None:
     """Close the connection of `join_to_ask` if no run has reused it."""
-    if _asking:
+    if _joined_to_ask:
         stop_ray()
 
 
@@ -318,7 +318,7 @@ def _start_local(timeout: float, object_store_bytes: int | None) -> None:
 def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     global _local_ray
     node: Any = importlib.import_module("ray._private.node").Node
-    value, since = secrets.token_hex(16), time.time() - CLOCK
+    value, since = secrets.token_hex(16), time.time() - CLOCK_TOLERANCE_S
     # Set in the environment, which Ray's workers inherit: as a `runtime_env` the variables would not fit the workers that Ray
     # starts in advance, so each would be started a second time.
     variables = {**worker_env(), MARK: value, **{name: os.environ.get(name, "0") for name in (NO_RECORDS, NICENESS)}}
@@ -519,10 +519,10 @@ def _local(object_store_bytes: int | None) -> dict[str, Any]:
 
 def stop_ray() -> None:
     """Disconnect from Ray and end a local one, with processes that a dead raylet or GCS would leave behind."""
-    global _asking
+    global _joined_to_ask
     import ray
 
-    _asking = False
+    _joined_to_ask = False
     report_to_parent(ray="")  # from now on another cause ends this process
     ray.shutdown()
     while _local_ray is not None and ray_keeper.kill_all(_local_ray.mark):
@@ -568,9 +568,9 @@ def _release_keeper() -> None:
 
 T = TypeVar("T")
 
-LOOK = 0.5
+WORK_POLL_S = 0.5
 """Seconds between two checks of Ray's processes."""
-SETTLE = 5.0
+RAY_EXIT_S = 5.0
 """Seconds within which a dying process of Ray has exited. A raylet that lost an agent ends its actors first, so the work fails
 before the raylet is gone."""
 END_S = 60.0
@@ -582,7 +582,7 @@ async def while_ray_lives(work: Coroutine[Any, Any, T]) -> T:
     cancel the work, and raise WorkerDiedError, which names the lost process."""
     task = asyncio.ensure_future(work)
     try:
-        while not (await asyncio.wait([task], timeout=LOOK))[0]:
+        while not (await asyncio.wait([task], timeout=WORK_POLL_S))[0]:
             if lost := lost_ray_processes():
                 raise await _abandon_work(task, lost)
     except asyncio.CancelledError:
@@ -592,9 +592,9 @@ async def while_ray_lives(work: Coroutine[Any, Any, T]) -> T:
     # An error of the work may be a consequence of the loss.
     if (error := task.exception()) is not None:
         mistake = isinstance(error, UserError) and not isinstance(error, ResourceError)
-        until = time.monotonic() + (0 if mistake else SETTLE)
+        until = time.monotonic() + (0 if mistake else RAY_EXIT_S)
         while _local_ray is not None and not lost_ray_processes() and time.monotonic() < until:
-            await asyncio.sleep(LOOK / 10)
+            await asyncio.sleep(WORK_POLL_S / 10)
         if lost := lost_ray_processes():
             raise await _abandon_work(task, lost)
     return task.result()

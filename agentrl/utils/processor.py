@@ -17,7 +17,7 @@ from typing import Any
 TINY = 5_000_000
 """Parameters up to which a model is computed by one thread in float32: for such small products, threads wait for each other
 longer than they compute (table in docs/engines.md)."""
-SAID = "OMP_NUM_THREADS"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Environment of processes that compute: idle threads sleep. By default they spin, and take CPU time from other programs."""
 
@@ -100,7 +100,7 @@ def prefers_bfloat16() -> bool:
 
 def requested_threads() -> int | None:
     """Return the threads that OMP_NUM_THREADS requests, or None."""
-    said = os.environ.get(SAID, "")
+    said = os.environ.get(THREADS_VARIABLE, "")
     return int(said) if said.isdecimal() and int(said) else None
 
 

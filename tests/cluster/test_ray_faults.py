@@ -83,7 +83,7 @@ def test_a_vital_process_counts_as_gone_once_it_is_a_zombie(
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was done to Ray; none is there."""
     done: list[str] = []
-    monkeypatch.setattr(ray_cluster, "LOOK", 0.02)
+    monkeypatch.setattr(ray_cluster, "WORK_POLL_S", 0.02)
     monkeypatch.setattr(ray_cluster, "abandon_ray", lambda: done.append("abandoned"))
     monkeypatch.setattr(ray_cluster, "stop_ray", lambda: done.append("stopped"))
     return done
@@ -97,7 +97,7 @@ async def test_work_without_a_loss_is_as_it_is_alone(ended: list[str], monkeypat
     with pytest.raises(EngineError, match="its own"):
         await ray_cluster.while_ray_lives(fails())
     monkeypatch.setattr(ray_cluster, "_local_ray", SimpleNamespace(vital={}))
-    monkeypatch.setattr(ray_cluster, "SETTLE", 0.2)
+    monkeypatch.setattr(ray_cluster, "RAY_EXIT_S", 0.2)
     for error, seconds in ((EngineError("its own"), 0.2), (ConfigError("a mistake"), 0.0)):
         began = time.monotonic()
         with pytest.raises(type(error)):

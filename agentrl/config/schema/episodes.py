@@ -233,8 +233,8 @@ class VllmConfig(Frozen):
     """Number of replicas."""
     max_respawns: Annotated[NotNegativeInt, Unit("replicas")] = 3
     """Maximum number of dead replicas that are replaced per run. On a CPU the new one serves at once, with the newest weights
-    from Ray's object store (spilled to disk if full); on a GPU it waits for the actors' next publish, which is at once or, with
-    `rollout.max_staleness`, after their next update."""
+    from Ray's object store (spilled to disk if full); on a GPU it waits for the actors to publish again (with
+    `rollout.max_staleness`: after their next update)."""
     call_timeout: Seconds = 300.0
     """Time without an answer to a call (other than sampling) after which a replica counts as dead."""
     startup_timeout: Seconds = 600.0

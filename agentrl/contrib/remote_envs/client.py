@@ -51,7 +51,7 @@ Watching = Callable[[list[dict[str, Json]] | str], None]
 PATIENCE = 30.0
 """Seconds without an answer after which a server counts as lost. Requests are retried; the server executes each once."""
 
-_AGAIN = (502, 503, 504)
+_RETRY_STATUSES = (502, 503, 504)
 """HTTP statuses of a proxy whose server is unreachable, and of a server with too many episodes."""
 _GRACE = 10.0
 
@@ -132,7 +132,7 @@ class Link:
                     heard, tries = time.monotonic(), 0
                     watch(read_json(answer.content)["calls"])
                     continue
-                if answer.status_code not in _AGAIN:
+                if answer.status_code not in _RETRY_STATUSES:
                     raise self._refusal(answer)
                 failed = f"{answer.status_code} {_message(answer)}"
             watch(failed)
@@ -210,7 +210,7 @@ class RemoteEnv(ToolEnv):
     """
 
     is_remote = True
-    shared = frozenset({"_link", "_asked", "_session", "_number", "_have", "_ready", "_calls_there", "id"})
+    shared = frozenset({"_link", "_asked", "_session", "_number", "_have", "_ready", "_remote_calls", "id"})
     _ready = False
 
     def __init__(self, link: Link, asked: EnvRequest, **base: Any) -> None:
@@ -221,10 +221,10 @@ class RemoteEnv(ToolEnv):
         self._session = ""
         self._number = self._have = -1
         self._boot, self._digest = "", ""
-        self._told = 0  # messages of the record from the server; later ones belong to a turn that it never received
+        self._synced = 0  # messages of the record from the server; later ones belong to a turn that it never received
         self._released = True
         self._has_user = False
-        self._calls_there: dict[str, PendingCall] = {}
+        self._remote_calls: dict[str, PendingCall] = {}
         self._offered: Mapping[str, Tool] = {}
         self._ready = True
         known = _cards.get(_key(link, asked))
@@ -325,8 +325,8 @@ class RemoteEnv(ToolEnv):
         self._session, self._number, self._have, self._boot = wire.new_id(), -1, -1, ""
         self._record, self._released, self._cut_for = None, False, None
         asked = {"seed": chosen, "options": {"split": self.split, **options}, "env": self._asked.row()}
-        async with self._gives_up():
-            answer = self._take(await self._call("reset", asked))
+        async with self._end_on_error():
+            answer = self._apply_answer(await self._call("reset", asked))
             return self._observe(answer), dict(answer["result"]["info"])
 
     async def astep(self, action: Action) -> StepResult:
@@ -334,8 +334,8 @@ class RemoteEnv(ToolEnv):
             raise EnvError(f"{self.id}: step without a running episode; call reset first")
         if not (isinstance(action, str) or (isinstance(action, Message) and action.role == "assistant")):
             raise TypeError(f"an action is a string or a Message of role assistant, not {action!r}"[:200])
-        async with self._gives_up():
-            answer = self._take(await self._call("step", {"action": action}))
+        async with self._end_on_error():
+            answer = self._apply_answer(await self._call("step", {"action": action}))
         result, reward = answer["result"], 0.0
         if not self._open:
             reward = await super().aend(self._record.stop, self._record.error)
@@ -343,16 +343,16 @@ class RemoteEnv(ToolEnv):
 
     async def aend(self, stop: StopReason, error: str | None = None) -> float:
         if self._open and not stop.infrastructure:
-            async with self._gives_up():
+            async with self._end_on_error():
                 # Send it while the episode is open: a spec scores the final state.
-                self._take(await self._call("end", {"stop": stop.value, "error": error}))
+                self._apply_answer(await self._call("end", {"stop": stop.value, "error": error}))
         return await super().aend(stop, error)
 
     async def auser_call(self, call: ToolCall) -> ToolResult:
         if self._record is None or not self._open:
             raise EnvError(f"{self.id}: a call without a running episode; call reset first")
-        async with self._gives_up():
-            return result_of(self._take(await self._call("user_call", {"call": call}))["result"])
+        async with self._end_on_error():
+            return result_of(self._apply_answer(await self._call("user_call", {"call": call}))["result"])
 
     async def teardown(self) -> None:
         if self._released or self._record is None:
@@ -364,7 +364,7 @@ class RemoteEnv(ToolEnv):
             log.warning("%s: session %s could not be ended: %s", self._link.url, self._session[:6], fault)
 
     @asynccontextmanager
-    async def _gives_up(self) -> AsyncIterator[None]:
+    async def _end_on_error(self) -> AsyncIterator[None]:
         """End the episode here, and on the server if it may still run there, if the body raises."""
         try:
             yield
@@ -388,24 +388,24 @@ class RemoteEnv(ToolEnv):
 
     # -- requests ----------------------------------------------------------------------------------------
 
-    def _asking(self, kind: str, body: Mapping[str, Json]) -> tuple[str, dict[str, Json]]:
+    def _next_request(self, kind: str, body: Mapping[str, Json]) -> tuple[str, dict[str, Json]]:
         self._number += 1
         asked = {"number": self._number, "have": self._have, "tools": self._digest, **body}
         return f"/v1/sessions/{self._session}/{kind}", asked
 
     async def _call(self, kind: str, body: Mapping[str, Json]) -> Mapping[str, Json]:
         try:
-            return await self._link.ask(*self._asking(kind, body), self._watch)  # type: ignore[no-any-return]
+            return await self._link.ask(*self._next_request(kind, body), self._watch)  # type: ignore[no-any-return]
         except LostError as lost:
             raise self._lost_error(lost) from None
         finally:
-            self._calls_there = {}
+            self._remote_calls = {}
             self._box.waiting = []
 
     def _call_now(self, kind: str, body: Mapping[str, Json], *faults: type[Exception]) -> Json:
         """Send a request and block for its result. Raises the answer's fault, as one of `faults` if it matches."""
         try:
-            answer: Mapping[str, Json] = self._link.ask_now(*self._asking(kind, body))
+            answer: Mapping[str, Json] = self._link.ask_now(*self._next_request(kind, body))
         except LostError as lost:
             raise self._lost_error(lost) from None
         self._have = answer["number"]
@@ -423,7 +423,7 @@ class RemoteEnv(ToolEnv):
     def _watch(self, seen: list[dict[str, Json]] | str) -> None:
         """Show the server's calls in progress as if they were local, for stall reports and for attributing time."""
         if isinstance(seen, str):
-            calls = {"": self._calls_there.get("") or PendingCall(_LINK, f"{self._link.url}: {seen}", running=True)}
+            calls = {"": self._remote_calls.get("") or PendingCall(_LINK, f"{self._link.url}: {seen}", running=True)}
         else:
             calls = {}
             for call in seen:
@@ -431,14 +431,14 @@ class RemoteEnv(ToolEnv):
                     calls[call["call_id"]] = PendingCall(_USER, f"{call['name']}, {call['call_id']}", running=call["running"])
                 elif call["name"] in self._box:
                     place = f"{call['name']} {call['call_id']}"
-                    calls[place] = self._calls_there.get(place) or PendingCall(self._box[call["name"]], call["call_id"])
+                    calls[place] = self._remote_calls.get(place) or PendingCall(self._box[call["name"]], call["call_id"])
                     calls[place].running = call["running"]
-        self._calls_there = calls
+        self._remote_calls = calls
         self._box.waiting = list(calls.values())
 
     # -- answers -----------------------------------------------------------------------------------------
 
-    def _take(self, answer: Mapping[str, Json]) -> Mapping[str, Json]:
+    def _apply_answer(self, answer: Mapping[str, Json]) -> Mapping[str, Json]:
         """Update the record from an answer and return the answer. Raises its fault."""
         self._have, self._boot = answer["number"], answer["boot"]
         if "has_user" in answer:  # absent after the server has released its environment
@@ -446,11 +446,11 @@ class RemoteEnv(ToolEnv):
         if "record" in answer:
             row = answer["record"]
             if self._record is None:
-                self._record, self._told = Trajectory("", Task(**row["task"])), 0
+                self._record, self._synced = Trajectory("", Task(**row["task"])), 0
             record = self._record
             keep, messages = row["messages"]
-            record.messages[keep : self._told] = wire.messages_of(messages)
-            self._told = keep + len(messages)
+            record.messages[keep : self._synced] = wire.messages_of(messages)
+            self._synced = keep + len(messages)
             keep, calls = row.get("user_calls", (0, ()))
             record.user_calls[keep:] = user_calls_of(calls)
             record.parting, record.horizon = row.get("parting", ""), row.get("horizon")

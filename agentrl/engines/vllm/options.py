@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentrl.config.schema import ModelConfig, VllmConfig
 from agentrl.utils.errors import ConfigError, DependencyError, hint_text
-from agentrl.utils.processor import PASSIVE, SAID
+from agentrl.utils.processor import PASSIVE, THREADS_VARIABLE
 
 # Temporary files
 
@@ -253,7 +253,7 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 def environment(cuda: bool, threads: int = 1) -> dict[str, str]:
     """Return the environment variables of a replica's process. `threads`: compute threads on a CPU."""
-    return ENVIRONMENT if cuda else {**ENVIRONMENT, **CPU_ENVIRONMENT, SAID: str(threads)}
+    return ENVIRONMENT if cuda else {**ENVIRONMENT, **CPU_ENVIRONMENT, THREADS_VARIABLE: str(threads)}
 
 
 def engine_options(
