@@ -1,6 +1,4 @@
-"""The learner: one training step over all roles, on the driver.
-
-Checks of a config's algorithm and roles, and the step."""
+"""The learner: checks of algorithm and roles, and one training step over all roles, on the driver."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def check_learner(config: TrainConfig) -> None:
-    """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say."""
+    """Raise ConfigError if settings of the algorithm and the roles contradict each other or have no effect."""
     optims = optims_of(config)
     for section, given, key in (("optim", config.optim, "optim.name"), ("sft", config.sft, "sft.optimizer")):
         if given is not None and optims[section].name != "muon":
@@ -96,27 +94,27 @@ def check_learner(config: TrainConfig) -> None:
 log = logging.getLogger(__name__)
 
 STATE = "learner.json"
-"""A checkpoint's coefficient of the KL, which updates steer towards a target, and where it began."""
+"""File of a checkpoint with the adaptive KL coefficient and its initial value."""
 MAX_SKIPPED = 3
-"""Training steps in a row that may be skipped because something in them is not finite; one more ends the run."""
+"""Number of consecutive training steps that may be skipped for non-finite numbers; one more ends the run."""
 R = TypeVar("R", Critic, Reference, RewardModel)
 
 
 def policy_updates(steps: int, critic: CriticConfig | None) -> int:
-    """Number of training steps in which the policy learns: all except those in which only the critic does."""
+    """Return the number of training steps that update the policy: all but the critic's warm-up."""
     return max(steps - (critic.warmup if critic is not None else 0), 1)
 
 
 class Learner:
-    """The training roles of a run: the actor and, if the config names them, a critic, a reference and a reward model."""
+    """The training roles of a run: the actor and the configured critic, reference, reward model and teacher."""
 
     def __init__(self, config: TrainConfig, actors: WorkerGroup[Actor], pools: Pools | None = None) -> None:
-        """`pools`: where roles that have a pool of their own are started."""
+        """`pools`: resource pools, for roles that do not share the actors' processes."""
         check_learner(config)
         self.config, self.actors, self.pools = config, actors, pools
         self.critics: WorkerGroup[Critic] | None = None
         self.references: WorkerGroup[Reference] | None = None
-        self._moving: WorkerGroup[Reference] | None = None  # the same, if its weights change, so that checkpoints hold them
+        self._moving: WorkerGroup[Reference] | None = None  # `references` if they follow the policy; then checkpoints save them
         self.reward_models: WorkerGroup[RewardModel] | None = None
         self.teachers: WorkerGroup[Reference] | None = None
         self.algorithm, self._own = config.settled_algorithm(), own_advantages(config.envs)
@@ -132,27 +130,27 @@ class Learner:
         }
 
     async def open(self, path: str, folder: Path | None = None) -> None:
-        """Start the other roles from the model at `path`: in their pools, or in the actors' processes.
+        """Start the other roles from the model at `path`, in their pools or in the actors' processes.
 
-        `folder`: the run's, which all their processes must share with the driver. Raises ConfigError if they do not.
+        `folder`: the run folder. Raises ConfigError if a process does not share it with the driver.
         """
         config = self.config
-        await self._rest("actor", self.actors)
+        await self._offload_idle("actor", self.actors)
         if (critic := config.critic) is not None:
             source = named_anywhere(critic.path or path)
-            self.critics = await self._begin("critic", Critic, source, critic, config.steps, shared=folder)
+            self.critics = await self._start_role("critic", Critic, source, critic, config.steps, shared=folder)
         if config.reward_model is not None:
-            self.reward_models = await self._begin("reward_model", RewardModel, named_anywhere(config.reward_model.path))
+            self.reward_models = await self._start_role("reward_model", RewardModel, named_anywhere(config.reward_model.path))
         if (taught := config.algorithm.distillation) is not None:
-            self.teachers = await self._begin("teacher", Reference, named_anywhere(taught.path))
+            self.teachers = await self._start_role("teacher", Reference, named_anywhere(taught.path))
         if separate_reference(config.model, config.algorithm):
-            self.references = await self._begin("reference", Reference, path, shared=folder)
+            self.references = await self._start_role("reference", Reference, path, shared=folder)
             if config.algorithm.kl.reference == "moving":
                 self._moving = self.references
                 await self.actors.arun(Actor.show, self._name)
 
-    async def _begin(self, role: str, cls: type[R], path: str, *more: Any, shared: Path | None = None) -> WorkerGroup[R]:
-        """Start a role and load its model, which then rests. `shared`: a folder that its processes must share with the driver."""
+    async def _start_role(self, role: str, cls: type[R], path: str, *more: Any, shared: Path | None = None) -> WorkerGroup[R]:
+        """Start a role and load its model, offloaded if configured. `shared`: folder that it must share with the driver."""
         model, cluster = self.config.model, self.config.cluster
         if self.pools is not None and role in self.pools:
             group = self.pools.launch(role, cls, mesh_of(model, cluster, self.pools.slots(role)))
@@ -171,21 +169,20 @@ class Learner:
         if role == "teacher":
             model = model.model_copy(update={"lora": None})
         await group.arun(cls.init_model, path, model, self.config.optim, *more)
-        await self._rest(role, group)
+        await self._offload_idle(role, group)
         return group
 
-    async def _rest(self, role: str, group: WorkerGroup[Any]) -> None:
-        """The end of a role's turn: it gives its memory back, if the config asks for that, before another role takes it."""
+    async def _offload_idle(self, role: str, group: WorkerGroup[Any]) -> None:
+        """Offload a role that is done with its pass, if the config asks for it, to free memory for the next role."""
         if rests(self.config, role):
             await group.arun(ModelRole.offload)
 
     async def step(self, batch: TensorDict, step: int, keep: bool = False) -> dict[str, float]:
-        """One training step on a batch from `collate`. Returns the metrics of all roles.
+        """Run one training step on a batch from `collate`. Returns the metrics of all roles.
 
-        `keep`: afterwards `tokens` has what the step made of each sampled token; None after a skipped step, or without.
-
-        A step in which something is not finite is skipped: nothing is trained, and `skipped_steps` is 1. Raises
-        NonFiniteError after more than MAX_SKIPPED of them in a row, and if the weights themselves are not finite.
+        `keep`: set `tokens` to the advantages and log ratios of the sampled tokens; without `keep` or after a skipped step it is
+        None. A step with a number that is not finite is skipped: nothing is trained, and `skipped_steps` is 1. Raises
+        NonFiniteError after more than MAX_SKIPPED skipped steps in a row, BrokenWeightsError if the weights are not finite.
         """
         self.tokens = None
         view, metrics, broken = await self.ready(batch, step=step)
@@ -199,12 +196,13 @@ class Learner:
         estimator: Callable[[AdvantageInput], AdvantageOutput] | None = None,
         step: int = 0,
     ) -> tuple[Ragged, dict[str, float], str]:
-        """The first half of `step`: the batch with all that an update of critic and actor reads, the metrics so far, and what is
-        not finite in it, in words ("" if all is). `algorithm`, `own`: instead of the run's and its environments' estimators;
-        `estimator`: a function instead of them."""
+        """Run the first half of `step`: add all columns that the updates of critic and actor read.
+
+        Returns the batch, the metrics so far, and a description of non-finite numbers ("" without any). `algorithm` and `own`
+        replace the run's algorithm and the estimators by environment; the function `estimator` replaces both estimators."""
         algorithm, own = algorithm or self.algorithm, self._own if own is None else own
         view, metrics = await self._prepare(Ragged.of(batch), weight_at(self.config.rollout.temperature, step))
-        # Checked before the advantages too: whitening and group means would spread one NaN over all rows and hide its own.
+        # Checked before the advantages too: whitening and group means would spread one NaN over all rows and hide its source.
         if broken := await in_thread("batch", broken_rows, view):
             return view, metrics, broken
         view, formed = await in_thread("batch", with_advantages, view, algorithm, self.kl_coef, own, estimator)
@@ -216,8 +214,9 @@ class Learner:
         return view, metrics, await in_thread("batch", broken_rows, view)
 
     async def learn(self, view: Ragged, step: int, metrics: Mapping[str, float], keep: bool = False) -> dict[str, float]:
-        """The second half of `step`: the updates of critic and actor on a batch from `ready`, and their consequences. Returns the
-        metrics of both halves; `keep` and errors as for `step`."""
+        """Run the second half of `step`: update critic and actor on a batch from `ready`, then hooks and the KL coefficient.
+
+        `metrics`: those of `ready`. Returns the metrics of both halves; `keep` and errors as for `step`."""
         if keep and self.algorithm.proximal != "recompute":
             view = view.with_rows(**{SOURCE: torch.arange(len(view))})
         learns = self.config.critic is None or step >= self.config.critic.warmup
@@ -227,7 +226,7 @@ class Learner:
             await in_thread("batch", ask_hook, hook, UpdateHook.keep, view)
         if self.algorithm.proximal == "recompute":
             metrics |= await in_thread("batch", mismatch, view)
-        if keep:  # ratios of the rows that the actor visited, on whichever rank, or those of the recomputed policy
+        if keep:  # log ratios that the actors recorded on all ranks, or those of the recomputed proximal policy
             ratios = None
             if self.algorithm.proximal != "recompute":
                 ratios = LogRatios()
@@ -237,32 +236,33 @@ class Learner:
         if self.config.algorithm.kl.coef > 0:
             metrics["kl_coef"] = self.kl_coef
             measured = metrics.get("kl_reward" if self.algorithm.kl.where == "reward" else "kl_reference")
-            # Adapted only after a step that was taken: without one the policy, and so its KL, has not changed.
+            # Only after an optimizer step: otherwise the policy, and so its KL, has not changed.
             if measured is not None and learned.get("optimizer_steps", 0) > 0:
                 self.kl_coef = adapted_kl_coef(self.kl_coef, measured, int(view.episode.max()) + 1, self.algorithm.kl)
-        if (heat := scheduled_temperature(self.config.rollout, step)) is not None:
-            metrics["temperature"] = heat
+        if (temperature := scheduled_temperature(self.config.rollout, step)) is not None:
+            metrics["temperature"] = temperature
         if 0 in (learned.get("optimizer_steps"), learned.get("critic/optimizer_steps")):
             return metrics | self._skip(step, "every optimizer step; the actors' log names the rows")
         self._skipped = 0
         return metrics | {"skipped_steps": 0.0}
 
     async def _prepare(self, view: Ragged, temperature: float) -> tuple[Ragged, dict[str, float]]:
-        """The batch with the inputs of advantages: the reward model's scores, the logprobs of the proximal and the
-        reference policy, and values, each only if the config asks for it. `temperature`: at which its episodes were sampled."""
-        # First, so that each of the forward passes below computes a shared prefix once.
+        """Add the configured inputs of advantages: reward model scores, proximal, reference and teacher logprobs, values.
+
+        Returns the batch and the metrics. `temperature`: that of the rollout."""
+        # Trees first, so that each of the forward passes below computes a shared prefix once.
         view = await in_thread("batch", with_trees, view, self.sharing)
         metrics: dict[str, float] = {}
         if self.reward_models is not None and self.config.reward_model is not None:
             scores = (await self.reward_models.arun(RewardModel.compute_scores, view.batch))["score"]
             view, mean = await in_thread("batch", with_scores, view, scores, self.config.reward_model.weight)
             metrics["reward_model/score"] = mean
-            await self._rest("reward_model", self.reward_models)
+            await self._offload_idle("reward_model", self.reward_models)
         if self.algorithm.proximal == "recompute":
             now = await self.actors.arun(Actor.compute_logprob, view.batch, temperature)
             view = view.with_tokens(old_logprobs=now["logprobs"].values())
             if any(group is not None for group in (self.references, self.teachers, self.critics)):
-                await self._rest("actor", self.actors)
+                await self._offload_idle("actor", self.actors)
         if self.config.algorithm.kl.coef > 0 and self.references is None:
             reference = await self.actors.arun(Actor.compute_reference, view.batch, temperature)
             view = view.with_tokens(ref_logprobs=reference["logprobs"].values())
@@ -274,8 +274,8 @@ class Learner:
             if group is not None:
                 rows = view
                 for hook in self.hooks.values() if role == "teacher" else ():
-                    most = self.config.optim.micro_tokens
-                    rows = await in_thread("batch", ask_hook, hook, UpdateHook.teacher_rows, rows, most)
+                    cap = self.config.optim.micro_tokens
+                    rows = await in_thread("batch", ask_hook, hook, UpdateHook.teacher_rows, rows, cap)
                 if rows is not view:
                     rows = await in_thread("batch", with_trees, rows, self.sharing)
                 logs = (await group.arun(Reference.compute_logprob, rows.batch, temperature))["logprobs"].values()
@@ -283,17 +283,16 @@ class Learner:
                     own = view.tokens("sampled")
                     logs = torch.zeros(len(own)).masked_scatter(own, logs[rows.tokens("sampled")])
                 view = view.with_tokens(**{column: logs})
-                await self._rest(role, group)
+                await self._offload_idle(role, group)
         if self.critics is not None:
             values = await self.critics.arun(Critic.compute_values, view.batch)
             view = view.with_tokens(values=values["values"].values())
         return view, metrics
 
     async def _learn(self, view: Ragged, step: int, learns: bool) -> dict[str, float]:
-        """The updates of the critic and, if the policy `learns`, of the actor, whose batch also has the rows that hooks add;
-        their metrics.
+        """Update the critic and, if the policy `learns`, the actor, whose batch also has the rows that hooks add.
 
-        Both get the same batch, advantages included: values were computed before either of them moves."""
+        Returns their metrics. Both get the same batch and advantages: values were computed before either update."""
         metrics, seed = dict[str, float](), self.config.seed
         temperature = weight_at(self.config.rollout.temperature, step)
         added: list[tuple[Term, TensorDict]] = []
@@ -306,7 +305,7 @@ class Learner:
                 now = await self.actors.arun(Actor.compute_logprob, rows, temperature)
                 rows = Ragged.of(rows).with_tokens(old_logprobs=now["logprobs"].values()).batch
                 if self.critics is not None:
-                    await self._rest("actor", self.actors)
+                    await self._offload_idle("actor", self.actors)
             added.append((hook.term, rows))
         whole = await in_thread("batch", join_rows, view, added, self.sharing) if added else view
         if self.critics is not None:
@@ -315,7 +314,7 @@ class Learner:
                 batch = await in_thread("batch", critic_rows, batch, self.algorithm.advantage, self._own)
             if len(batch):
                 metrics |= await self.update_critic(batch, step)
-            await self._rest("critic", self.critics)
+            await self._offload_idle("critic", self.critics)
         if learns:
             algorithm, ranks = self.algorithm, self.actors.mesh.size("dp")
             metrics |= await self.actors.arun(
@@ -332,14 +331,14 @@ class Learner:
         return metrics
 
     async def update_critic(self, batch: TensorDict, step: int) -> dict[str, float]:
-        """One training step of the critic on all rows of a batch. The config must have a critic."""
+        """Run one training step of the critic on all rows of a batch. The config must have a critic."""
         assert self.critics is not None
         seed, ranks = self.config.seed, self.critics.mesh.size("dp")
         rows = await in_thread("batch", cut_update, batch, self.algorithm, ranks, step=step, seed=seed, policy=False)
         return await self.critics.arun(Critic.update, rows, self.algorithm, step=step, seed=seed)
 
     def _skip(self, step: int, what: str) -> dict[str, float]:
-        """Count a skipped step; returns its metrics. Raises NonFiniteError if there were too many in a row."""
+        """Count a skipped step and return its metrics. Raises NonFiniteError after MAX_SKIPPED in a row."""
         self._skipped += 1
         message = f"step {step} is skipped ({self._skipped} in a row), as there are numbers that are not finite: {what}"
         log.error(message)
@@ -347,14 +346,14 @@ class Learner:
             raise NonFiniteError(f"{message}. The run ends; the weights are those of the last step that was not skipped")
         return {"skipped_steps": 1.0}
 
-    def _kept_roles(self) -> dict[str, WorkerGroup[Any]]:
-        """The roles whose weights change, by the names of their folders in a checkpoint."""
+    def _saved_roles(self) -> dict[str, WorkerGroup[Any]]:
+        """Return the roles with changing weights by the name of their checkpoint folder."""
         groups = {"actor": self.actors, "critic": self.critics, "reference": self._moving}
         return {name: group for name, group in groups.items() if group is not None}
 
     async def begin_save(self, folder: Path) -> None:
-        """Write the state of all roles to `folder`, for `Checkpoints.begin`; returns when it is copied. See `is_saved`."""
-        for name, group in self._kept_roles().items():
+        """Start writing the state of all roles to `folder`; returns once it is copied. `is_saved` reports the end."""
+        for name, group in self._saved_roles().items():
             await group.arun(SavedRole.begin_save, str(folder / name))
         state = json_text({"kl_coef": self.kl_coef, "begun": [self.config.algorithm.kl.coef]})
         await in_thread("files", (folder / STATE).write_text, state, "utf-8")
@@ -362,25 +361,25 @@ class Learner:
             await in_thread("files", ask_hook, hook, UpdateHook.save, folder)
 
     async def is_saved(self) -> bool:
-        """Return True if the save that `begin_save` started is complete; raises the error of a role whose part failed."""
-        for group in self._kept_roles().values():
+        """Return True if the save that `begin_save` started is complete. Raises the error of a role that failed to write."""
+        for group in self._saved_roles().values():
             if not await group.arun(SavedRole.is_saved):
                 return False
         return True
 
     async def check_saved(self, folder: Path) -> None:
-        """Raise CheckpointError if a file that a rank wrote to `folder` is not there for the driver."""
-        for name, group in self._kept_roles().items():
+        """Raise CheckpointError if the driver cannot see a file that a rank wrote to `folder`."""
+        for name, group in self._saved_roles().items():
             await check_arrived(group, folder / name, f"the {name}'s checkpoint")
 
     async def load(self, folder: Path) -> None:
-        """Load what `begin_save` wrote. Raises CheckpointError if a role's part is missing or does not fit."""
-        for name, group in self._kept_roles().items():
+        """Load a checkpoint of `begin_save`. Raises CheckpointError if the files of a role are missing or do not fit."""
+        for name, group in self._saved_roles().items():
             await group.arun(SavedRole.load, str(folder / name))
-        # An older checkpoint has no coefficient, or 0 for none, or that of the entropy bonus too, which was steered once.
+        # An older checkpoint has no coefficient, or 0 for none, or a second one: the entropy bonus, once adaptive too.
         path, kl = folder / STATE, self.config.algorithm.kl
         found = read_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        # Without a target it is the config's, and under another config it begins anew.
+        # Without a target the config's value holds, and if the config's value changed, adaptation restarts from it.
         if kl.target is not None and found.get("begun", [kl.coef])[0] == kl.coef and found.get("kl_coef", 0) != 0:
             if found["kl_coef"] is None:
                 raise CheckpointError(f"{path}: kl_coef was not a number when it was saved; resume an older checkpoint")
@@ -389,7 +388,7 @@ class Learner:
             await in_thread("files", ask_hook, hook, UpdateHook.load, folder)
 
     def groups(self) -> list[WorkerGroup[Any]]:
-        """The training roles there are, the actors first."""
+        """Return the started training roles, the actors first."""
         found = (self.actors, self.critics, self.references, self.reward_models, self.teachers)
         return [group for group in found if group is not None]
 

@@ -1,7 +1,7 @@
-"""An update on a worker: losses of micro-batches with global denominators, optimizer steps, and what they measure.
+"""The update on a worker: micro-batch losses with global denominators, optimizer steps, metrics.
 
-`Actor.update` is the flow. `Pack`, `Steps` and `Meter` also serve the critic and supervised steps: a micro-batch, optimizer steps
-that are only taken if everything in them is finite, and sums of a micro-batch's numbers."""
+`Actor.update` drives it. The critic and supervised steps also use `Pack` (a micro-batch), `Steps` (optimizer steps, skipped if a
+number is not finite) and `Meter` (sums of per-token metrics)."""
 
 from __future__ import annotations
 
@@ -35,28 +35,41 @@ if TYPE_CHECKING:
 
 TRAINED, SAMPLED, FIRST = "tokens_computed", "sampled_computed", "sampled_first"
 ADDED = "/added_computed"
-OVER = {"kl_behaviour": SAMPLED, "mismatch_kl": FIRST}
-"""The tokens that a metric is a mean over, if these are not the computed tokens of this update that are trained. Those of added
-rows (`TERM/name`) are means over `TERM` + ADDED."""
+MEAN_OVER = {"kl_behaviour": SAMPLED, "mismatch_kl": FIRST}
+"""Denominator of a metric's mean, by metric; default: TRAINED, the computed trained tokens of this update's own rows. Metrics of
+added rows (`TERM/name`) are means over `TERM` + ADDED."""
 
 
-OWN = {"step", "phase", "reward", "success", "loss", "entropy", "grad_norm", "lr", "kl_behaviour", "kl_reference", "mismatch_kl"}
-"""Metrics of a run's rows that a loss's own would replace, or be added to."""
+TAKEN = {
+    "step",
+    "phase",
+    "reward",
+    "success",
+    "loss",
+    "entropy",
+    "grad_norm",
+    "lr",
+    "kl_behaviour",
+    "kl_reference",
+    "mismatch_kl",
+}
+"""Metric names of the run, which a policy loss must not use."""
 
 
 How = Literal["sum", "max"]
 
 
 class Meter:
-    """Sums and maxima of per-token numbers over micro-batches and ranks. They stay on the numbers' device until `totals`, because
-    a number that is read from a GPU is waited for, and the GPU then waits for the next kernels."""
+    """Sums and maxima of per-token metrics over micro-batches and ranks.
+
+    They stay on the device until `totals`, because reading a number would synchronize host and GPU."""
 
     def __init__(self) -> None:
         self._held: dict[How, dict[str, Tensor]] = {"sum": {}, "max": {}}
 
     def add(self, name: str, values: Tensor, mask: Tensor | None = None, how: How = "sum") -> None:
-        """Add the sum of `values`, or keep the largest of them (0 if empty); if `mask` is given, with 0 where it is false."""
-        # float64, because a float32 sum over millions of tokens loses the digits that a small mean (a KL) consists of.
+        """Add the sum of `values`, or update the maximum (0 if empty); values outside of `mask` count as 0."""
+        # float64: a float32 sum over millions of tokens loses the digits of a small mean, such as a KL.
         numbers, held = values.detach().double(), self._held[how]
         numbers = numbers if mask is None else torch.where(mask, numbers, 0.0)
         if how == "sum":
@@ -66,7 +79,7 @@ class Meter:
             held[name] = torch.maximum(held.get(name, largest), largest)
 
     def totals(self, engine: BaseEngine) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima over all ranks, by name. Every rank must have added the same names."""
+        """Return sums and maxima over all ranks, by name. Every rank must have added the same names."""
         found: list[dict[str, float]] = []
         for how, held in self._held.items():
             names = sorted(held)  # one tensor for all names, so the ranks must have them in the same order
@@ -76,20 +89,22 @@ class Meter:
 
 
 def measured_means(engine: BaseEngine, meter: Meter, counts: tuple[Denominators, ...]) -> dict[str, float]:
-    """Means over tokens are over those that were computed (in every epoch), so not over rows that were left out because they
-    have no gradient; `tokens_trained` and `episodes_trained` are the denominators, which include those rows. `loss` is a sum."""
-    sums, tops = meter.totals(engine)
+    """Return the metrics of an update from its meter and the denominators of its minibatches.
+
+    Token means are over the computed tokens of all epochs, without the rows dropped for a zero gradient; `tokens_trained` and
+    `episodes_trained` are the denominators, which include those rows. `loss` is a sum."""
+    sums, maxima = meter.totals(engine)
     plain, computed = sums.pop("plain_tokens", 0.0), sums.pop("computed_tokens", 0.0)
     counted = {TRAINED, SAMPLED, FIRST, *(name for name in sums if name.endswith(ADDED))}
     over = {name: sums.pop(name, 0.0) for name in counted}
     loss = sums.pop("loss", 0.0)
-    # A mean over no token is unknown, and not 0: it is left out.
-    by = {name: name.split("/")[0] + ADDED for name in sums} | OVER
+    # A mean over no token is unknown, not 0, and is left out.
+    by = {name: name.split("/")[0] + ADDED for name in sums} | MEAN_OVER
     means = {name: value / count for name, value in sums.items() if (count := over.get(by[name], over[TRAINED]))}
     experts = engine.expert_load()  # over all ranks and passes of the update
     return {
         **means,
-        **tops,
+        **maxima,
         "loss": loss,
         "tokens_trained": sum(part.tokens for part in counts),
         "tokens_computed": over[TRAINED],
@@ -105,10 +120,10 @@ log = logging.getLogger(__name__)
 
 
 def visit_order(count: int, epoch: int, seed: int, step: int) -> list[int]:
-    """The order in which an epoch visits the minibatches; the first epoch takes them as they are, as they are shuffled."""
+    """Return the order of the minibatches in an epoch; the first keeps theirs, which is already shuffled."""
     if epoch == 0:
         return list(range(count))
-    # Only the order: what a minibatch holds is fixed by the driver, since its denominators belong to it.
+    # Only the order changes: the driver has fixed the rows of each minibatch, to which its denominators belong.
     order = np.random.default_rng([seed, step, epoch]).permutation(count)
     return [int(number) for number in order]
 
@@ -117,9 +132,9 @@ def visit_order(count: int, epoch: int, seed: int, step: int) -> list[int]:
 class MicroLoss:
     """The losses of one optimizer step's micro-batches.
 
-    `counts`: the denominators of this update's own rows; `added`: of rows that hooks added, by origin, if there are any. `first`:
-    the weights are those of the last publish. `visits` gets the log ratios of the rows, if it is a list. Greedy sampling
-    (`temperature` 0) has no distribution to train: its logprobs are those at temperature 1."""
+    `counts`: denominators of the rows played for this update; `added`: those of rows that hooks added, by origin. `first`: no
+    optimizer step was taken since the last publish. `visits`: a list that collects log ratios, or None. At `temperature` 0
+    (greedy sampling, which has no distribution to train) the logprobs are those at temperature 1."""
 
     engine: BaseEngine
     view: Ragged
@@ -134,7 +149,7 @@ class MicroLoss:
     visits: Visits | None = None
 
     def loss(self, rows: list[int]) -> Tensor:
-        """This micro-batch's share of the step's loss."""
+        """Return this micro-batch's share of the step's loss, a scalar; record its metrics."""
         piece, meter = Pack(self.view, rows, self.engine.device, replay=True), self.meter
         logprobs, entropy = self.engine.logprobs(piece.micro, self.temperature or 1.0, True)
         weights = piece.column("weights") if "weights" in self.view else torch.ones_like(logprobs)
@@ -143,14 +158,14 @@ class MicroLoss:
             piece.column("old_logprobs" if "old_logprobs" in self.view else "logprobs"),
             piece.column("logprobs"),
             piece.column("advantages"),
-            weights.detach() > 0,  # the mask: weight 0 is a token that the correction rejected
+            weights.detach() > 0,  # the mask: weight 0 rejects a token
             on_device(piece.compact, self.engine.device),
             piece.column("picked") if "picked" in self.view else None,
         )
         label = f"algorithm.loss {self.algorithm.loss.name!r}"
         out: LossOutput = call_component(label, self.policy, given)
         check_output(label, out, LossOutput, "loss", logprobs)
-        # A weight says how much a token counts. Without `detach` its gradient would teach the policy to make tokens count less.
+        # Without `detach` the gradient of the weights would teach the policy to lower the weights of its tokens.
         policy = tokens = out.loss * weights.detach()
         if self.algorithm.entropy_bonus:
             tokens = tokens - self.algorithm.entropy_bonus * entropy
@@ -159,14 +174,14 @@ class MicroLoss:
         mask, lengths = given.mask & fresh, piece.row("episode_tokens")
         if "ref_logprobs" in self.view:  # the KL is measured whenever there is a reference
             kl = self.algorithm.kl
-            apart = kl_estimate(kl_kind(kl), logprobs, piece.column("ref_logprobs"))
-            meter.add("kl_reference", apart, mask)
+            kl_tokens = kl_estimate(kl_kind(kl), logprobs, piece.column("ref_logprobs"))
+            meter.add("kl_reference", kl_tokens, mask)
             if kl.where == "loss":
-                tokens = tokens + self.kl_coef * apart
+                tokens = tokens + self.kl_coef * kl_tokens
         total = aggregate(tokens, mask, given.offsets, self.algorithm.aggregate, self.counts, lengths)
         if kinds is not None:
             total = total + self._added_loss(kinds, given, out, policy, lengths)
-        # What it measures.
+        # Metrics.
         now, behaviour = logprobs.detach(), given.behaviour_logprobs
         meter.add("loss", total)
         meter.add("plain_tokens", torch.tensor(float(piece.tokens)))
@@ -175,11 +190,11 @@ class MicroLoss:
         meter.add(TRAINED, mask)
         meter.add("entropy", entropy, mask)
         meter.add("kl_behaviour", behaviour - now, fresh)
-        if taken := sorted(OWN & out.metrics.keys()):
-            raise ConfigError(f"{label}: its metric {taken[0]!r} has the name of one of the run. Rename it")
+        if taken := sorted(TAKEN & out.metrics.keys()):
+            raise ConfigError(f"{label}: its metric {taken[0]!r} has the name of a metric of the run. Rename it")
         for name, values in out.metrics.items():
             meter.add(name, torch.as_tensor(values), mask)
-        if self.first:  # no step was taken yet: a difference is between trainer and engine, or due to staleness
+        if self.first:  # no optimizer step yet: a difference comes from trainer vs. engine, or from staleness
             meter.add(FIRST, fresh)
             meter.add("mismatch_kl", k3(now, behaviour), fresh)
             meter.add("mismatch_max", (now - behaviour).abs(), fresh, "max")
@@ -188,8 +203,10 @@ class MicroLoss:
         return total
 
     def _added_loss(self, kinds: Tensor, given: LossInput, out: LossOutput, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """The share of the added rows, each origin by its term. `kinds` [M]: the origin of each token's row; `tokens` [M]: its
-        weighted policy loss; `lengths` [N]: trained tokens of each row's episode. All ranks measure under the same names."""
+        """Return the loss of the added rows, a scalar, each origin by its term; all ranks record metrics of the same names.
+
+        `kinds` [M]: the origin of each token's row; `tokens` [M]: weighted policy loss per token; `lengths` [N]: trained tokens
+        of each row's episode."""
         total, now = given.logprobs.new_zeros(()), given.logprobs.detach()
         for origin, counts in (self.added or {}).items():
             term: Term = self.view.batch[TERMS][origin - 1]
@@ -201,20 +218,21 @@ class MicroLoss:
                 share = unlikely.sum() / max(counts.tokens, 1.0)
                 self.meter.add(f"{term.name}/nll", -now, mine)
             else:
-                # Own rows that a correction rejects altogether would leave nothing to count by.
-                whole = self.counts if self.counts.tokens else counts
-                share = aggregate(tokens, counted, given.offsets, self.algorithm.aggregate, whole, lengths)
-                apart = torch.where(mine, now - given.behaviour_logprobs, torch.zeros_like(now))
-                self.meter.add(f"{term.name}/log_ratio_max", apart.abs(), how="max")
-                for name, values in {"kl_behaviour": -apart, **out.metrics}.items():
+                # If a correction rejects all tokens of the update's own rows, their counts are 0; then use those of the added.
+                denominators = self.counts if self.counts.tokens else counts
+                share = aggregate(tokens, counted, given.offsets, self.algorithm.aggregate, denominators, lengths)
+                log_ratios = torch.where(mine, now - given.behaviour_logprobs, torch.zeros_like(now))
+                self.meter.add(f"{term.name}/log_ratio_max", log_ratios.abs(), how="max")
+                for name, values in {"kl_behaviour": -log_ratios, **out.metrics}.items():
                     self.meter.add(f"{term.name}/{name}", values, counted)
             total = total + term.coef * share
         return total
 
 
 def mismatch(view: Ragged) -> dict[str, float]:
-    """`mismatch_kl` (k3, mean over all sampled tokens) and `mismatch_max` between the proximal policy and the engine's
-    logprobs. If the proximal policy was recomputed, the batch has both, even for rows that a correction rejects."""
+    """Return `mismatch_kl` (k3, mean over sampled tokens) and `mismatch_max` of recomputed against engine logprobs.
+
+    Rows that a correction rejects count too. Needs the column `old_logprobs`."""
     new, old = (view.tokens(name)[view.tokens("sampled")] for name in ("old_logprobs", "logprobs"))
     if not len(new):
         return {}
@@ -222,7 +240,7 @@ def mismatch(view: Ragged) -> dict[str, float]:
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError for a combination that would not do what its settings say."""
+    """Raise ConfigError if settings of the algorithm contradict each other or have no effect."""
     policy_loss(algorithm.loss.name, algorithm.loss.args)
     loss = POLICY_LOSSES.entry(algorithm.loss.name)
     if algorithm.proximal != "recompute":
@@ -261,12 +279,11 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
 
 
 class Pack:
-    """Some rows of a batch, end to end, on the engine's device: `micro` for the model, `compact` offsets of the sampled tokens,
-    and `column(name)` -> that column at the sampled tokens [M]. `tokens` is the number of the rows' tokens; `computed` of them go
-    through the model: fewer if the batch's columns say that rows share a prefix.
+    """Packed rows of a batch: a micro-batch of M sampled tokens on the engine's device.
 
-    `replay`: the model's routers repeat the column `experts`, if the batch has one. A shared prefix goes to the experts of the
-    first of its rows."""
+    `micro`: the model's input; `compact` [N + 1]: offsets of the sampled tokens by row. `tokens`: tokens of the rows; `computed`:
+    tokens that the model computes, fewer if rows share a prefix. `replay`: routers repeat the column `experts`, if the batch has
+    it; a shared prefix goes to the experts of the first of its rows. Raises ValueError if a row begins with a sampled token."""
 
     def __init__(self, view: Ragged, rows: list[int], device: torch.device, replay: bool = False) -> None:
         self.flat = pack(view, rows)
@@ -278,14 +295,14 @@ class Pack:
         self.compact = sampled_offsets(self.mask, offsets)
         ids, positions = self.flat["token_ids"], self.flat["position_ids"]
         indices, last = self.mask.nonzero().squeeze(1), offsets[1:] - 1
-        before, targets = indices - 1, ids[indices]  # a token is predicted by the one before it
+        before, targets = indices - 1, ids[indices]  # the token before predicts it
         layout = offsets
         experts = self.flat["experts"] if replay and "experts" in view else None
         if experts is not None and not rows:
             experts = free(experts, len(experts))
         trees, row_counts = trees_of(view, rows), None
         if trees:
-            # Fewer tokens are computed than the rows have: positions in the plain rows become positions among these.
+            # Shared tokens are computed once: map positions in the plain rows to positions among the computed tokens.
             made = share(view, rows, trees)
             ids, positions = made.token_ids, made.position_ids
             before, last = made.at[before], made.at[last]
@@ -303,21 +320,21 @@ class Pack:
         self.micro = Micro(ids, positions, packed, before, targets, last, experts, row_counts, images)
 
     def column(self, name: str) -> Tensor:
+        """Return a token column at the sampled tokens, [M]."""
         values: Tensor = self.flat[name]
         return on_device(values[self.mask], self.device)
 
     def row(self, name: str) -> Tensor:
-        """A row column, [N]."""
+        """Return a row column, [N]."""
         values: Tensor = self.flat[name]
         return on_device(values, self.device)
 
 
 class Steps:
-    """The optimizer steps of one update: `norms` holds the gradient norm of each before clipping, `skipped` counts
-    those that were not taken.
+    """The optimizer steps of one update.
 
-    A step with a loss or a gradient norm that is not finite is skipped on all ranks: its gradients are dropped,
-    weights and optimizer stay as they are.
+    `norms`: the gradient norm of each before clipping. `skipped`: number of steps with a non-finite loss or gradient norm; all
+    ranks skip them, drop the gradients, and leave weights and optimizer as they are.
     """
 
     def __init__(self, engine: BaseEngine, view: Ragged, where: str) -> None:
@@ -328,7 +345,7 @@ class Steps:
         self.skipped = 0
 
     def take(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> None:
-        """Backward passes over the micro-batches (row numbers) of minibatch `number`, and its optimizer step."""
+        """Run the backward passes of minibatch `number` over its micro-batches (row numbers), then its optimizer step."""
         sound = self.backward(number, micros, loss)
         norm = self._engine.step(sound)
         self.norms.append(norm)
@@ -340,13 +357,14 @@ class Steps:
             self._log_skipped(number, f"the gradient norm is {norm}", micros)
 
     def backward(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> bool:
-        """Add the gradients of the micro-batches of minibatch `number`. Returns True if the losses of all ranks were finite: all
-        must decide the same, as a rank that stepped alone would have other weights than the rest from then on."""
+        """Accumulate the gradients of minibatch `number`. Returns True if the losses of all ranks were finite.
+
+        Reduced over ranks: a rank that stepped alone would diverge from the others."""
         finite: list[Tensor] = []
         for index, rows in enumerate(micros):
             share = loss(rows)
             finite.append(torch.isfinite(share.detach()))
-            # Also with a loss that is not finite: a rank that left out a backward pass would hang the others' collectives.
+            # Also for a non-finite loss: without this rank's backward pass, the collectives of the others would hang.
             self._engine.backward(share, last=index == len(micros) - 1)
         if self._usage is not None:
             self._usage.add(micros)
@@ -359,9 +377,9 @@ class Steps:
         log.error("%s: optimizer step %d is skipped: %s; its rows: %s", self._where, number, what, rows)
 
     def finish(self) -> dict[str, float]:
-        """`grad_norm` (mean over the steps that were taken, if there are any), `skipped_optimizer_steps`, `optimizer_steps`
-        (taken), and what they took of the ranks' cards. Raises BrokenWeightsError, on all ranks, if the weights are no longer
-        finite."""
+        """Return `grad_norm` (mean of the steps taken), `skipped_optimizer_steps`, `optimizer_steps` (taken), and GPU usage.
+
+        Raises BrokenWeightsError, on all ranks, if the weights are no longer finite."""
         if not self._engine.finite():
             raise BrokenWeightsError(f"{self._where}: the weights are no longer finite; they are neither published nor saved")
         return {
@@ -384,12 +402,13 @@ def forward_columns(
     forward: Callable[[Micro], tuple[Tensor, ...]],
     replay: bool = False,
 ) -> TensorDict:
-    """Ragged float32 columns of the sampled tokens, 0 elsewhere: `forward` makes those of a micro-batch, in the order of `names`.
-    `replay`: tokens go to the experts that the batch names, if it does."""
+    """Compute ragged float32 columns by a forward pass over all rows: values at sampled tokens, 0 elsewhere.
+
+    `forward`: micro-batch -> one [M] tensor per name of `names`. `replay`: as in `Pack`. `cap`: tokens per micro-batch."""
     out = {name: torch.zeros(int(view.offsets[-1])) for name in names}
     [micros] = plan_micro_batches(view, cap, engine, [np.arange(len(view))])
     for rows in micros:
-        # Also for a dummy without rows: the pass takes part in the collectives of ranks that have some, and writes nothing.
+        # Also for a dummy without rows: its pass takes part in the collectives of the other ranks and writes nothing.
         packed = Pack(view, rows, engine.device, replay)
         for name, values in zip(names, forward(packed.micro), strict=True):
             tokens = torch.zeros(len(packed.mask))
@@ -399,6 +418,6 @@ def forward_columns(
 
 
 def compute_logprobs(engine: BaseEngine, view: Ragged, temperature: float, cap: int, replay: bool = False) -> TensorDict:
-    """`logprobs` and `entropy` as `forward_columns`; at temperature 0 as `MicroLoss` has it."""
-    names, heat = ("logprobs", "entropy"), temperature or 1.0
-    return forward_columns(engine, view, cap, names, lambda micro: engine.logprobs(micro, heat, True), replay)
+    """Return `logprobs` and `entropy` as `forward_columns` does; temperature 0 means 1, as in `MicroLoss`."""
+    names, scale = ("logprobs", "entropy"), temperature or 1.0
+    return forward_columns(engine, view, cap, names, lambda micro: engine.logprobs(micro, scale, True), replay)

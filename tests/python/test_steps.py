@@ -110,7 +110,7 @@ def test_a_metric_of_a_loss_cannot_replace_one_of_the_run(loop: agentrl.StepLoop
     def mine(given: agentrl.LossInput) -> agentrl.LossOutput:
         return agentrl.LossOutput(-given.logprobs, {name: torch.ones_like(given.logprobs)})
 
-    with pytest.raises(ConfigError, match=f"its metric '{name}' has the name of one of the run. Rename it"):
+    with pytest.raises(ConfigError, match=f"its metric '{name}' has the name of a metric of the run. Rename it"):
         loop.trainer.forward_backward(loop.trainer.batch(loop.policy.play(tasks=1, group_size=2)), mine)
 
 
