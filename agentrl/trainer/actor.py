@@ -1,4 +1,4 @@
-"""The actor: the role that holds the policy's weights and trains them; and supervised steps."""
+"""The actor: the role that holds and trains the policy's weights; supervised steps."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 # Supervised steps
 
 FLOOR = 0.1
-"""The cosine falls to this share of the learning rate at step `sft.min_steps`, and stays there."""
+"""Final fraction of the learning rate: the cosine schedule reaches it at step `sft.min_steps` and keeps it."""
 
 
 def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float], first: int, cap: int) -> list[dict[str, float]]:
-    """One optimizer step per minibatch, numbered from `first`, at the share `rate_at(number)` of the learning rates; every rank
-    calls it with its own rows. Returns the metrics of each step.
+    """Take one supervised optimizer step per minibatch, on the rows of this rank. Returns the metrics of each step.
 
-    The loss of a step is the mean over its assistant tokens (column `sampled`) on all ranks. Raises BrokenWeightsError
-    if the weights are not finite after a step.
+    Steps are numbered from `first`; `rate_at(number)` is the factor on the learning rates. The loss of a step is the mean of
+    -log pi over its assistant tokens (column `sampled`) on all ranks. `cap`: tokens per micro-batch. Raises BrokenWeightsError if
+    the weights are not finite after a step.
     """
     micros = plan_micro_batches(view, cap, engine)
     counts, found = view.batch["counts"], list[dict[str, float]]()
@@ -70,7 +70,7 @@ def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float],
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients that wait for an optimizer step: the denominators that they have, and whether every loss was finite."""
+    """Accumulated gradients before their optimizer step: their denominators, and `sound` if all losses were finite."""
 
     counts: Denominators
     sound: bool
@@ -94,12 +94,12 @@ class Actor(TrainedRole):
         self._recipe: Saving | None = None
         self._sft: SftConfig | None = None
         self._sft_done = 0
-        self._waiting: Gradients | None = None
+        self._pending: Gradients | None = None
         self._stepped = False
         self._visits: Visits | None = None
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None) -> None:
-        """Load the policy from a folder or hub name. `total_steps`: length of the run, for the schedule.
+        """Load the policy from a folder or hub name. `total_steps`: training steps of the run, for the schedule.
 
         Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
         """
@@ -109,15 +109,15 @@ class Actor(TrainedRole):
         self._engine.use_optimizer(self._optim)
 
     def show(self, name: str) -> None:
-        """Let a reference in this process follow the policy, under `name`."""
+        """Register the policy as `name`, for a moving reference in this process."""
         POLICIES[name] = self._ready(onload=False)
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
-        """Ragged `logprobs` and `entropy` of the sampled tokens under the current weights."""
+        """Compute ragged `logprobs` and `entropy` of the sampled tokens under the current weights."""
         return compute_logprobs(self._ready(), Ragged.of(batch), temperature, self._optim.micro_tokens, replay=True)
 
     def compute_reference(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
-        """`compute_logprob` of the frozen base, without the adapter. Raises ConfigError without `model.lora`."""
+        """Run `compute_logprob` with the frozen base, without the adapter. Raises ConfigError without `model.lora`."""
         engine = self._ready()
         if engine.cfg.lora is None:
             raise ConfigError("compute_reference: all weights are trained, so there is no frozen base (model.lora)")
@@ -133,13 +133,13 @@ class Actor(TrainedRole):
         temperature: float = 1.0,
         kl_coef: float | None = None,
     ) -> dict[str, float]:
-        """One training step (`epochs` x minibatches optimizer steps) on a batch from `cut_update` with the same arguments; its
-        metrics over all ranks, the same on each. Every rank calls it with its own rows.
+        """Run one training step: `epochs` x minibatches optimizer steps on this rank's rows of a batch from `cut_update`.
 
-        That needs the columns of `collate` and `advantages`; `ref_logprobs` if the loss has a KL term, and `old_logprobs`
-        (from `compute_logprob` before the update) if the proximal policy is to be recomputed. A minibatch without remaining rows
-        still takes its optimizer step, with a gradient of zero. `temperature` is the rollout's; `kl_coef` replaces
-        `algorithm.kl.coef` (an adaptive coefficient). Raises BrokenWeightsError if the weights are not finite afterwards.
+        Returns metrics over all ranks, equal on each. `algorithm`, `step`, `seed`: those of `cut_update`. The batch needs the
+        columns of `collate` and `advantages`; `ref_logprobs` for a KL term in the loss; `old_logprobs` (`compute_logprob` before
+        the update) for a recomputed proximal policy. A minibatch without rows still takes its optimizer step, with gradient zero.
+        `temperature`: that of the rollout. `kl_coef` (adaptive) replaces `algorithm.kl.coef`. Raises BrokenWeightsError if the
+        weights are not finite afterwards.
         """
         engine, view, lr = self._ready(), Ragged.of(batch), self._set_rate()
         policy, coef = policy_loss(algorithm.loss.name, algorithm.loss.args), algorithm.kl.coef if kl_coef is None else kl_coef
@@ -148,7 +148,7 @@ class Actor(TrainedRole):
         added = view.batch["added"] if "added" in view else [None] * len(micros)
         job = partial(MicroLoss, engine, view, algorithm, policy, temperature, coef, meter)
         self._visits = [] if SOURCE in view else None
-        engine.expert_load()  # of what was computed before
+        engine.expert_load()  # resets the counts of earlier passes
         for epoch in range(algorithm.epochs):
             seen = self._visits if epoch == 0 else None
             for at in visit_order(len(micros), epoch, seed, step):
@@ -163,7 +163,7 @@ class Actor(TrainedRole):
         return {**found, **taken, **means}
 
     def take_visits(self) -> LogRatios:
-        """The log ratios that the last update saw of this rank's rows, if its batch had the column `SOURCE`; once."""
+        """Return the log ratios of this rank's rows in the last update, and forget them; needs the column SOURCE."""
         visits, self._visits = self._visits or [], None
         out: LogRatios = {}
         for rows, offsets, values in visits:
@@ -183,21 +183,20 @@ class Actor(TrainedRole):
         kl_coef: float | None = None,
         part: int = 0,
     ) -> dict[str, float]:
-        """The gradients of minibatch `part` of a batch from `cut_update` with the same arguments, added to those that wait for
-        `optim_step`. Returns its metrics; nothing is changed yet.
+        """Accumulate the gradients of minibatch `part` of a batch from `cut_update`, for `optim_step`. Returns its metrics.
 
-        With gradients that wait, the sum becomes that of the one batch that joins the calls: means over n1 and n2 tokens (or
-        episodes) as one over n1 + n2. So earlier gradients are scaled by n1 / (n1 + n2), and the new loss is divided by n1 + n2.
+        Several calls accumulate the gradient of their joined batch: means over n1 and over n2 tokens (or episodes) become one
+        over n1 + n2. Earlier gradients are scaled by n1 / (n1 + n2), and the new loss is divided by n1 + n2.
         """
         engine, view = self._ready(), Ragged.of(batch)
         policy, coef = policy_loss(algorithm.loss.name, algorithm.loss.args), algorithm.kl.coef if kl_coef is None else kl_coef
         micros = plan_micro_batches(view, self._optim.micro_tokens, engine)[part]
         meter, steps = Meter(), Steps(engine, view, f"update {step}")
-        engine.expert_load()  # of what was computed before
-        own, waiting, share = view.batch["counts"][part], self._waiting, 1.0
+        engine.expert_load()  # resets the counts of earlier passes
+        own, pending, share = view.batch["counts"][part], self._pending, 1.0
         counts = own
-        if waiting is not None:
-            before = waiting.counts
+        if pending is not None:
+            before = pending.counts
             counts = Denominators(before.tokens + own.tokens, before.episodes + own.episodes, own.length)
             by_token = algorithm.aggregate == "token_mean"
             old, new, whole = (max(c.tokens if by_token else c.episodes, 1.0) for c in (before, own, counts))
@@ -207,36 +206,36 @@ class Actor(TrainedRole):
             share = new / whole
         job = MicroLoss(engine, view, algorithm, policy, temperature, coef, meter, counts, not self._stepped)
         sound = steps.backward(part, micros, job.loss)
-        self._waiting = Gradients(counts, sound and (waiting is None or waiting.sound))
+        self._pending = Gradients(counts, sound and (pending is None or pending.sound))
         metrics = measured_means(engine, meter, (own,))
-        # Of these rows by themselves, whatever waited before them.
+        # The loss of these rows alone, without earlier calls.
         return {**metrics, "loss": metrics["loss"] / share}
 
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
-        """One optimizer step with the gradients that wait, clipped as those of `update`; at the rate of the run's schedule, or
-        `lr`. `optimizer_steps` is 0 if something was not finite: then weights and optimizer stay as they are.
+        """Take one optimizer step with the accumulated gradients, clipped as in `update`, at rate `lr` or the schedule's.
 
-        Raises AgentrlError without gradients, BrokenWeightsError if the weights are not finite afterwards.
+        `optimizer_steps` is 0 if a number was not finite; then weights and optimizer stay as they are. Raises AgentrlError
+        without gradients, BrokenWeightsError if the weights are not finite afterwards.
         """
-        if self._waiting is None:
+        if self._pending is None:
             raise AgentrlError("optim_step: no gradients wait; call forward_backward first")
-        engine, waiting = self._ready(), self._waiting
+        engine, pending = self._ready(), self._pending
         lr = self._set_rate(lr)
-        norm = engine.step(waiting.sound)
-        self._waiting, self._stepped = None, True
+        norm = engine.step(pending.sound)
+        self._pending, self._stepped = None, True
         if not engine.finite():
             raise BrokenWeightsError("optim_step: the weights are no longer finite; they are neither published nor saved")
-        return {"grad_norm": norm, "lr": lr, "optimizer_steps": float(waiting.sound and math.isfinite(norm))}
+        return {"grad_norm": norm, "lr": lr, "optimizer_steps": float(pending.sound and math.isfinite(norm))}
 
     def drop_gradients(self) -> None:
-        """Forget the gradients that wait."""
+        """Drop the accumulated gradients."""
         optimizers = self._ready().optimizers
         assert optimizers is not None
         optimizers.drop()
-        self._waiting = None
+        self._pending = None
 
     def end_update(self) -> None:
-        """The optimizer steps since the last call were one training step, for the schedule."""
+        """Count the optimizer steps since the last call as one training step of the schedule."""
         self._updates += self._stepped
         self._stepped = False
 
@@ -249,7 +248,7 @@ class Actor(TrainedRole):
         engine.use_optimizer(sft_optim(self._optim, cfg, engine.cfg))
 
     def sft_steps(self, batch: TensorDict) -> list[dict[str, float]]:
-        """The supervised optimizer steps of a batch from `cut_steps`, in order: the metrics of each."""
+        """Take the supervised optimizer steps of a batch from `cut_steps`, in order. Returns the metrics of each."""
         if self._sft is None:
             raise AgentrlError("sft_steps: call begin_sft first")
         rate_at = partial(rate, warmup=self._sft.warmup, schedule="cosine", total=self._sft.min_steps, floor=FLOOR)
@@ -268,52 +267,54 @@ class Actor(TrainedRole):
     # -- weights for others ---------------------------------------------------------------------------
 
     def open_route(self, route: str, cfg: WeightsConfig, receivers: int, saved: bool = False) -> Offer:
-        """Create a channel for weights to `receivers` processes; an earlier one is closed. `saved`: tensors are sent as
-        checkpoints have them, not as the model's modules do. Raises ConfigError if this machine cannot serve the route."""
+        """Open a channel for weights to `receivers` processes and close the earlier one.
+
+        `saved`: send tensors in the format of checkpoints, not of the model's modules. Raises ConfigError if this machine cannot
+        serve the route."""
         self.close_route()
         engine = self._ready()
         self._recipe = engine.saving() if saved else None
         largest = engine.largest() if self._recipe is None else self._recipe.largest()
-        # The address is asked for each time, and not taken from the group's rendezvous: the engine's processes may be on other
-        # nodes than the group, and on nodes that joined the cluster later.
+        # Not the address of the group's rendezvous: the engine's processes may be on other nodes, which may have joined later.
         self._sender = sender = make_sender(route, cfg, largest, receivers, reachable_address())
         if self.rank != 0 and not sender.every_rank:
-            # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
+            # The sender's slot size may differ from the requested one, and all ranks must cut the stream alike.
             return Offer(route, sender.slot_bytes, receivers, ())
         sender.lend(engine.resident())
         return sender.open()
 
     def route_attached(self) -> None:
-        """Called when all receivers have attached to what `open_route` offered."""
+        """Tell the sender that all receivers have attached to the offer of `open_route`."""
         assert self._sender is not None, "call open_route first"
         if self._sender.slots:  # else it was not opened on this rank
             self._sender.attached()
 
     def next_bucket(self, first: bool) -> Bucket | None:
-        """Send the next bucket of weights; None after the last. `first` starts a new stream, whatever the state of the previous
-        one. All ranks call it together."""
+        """Send the next bucket of weights; returns None after the last. All ranks call it together.
+
+        `first`: start a new stream, even if the previous one did not end."""
         assert self._sender is not None, "call open_route first"
         if first:
-            self._buckets = iter(())  # dropping the generator in them reshards its current layer
+            self._buckets = iter(())  # dropping the old generator reshards its current layer
             held = self._ready(onload=False).tensors()
             self._buckets = self._sender.buckets(held if self._recipe is None else self._recipe.tensors(held))
-        # Ranks without buckets reach the end one call before rank 0 does, and stay there.
+        # Ranks without buckets reach the end one call before rank 0; further calls return None.
         return next(self._buckets, None)
 
     def close_route(self) -> None:
-        """Free the channel; idempotent."""
+        """Close the channel and free its memory; idempotent."""
         self._buckets = iter(())
         if self._sender is not None:
             self._sender.close()
             self._sender = None
 
     def export_adapter(self) -> Adapter:
-        """Only the low-rank adapter, on the host. Raises ConfigError without `model.lora`."""
+        """Return the low-rank adapter alone, on the host. Raises ConfigError without `model.lora`."""
         engine = self._ready()
         if engine.cfg.lora is None:
             raise ConfigError("export_adapter: the model has no adapter (model.lora)")
         return Adapter(engine.cfg.lora.rank, engine.cfg.lora.alpha, engine.adapter())
 
     def export_hf(self, folder: str) -> None:
-        """Write a folder that plain transformers and vLLM can load."""
+        """Write the model to a folder that plain transformers and vLLM can load."""
         self._ready().export(Path(folder))

@@ -1,7 +1,6 @@
 """Minibatches: the rows of an optimizer step, their denominators, and the columns that the loss reads.
 
-Visits of sampled tokens, checks for numbers that are not finite, minibatches, and the KL penalty
-against the reference policy."""
+Also per-token results of an update, checks for non-finite numbers, and the KL penalty against the reference policy."""
 
 from __future__ import annotations
 
@@ -26,21 +25,22 @@ from agentrl.utils.errors import ConfigError, DispatchError
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-# Visits of tokens
+# Results per token
 
 SOURCE = "source_row"
-"""The row column that asks for visits: each row's number in the driver's batch."""
+"""Row column: each row's number in the driver's batch. If a batch has it, the actor records log ratios."""
 Visits = list[tuple[Tensor, Tensor, Tensor]]
-"""Of each micro-batch: numbers [N] of its rows, offsets [N + 1] of their sampled tokens, and log pi - log mu of these [M]. They
-stay on the device until the update is over: reading them before would wait for it."""
+"""Per micro-batch: row numbers [N], offsets [N + 1] of the rows' sampled tokens, and their log pi - log mu [M]. They stay on the
+device until the update has ended, because reading them synchronizes with the GPU."""
 LogRatios = dict[int, npt.NDArray[np.float16]]
-"""By row: the relative precision of float16, 1e-3, holds down to log ratios of 1e-4."""
+"""Log ratios by row number. float16 has a relative precision of 1e-3 down to log ratios of 1e-4."""
 
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """The sampled tokens of a step's batch, row by row in the order of `collate`: `offsets` [N + 1] cut `advantages` float32 [M].
-    `log_ratios`: of the rows that have some."""
+    """Advantages and log ratios of a step's sampled tokens, by row in the order of `collate`.
+
+    `offsets` [N + 1] cut `advantages` float32 [M]. `log_ratios`: by row number, for the rows that were trained."""
 
     offsets: npt.NDArray[np.int64]
     advantages: npt.NDArray[np.float32]
@@ -48,10 +48,9 @@ class TrainedTokens:
 
     @classmethod
     def of(cls, view: Ragged, log_ratios: LogRatios | None) -> TrainedTokens:
-        """From a batch with advantages. Without `log_ratios` they are those of every row, from the proximal policy that was
-        computed before the update."""
+        """Read a batch with advantages. Without `log_ratios`: log(proximal / behaviour) of every row, from `old_logprobs`."""
         mask = view.tokens("sampled")
-        # Nothing is made as long as the batch: of hundreds of millions of tokens, a running sum would take gigabytes.
+        # No array of the batch's length: for hundreds of millions of tokens, a running sum would take gigabytes.
         counts = np.add.reduceat(mask.numpy(), view.offsets[:-1].numpy(), dtype=np.int64)  # no row is empty
         offsets = np.concatenate(([0], np.cumsum(counts)))
         if log_ratios is None:
@@ -60,7 +59,7 @@ class TrainedTokens:
         return cls(offsets, view.tokens("advantages")[mask].float().numpy(), log_ratios)
 
     def row(self, number: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float16] | None]:
-        """Advantages and log ratios of a row's sampled tokens."""
+        """Return the advantages and log ratios (None if not recorded) of a row's sampled tokens."""
         start, stop = self.offsets[number : number + 2].tolist()
         return self.advantages[start:stop], self.log_ratios.get(number)
 
@@ -72,7 +71,9 @@ TERMS = "loss_terms"
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Loss of added rows: `coef` times the policy loss, or times the mean of -log pi of their tokens. Metrics have its name."""
+    """Loss term of added rows: `coef` times the policy loss, or, if `supervised`, times the mean of -log pi over their tokens.
+
+    `name` prefixes its metrics."""
 
     name: str
     supervised: bool
@@ -80,7 +81,7 @@ class Term:
 
 
 def supervised_tokens(view: Ragged) -> Tensor:
-    """The tokens of rows that are trained by a supervised term, bool [T]."""
+    """Mask the tokens of rows with a supervised loss term, bool [T]."""
     numbers = [number for number, term in enumerate(view.batch[TERMS], FRESH + 1) if term.supervised]
     return spread(torch.from_numpy(np.isin(origins(view), numbers)), view.offsets, int(view.offsets[-1]))
 
@@ -88,11 +89,11 @@ def supervised_tokens(view: Ragged) -> Tensor:
 # Finite numbers
 
 COLUMNS = ("reward", "rewards", "baseline", "logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
-SHOWN = 8
+MAX_NAMED_ROWS = 8
 
 
 def broken_rows(view: Ragged) -> str:
-    """Rows in which a column of `COLUMNS` has a number that is not finite, by column, in words; "" if all are finite."""
+    """Describe the rows with a non-finite number in a column of `COLUMNS`; "" if all numbers are finite."""
     broken: list[str] = []
     for name in COLUMNS:
         if name not in view:
@@ -100,7 +101,7 @@ def broken_rows(view: Ragged) -> str:
         column = view.row(name)
         values = column.values() if is_ragged(column) else column
         if bool(torch.isfinite(values.sum())):
-            continue  # the usual case, found without a mask of the column's size: one such number makes the sum not finite
+            continue  # the usual case, without a mask of the column's size: one NaN or infinity makes the sum non-finite
         bad = ~torch.isfinite(values)
         rows = np.flatnonzero(row_counts(bad, view.offsets).numpy() > 0 if is_ragged(column) else bad.numpy()).tolist()
         if rows:  # none if only the sum overflowed
@@ -109,32 +110,32 @@ def broken_rows(view: Ragged) -> str:
 
 
 def named_rows(view: Ragged, rows: Sequence[int]) -> str:
-    """Rows by the numbers that a run's records use: group, member, and ledger of that episode."""
+    """Name rows by group, member and ledger, as the run's records number them; at most MAX_NAMED_ROWS."""
     episode, group, member = view.episode, view.numbers("group"), view.numbers("member")
     names = [
         f"(group {group[row]}, member {member[row]}, ledger {int((episode[:row] == episode[row]).sum())})"
-        for row in list(rows)[:SHOWN]
+        for row in list(rows)[:MAX_NAMED_ROWS]
     ]
     more = len(rows) - len(names)
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
-# What an optimizer step consists of: its rows, its denominators, and which rows are computed at all. On the driver.
+# The plan of optimizer steps: their rows, their denominators, and the rows that are computed at all.
 #
 # On the driver, `cut_update` prepares a training step over the whole batch; the worker group only ships it. The order matters:
 #
 # with_policies        the proximal policy, and the weights of an off-policy correction, which reject tokens
 # cut_minibatches      episodes -> optimizer steps                                     (data/schedule.py)
-# counted              denominators of each, from every row: rejected tokens do not count, idle rows do
+# with_counts          denominators of each, from every row: rejected tokens do not count, idle rows do
 # with_selection       tokens that a loss treats differently, over all rows of a minibatch
 # without_idle_rows    drops rows that cannot have a gradient, which saves time and changes no step
 # assign_ranks         remaining rows -> ranks                                         (data/schedule.py)
 #
-# Workers find all of it in the columns `minibatch` (see `plan_micro_batches`), `episode_tokens` and `counts`: the denominators
-# of each minibatch, over all ranks and all rows, including those that were left out.
+# Workers read the plan from the columns `minibatch` (see `plan_micro_batches`), `episode_tokens` and `counts`: the denominators
+# of each minibatch, over all ranks and all rows, including the dropped ones.
 
 DRIVER_ONLY = ("rewards", "turns", "versions")
-"""Token columns that only the driver reads, to compute advantages: they are not sent to the roles."""
+"""Token columns that only the driver reads, for advantages; they are not sent to the roles."""
 
 
 def cut_update(
@@ -147,13 +148,13 @@ def cut_update(
     policy: bool = True,
     part: int | None = None,
 ) -> TensorDict:
-    """The batch of `update` for `ranks` data-parallel ranks: minibatches of episodes, each balanced over the ranks.
+    """Cut a batch into minibatches of episodes, each balanced over `ranks` data-parallel ranks; the input of `update`.
 
-    `policy`: for the policy's update, which has a proximal policy, an off-policy correction and picked tokens, and leaves
-    out rows that cannot have a gradient. Otherwise every row counts and is computed. With `part` only that minibatch is sent.
+    `policy`: prepare the policy's update: proximal policy, off-policy correction, picked tokens, and no rows that cannot have a
+    gradient. Without it (critic) every row counts and is computed. With `part` only that minibatch is sent.
     """
     view = Ragged.of(batch)
-    if policy:  # before anything is counted: a correction's rejected tokens are in no denominator
+    if policy:  # before counting: tokens that a correction rejects are in no denominator
         view = with_policies(view, algorithm)
     parts = cut_minibatches(view, algorithm, seed, step)
     view = with_counts(view, parts, algorithm.length_norm)
@@ -167,7 +168,7 @@ def cut_update(
 
 
 def cut_steps(batch: TensorDict, count: int, ranks: int) -> TensorDict:
-    """The batch of `count` supervised steps for `ranks` data-parallel ranks: nearly equal numbers of rows, in the rows' order.
+    """Cut a batch, in order, into `count` supervised steps of nearly equal numbers of rows, each balanced over `ranks`.
 
     Raises DispatchError if a step would have no row.
     """
@@ -183,7 +184,7 @@ MINIBATCHES = Shard(collect="metrics", balance="column", stays=DRIVER_ONLY)
 
 @dataclass(frozen=True)
 class RowsShard(Shard):
-    """For one forward pass over all rows: balanced by tokens, with shared tokens counted once."""
+    """Dispatch of one forward pass over all rows: balanced by tokens, shared tokens counted once."""
 
     stays: tuple[str, ...] = DRIVER_ONLY
 
@@ -194,19 +195,18 @@ class RowsShard(Shard):
 
 
 def proximal_of(view: Ragged) -> Tensor:
-    """Logprobs of the proximal policy [T]: `old_logprobs` if they were recomputed, else those of the engine."""
+    """Return the logprobs of the proximal policy [T]: recomputed `old_logprobs`, else those of the engine."""
     return view.tokens("old_logprobs" if "old_logprobs" in view else "logprobs")
 
 
 def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
-    """The batch with `old_logprobs` only if the proximal policy is to be recomputed, and `weights` if there is an
-    off-policy correction, or if truncated episodes are masked (weight 0).
+    """Drop `old_logprobs` if the proximal policy is the behaviour policy, and add `weights` if tokens are weighted.
 
-    Raises ConfigError if the proximal policy should have been recomputed but was not, or if nothing says which episodes were
-    truncated.
+    `weights` [T] come from an off-policy correction; masked truncated episodes have weight 0. Raises ConfigError if the column
+    `old_logprobs` or `truncated` is needed and missing, or a correction returns negative or non-finite weights.
     """
     if algorithm.proximal == "behaviour" and "old_logprobs" in view:
-        # If it stayed, `proximal_of` would take it for the proximal policy.
+        # Else `proximal_of` would take it for the proximal policy.
         view = Ragged(view.batch.exclude("old_logprobs"), view.offsets, view.lengths)
     if algorithm.proximal == "recompute" and "old_logprobs" not in view:
         raise ConfigError('algorithm.proximal = "recompute": the batch has no column old_logprobs (Actor.compute_logprob)')
@@ -217,7 +217,7 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
         label = f"algorithm.correction {algorithm.correction.name!r}"
         weights = call_component(label, rule, proximal_of(view), view.tokens("logprobs"), sampled, view.offsets)
         check_output(label, weights, Tensor, "", sampled)
-        if not bool((weights[sampled] >= 0).all() and weights[sampled].isfinite().all()):  # a NaN would drop its token unseen
+        if not bool((weights[sampled] >= 0).all() and weights[sampled].isfinite().all()):  # a NaN would drop its token silently
             raise ConfigError(f"{label} returned weights that are negative or not finite; expected numbers of 0 and above")
     if algorithm.truncated == "mask":
         if TRUNCATED not in view:
@@ -232,16 +232,17 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
 
 
 def trained_tokens(view: Ragged) -> Tensor:
-    """The tokens that are trained, bool [T]: the sampled ones, except those that an off-policy correction rejects or
-    that are of masked, truncated episodes."""
+    """Mask the trained tokens, bool [T]: sampled, not rejected by a correction, not in a masked truncated episode."""
     sampled = view.tokens("sampled")
     return sampled & (view.tokens("weights") > 0) if "weights" in view else sampled
 
 
 def with_counts(view: Ragged, parts: list[np.ndarray], length: int | None = None) -> Ragged:
-    """The batch with the row column `episode_tokens` int64 [N] (trained tokens of the row's episode, over all of its
-    rows), and batch-wide `counts`, the denominators of each minibatch: of the rows that were played for this update. If others
-    were added, `added` has those of these, by origin."""
+    """Add the denominators of each minibatch to a batch.
+
+    Row column `episode_tokens` int64 [N]: trained tokens of the row's episode, over all of its rows. Batch-wide `counts`:
+    denominators per minibatch, of the rows played for this update; `added`: those of added rows, by origin, if there are any.
+    `length`: `Denominators.length`."""
     per_row = row_counts(trained_tokens(view), view.offsets).numpy()
     per_episode = np.bincount(view.episode, weights=per_row).astype(np.int64)
     origin, counts, added = origins(view), list[Denominators](), list[dict[int, Denominators]]()
@@ -249,7 +250,7 @@ def with_counts(view: Ragged, parts: list[np.ndarray], length: int | None = None
         by_origin = {}
         for kind in (FRESH, *np.unique(origin[origin != FRESH]).tolist()):
             own = rows[origin[rows] == kind]
-            # An episode with every token rejected is in no mean: it would only shrink the share of the others.
+            # An episode without trained tokens does not count: it would only shrink the share of the others.
             alive = int((per_episode[np.unique(view.episode[own])] > 0).sum())
             by_origin[kind] = Denominators(float(per_row[own].sum()), float(alive), float(length or 1))
         counts.append(by_origin.pop(FRESH))
@@ -259,14 +260,14 @@ def with_counts(view: Ragged, parts: list[np.ndarray], length: int | None = None
 
 
 def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: AlgorithmConfig) -> list[np.ndarray]:
-    """Each minibatch without the rows that cannot have a gradient; possibly empty.
+    """Drop the rows that cannot have a gradient from each minibatch, which may become empty.
 
     A row has one if a term of the loss is not zero on one of its trained tokens. Every policy loss is zero on a row whose
-    advantages are zero, except one with the trait "moves_picked" on the tokens picked for it; an entropy bonus or a KL term in
-    the loss has a gradient on all tokens, and so has a supervised term.
+    advantages are zero, except one with the trait "moves_picked" on its picked tokens; an entropy bonus, a KL term in the loss,
+    and a supervised term have a gradient on all tokens.
 
-    The first minibatch keeps at least one row of this update, its shortest with a sampled token: trainer and engine are compared
-    there. The batch itself stays as it is: rows in no minibatch are sent to no rank.
+    The first minibatch keeps at least one row of this update, its shortest with a sampled token, to compare trainer and engine.
+    The batch itself does not change: rows in no minibatch are sent to no rank.
     """
     alive = trained_tokens(view)
     if not (algorithm.entropy_bonus > 0 or (algorithm.kl.coef > 0 and algorithm.kl.where == "loss")):
@@ -286,19 +287,18 @@ def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: Algorith
 
 
 def with_selection(view: Ragged, parts: list[np.ndarray], loss: Choice, seed: int) -> Ragged:
-    """The batch with the ragged bool column `picked`, for a loss that picks tokens.
+    """Add the ragged bool column `picked`: the tokens that a loss picks by covariance.
 
-    Of a minibatch's tokens it is the `share` of the loss: at random among those whose covariance is in (low, high), or without
-    these arguments those of the largest. The covariance of a token is (log pi - mean)(A - mean), with means over the trained
-    tokens of its minibatch, including those of rows with advantage 0; log pi is the proximal policy's. Rows that were added are
-    in no mean, and none is picked.
+    Picks the fraction `share` of a minibatch's trained tokens: at random among those with a covariance in (low, high), or, for a
+    loss without these arguments, those of the largest covariance. A token's covariance is (log pi - mean)(A - mean), with means
+    over the trained tokens of its minibatch, including those with advantage 0; log pi is the proximal policy's. Added rows are
+    in no mean and are never picked.
     """
     args = POLICY_LOSSES.arguments(loss.name, loss.args)
     trained = trained_tokens(view)
-    # float64: which token is picked hangs on small differences, which in float32 depend on the order of summation.
+    # float64: the choice depends on small differences, which in float32 depend on the order of summation.
     logprobs, advantages = proximal_of(view).double(), view.tokens("advantages").double()
-    # A number for each token, from the token and its row: a generator would hand out its numbers by position in the batch, and
-    # so pick other tokens if the rows came in another order.
+    # Pseudo-random numbers hashed from the token and its row: those of a generator would depend on the order of the rows.
     rows_of = row_ids(view.offsets)
     place = torch.arange(len(rows_of)) - view.offsets[:-1][rows_of]
     mix = view.tokens("token_ids").to(torch.int64) * 2654435761 + place * 40503 + seed * 7919
@@ -329,17 +329,18 @@ def with_selection(view: Ragged, parts: list[np.ndarray], loss: Choice, seed: in
 
 
 def kl_kind(cfg: KlConfig) -> str:
-    """The estimator that the config names; by default k1 in the reward, whose expectation under the policy is the KL
-    itself and which PPO uses there (Ziegler et al. 2019, arXiv:1909.08593; Ouyang et al. 2022, arXiv:2203.02155), and k3
-    in the loss (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
+    """Return the configured KL estimator, by default k1 in the reward and k3 in the loss.
+
+    The expectation of k1 under the policy is the KL; PPO uses it in the reward (Ziegler et al. 2019, arXiv:1909.08593; Ouyang et
+    al. 2022, arXiv:2203.02155). GRPO uses k3 in the loss (Shao et al. 2024, arXiv:2402.03300)."""
     return cfg.kind or ("k1" if cfg.where == "reward" else "k3")
 
 
 def adapted_kl_coef(coef: float, measured: float, episodes: int, cfg: KlConfig) -> float:
-    """The next coefficient (Ziegler et al. 2019, arXiv:1909.08593): coef (1 + clip(KL / target - 1, +-0.2) episodes / horizon).
+    """Return the next KL coefficient: coef (1 + clip(KL / target - 1, +-0.2) episodes / horizon).
 
-    Departures: their KL is that of a whole episode, ours is the mean over its tokens, and `target` likewise; without a horizon it
-    is that of 20 updates.
+    Source: Ziegler et al. 2019, arXiv:1909.08593. Departures: KL and `target` are means over tokens, not sums over an episode;
+    the default horizon is the episodes of 20 updates.
     """
     if cfg.target is None:
         return coef

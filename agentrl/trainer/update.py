@@ -38,24 +38,10 @@ ADDED = "/added_computed"
 MEAN_OVER = {"kl_behaviour": SAMPLED, "mismatch_kl": FIRST}
 """Denominator of a metric's mean, by metric; default: TRAINED, the computed trained tokens of this update's own rows. Metrics of
 added rows (`TERM/name`) are means over `TERM` + ADDED."""
-
-
-TAKEN = {
-    "step",
-    "phase",
-    "reward",
-    "success",
-    "loss",
-    "entropy",
-    "grad_norm",
-    "lr",
-    "kl_behaviour",
-    "kl_reference",
-    "mismatch_kl",
-}
+RESERVED_METRICS = {
+    "step", "phase", "reward", "success", "loss", "entropy", "grad_norm", "lr", "kl_behaviour", "kl_reference", "mismatch_kl",
+}  # fmt: skip
 """Metric names of the run, which a policy loss must not use."""
-
-
 How = Literal["sum", "max"]
 
 
@@ -190,7 +176,7 @@ class MicroLoss:
         meter.add(TRAINED, mask)
         meter.add("entropy", entropy, mask)
         meter.add("kl_behaviour", behaviour - now, fresh)
-        if taken := sorted(TAKEN & out.metrics.keys()):
+        if taken := sorted(RESERVED_METRICS & out.metrics.keys()):
             raise ConfigError(f"{label}: its metric {taken[0]!r} has the name of a metric of the run. Rename it")
         for name, values in out.metrics.items():
             meter.add(name, torch.as_tensor(values), mask)
