@@ -199,7 +199,7 @@ def test_what_a_loss_returns_is_named(answer: object, said: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (None, "returned None; expected a tensor of shape [4], a number for each token"),
+        (None, "returned None; expected a tensor of shape [4], one number per token"),
         (1.0, "returned 1.0; expected a tensor"),
         (torch.ones(3), "returned a tensor of shape [3]; expected a tensor of shape [4]"),
         (torch.tensor([1.0, float("nan"), 1.0, 1.0]), "returned weights that are negative or not finite"),

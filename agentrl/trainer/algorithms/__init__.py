@@ -7,9 +7,9 @@ from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, Los
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 
 advantages = ADVANTAGES.bind
-"""`advantages(name, args)`: the estimator with its arguments bound. Raises ConfigError for an unknown name or argument."""
+"""`advantages(name, args)` -> estimator with bound arguments. Raises ConfigError for an unknown name or argument."""
 policy_loss = POLICY_LOSSES.bind
-"""`policy_loss(name, args)`: the same of a policy loss."""
+"""`policy_loss(name, args)` -> policy loss with bound arguments. Raises ConfigError like `advantages`."""
 
 __all__ = [
     "ADVANTAGES", "POLICY_LOSSES", "AdvantageInput", "AdvantageOutput", "LossInput", "LossOutput", "advantages", "policy_loss",

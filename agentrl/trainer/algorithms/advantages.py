@@ -1,4 +1,4 @@
-"""Advantage estimators: pure functions from an update's rewards to one advantage per sampled token.
+"""Advantage estimators: pure functions from the rewards of an update to one advantage per sampled token.
 
 Each registration declares the inputs that its estimator needs in addition to rewards."""
 
@@ -50,12 +50,12 @@ ADVANTAGES: Registry[Callable[..., AdvantageOutput]] = Registry(
 
 
 def of_episodes(batch: AdvantageInput, rule: Callable[[Episodes], Tensor]) -> AdvantageOutput:
-    """A rule's value per episode, on each of its sampled tokens."""
+    """Spread a rule's value per episode over the episode's sampled tokens."""
     return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets))
 
 
 def of_groups(batch: AdvantageInput, rule: Callable[[Tensor], Tensor]) -> AdvantageOutput:
-    """As `of_episodes`, for a rule that sees the rewards of one group at a time."""
+    """Apply a rule to the rewards of one group at a time, then spread the values as `of_episodes` does."""
 
     def by_group(e: Episodes) -> Tensor:
         out = torch.zeros_like(e.reward)
@@ -78,8 +78,7 @@ def grpo(batch: AdvantageInput, *, eps: Annotated[float, Field(ge=0)] = 1e-6) ->
 
 @ADVANTAGES.register("dr_grpo", needs={"group"})
 def dr_grpo(batch: AdvantageInput) -> AdvantageOutput:
-    """R - mean on every sampled token. The paper's other change, a sum over tokens that is not divided by a length, is
-    `algorithm.aggregate`."""
+    """R - mean on every sampled token. The paper's other change, token sums without a length, is `algorithm.aggregate`."""
     return of_episodes(batch, Episodes.center)
 
 
@@ -93,18 +92,18 @@ def rloo(batch: AdvantageInput) -> AdvantageOutput:
 def opo(batch: AdvantageInput) -> AdvantageOutput:
     """R - sum(l R) / sum(l) over the group, l = sampled tokens of an episode over all its ledgers.
 
-    The length stands for the squared norm of the score function, as in the paper's simplification.
+    As in the paper's simplification, the length approximates the squared norm of the score function.
     """
     return of_episodes(batch, lambda e: e.center(weights=e.tokens))
 
 
 @ADVANTAGES.register("gpg", needs={"group"})
 def gpg(batch: AdvantageInput, *, f_norm: Annotated[float, Field(gt=0)] = 1.0) -> AdvantageOutput:
-    """alpha (R - mean) / f_norm, alpha = B / (B - M): of B scored episodes, M are in groups whose rewards are all equal.
+    """alpha (R - mean) / f_norm, alpha = B / (B - M): of B scored episodes, M are in groups with equal rewards.
 
-    alpha makes up for the M in the denominators of the loss, which therefore must count them. The paper's
-    F_norm is 1 or the group's standard deviation; here it is a constant (for the standard deviation see `grpo`).
-    The paper's threshold, below which groups are sampled again, is `rollout.filter_zero_variance`.
+    alpha compensates for the M episodes, which the denominators of the loss must count. The paper's F_norm is 1 or the group's
+    standard deviation; here it is a constant (for the standard deviation see `grpo`). The paper's threshold for resampling
+    groups is `rollout.filter_zero_variance`.
     """
 
     def rule(e: Episodes) -> Tensor:
@@ -116,8 +115,9 @@ def gpg(batch: AdvantageInput, *, f_norm: Annotated[float, Field(gt=0)] = 1.0) -
 
 @ADVANTAGES.register("maxrl", needs={"group"})
 def maxrl(batch: AdvantageInput) -> AdvantageOutput:
-    """(R - mean) / mean of abs(R) on every sampled token; 0 if all rewards are equal. For rewards of 0 and 1 the expected
-    update is that of log p(success), up to the order of the group's size."""
+    """(R - mean) / mean of abs(R) on every sampled token; 0 if all rewards are equal.
+
+    For rewards of 0 and 1 the expected update is that of log p(success), expanded up to the order of the group size."""
 
     def rule(e: Episodes) -> Tensor:
         size = group_total(e.reward.abs(), e.group, e.groups)[e.group] / e.size()
@@ -128,10 +128,10 @@ def maxrl(batch: AdvantageInput) -> AdvantageOutput:
 
 @ADVANTAGES.register("max_variance", needs={"group", "group_over_k"})
 def max_variance(batch: AdvantageInput, *, k: Annotated[int, Field(ge=2)] = 4) -> AdvantageOutput:
-    """n / k (R - mean) / (std + 1e-6) over the k of n episodes whose rewards have the largest variance, 0 for the others.
+    """n / k (R - mean) / (std + 1e-6) over the k of n episodes with the largest reward variance, 0 for the others.
 
-    Those are the i smallest and k - i largest rewards, for the best i. The factor makes up for the others in the denominators
-    of the loss. A group of at most k episodes is that of `grpo`.
+    Those are the i smallest and k - i largest rewards, for the best i. The factor n / k compensates for the others, which the
+    denominators of the loss count. In a group of at most k episodes the result is that of `grpo`.
     """
 
     def rule(rewards: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def max_variance(batch: AdvantageInput, *, k: Annotated[int, Field(ge=2)] = 4) -
         least = min(k, n)
         ends = torch.stack([torch.cat([order[:i], order[n - least + i :]]) for i in range(least + 1)])
         variance = rewards[ends].double().var(1, correction=0)
-        kept = ends[int((variance >= (1 - 1e-9) * variance.max()).nonzero()[0])]  # rounding decides between no equal ones
+        kept = ends[int((variance >= (1 - 1e-9) * variance.max()).nonzero()[0])]  # ties: the first, not decided by rounding
         out[kept] = n / least * standardize_in_groups(rewards[kept], torch.zeros_like(kept), 1, 1e-6)
         return out
 
@@ -153,9 +153,9 @@ def pass_at_k(
     k: Annotated[int, Field(ge=1)] = 4,
     eps: Annotated[float, Field(ge=0)] = 1e-6,
 ) -> AdvantageOutput:
-    """Advantages of the pass@k objective, (mean with it - mean) / (std + eps).
+    """Pass@k: (mean of the maximum over k-subsets with the episode - mean over all k-subsets) / (std + eps).
 
-    A group of at most k episodes has only one subset, so its advantages are 0: groups must be larger than k.
+    A group of at most k episodes has at most one subset, so its advantages are 0: groups must be larger than k.
     """
 
     def rule(rewards: Tensor) -> Tensor:
@@ -163,13 +163,13 @@ def pass_at_k(
         if n <= k:
             return torch.zeros(n, dtype=torch.float64)
         ordered, order = torch.sort(rewards.double(), stable=True)
-        # A shift cancels in exact arithmetic. Here it makes equal rewards exactly 0: probabilities sum to 1 only up to rounding.
+        # The shift cancels in exact arithmetic. It makes equal rewards exactly 0, as probabilities sum to 1 only up to rounding.
         above = ordered - ordered[0]
         mean = (_largest(n, k) * above).sum()
         std = (_largest(n, k) * (above - mean).square()).sum().sqrt()
         if std == 0:
             return torch.zeros(n, dtype=torch.float64)
-        # If i is in the subset, its other members are a (k-1)-subset of the other n-1, and the larger of the two maxima counts.
+        # With i in the subset, the rest is a (k-1)-subset of the other n-1; the maximum is the larger of its maximum and i.
         inside = torch.empty_like(above)
         for i in range(n):
             rest = torch.cat([above[:i], above[i + 1 :]])
@@ -182,7 +182,7 @@ def pass_at_k(
 
 
 def _largest(n: int, k: int) -> Tensor:
-    """The probability that item j of n, in ascending order, is the largest of a random k-subset, float64 [n]."""
+    """Return the probability that item j of n, in ascending order, is the maximum of a random k-subset, float64 [n]."""
     return torch.tensor([comb(j, k - 1) / comb(n, k) for j in range(n)], dtype=torch.float64)
 
 
@@ -197,12 +197,11 @@ def multi_reward(
 ) -> AdvantageOutput:
     """A = sum over terms of weight * (term - mean) / (std + eps), then A / (std of A + eps), on every sampled token.
 
-    Mean and std of a term are those of the group's known values; an unknown one (NaN) adds 0. The last std
-    (`whitened`) is over all scored episodes, each once, as in the paper (verl takes it over tokens);
-    the mean of A over them is 0 by construction.
+    Mean and std of a term are over the group's known values; an unknown value (NaN) adds 0. The last std (`whitened`) is over
+    all scored episodes, each counted once, as in the paper (verl: over tokens); their mean of A is 0 by construction.
 
-    `terms` names the columns of `batch.terms`: ids of nodes of the reward spec. Raises ConfigError if the batch
-    has no such columns, or if the number of weights differs from that of terms.
+    `terms`: ids of nodes of the reward spec, the columns of `batch.terms`. Raises ConfigError if the batch lacks these columns,
+    or the number of weights differs from that of terms.
     """
     columns = batch.terms
     if columns is None or columns.shape[1] != len(terms):
@@ -241,8 +240,8 @@ def remax(batch: AdvantageInput) -> AdvantageOutput:
 def reinforce_pp(batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0) -> AdvantageOutput:
     """G_t = r_t + gamma G_(t+1), then (G - mean) / std over the sampled tokens of all scored episodes.
 
-    A step goes from one sampled token to the next, across all ledgers of an episode. The paper has gamma = 1 and
-    subtracts beta times the k1 estimate of the KL from each token's reward: `algorithm.kl.where = "reward"`.
+    t counts sampled tokens, across all ledgers of an episode. The paper has gamma = 1 and subtracts beta times the k1 estimate
+    of the KL from each token's reward: `algorithm.kl.where = "reward"`.
     """
     dtype, tokens = batch.reward.dtype, episode_tokens(batch)
     returns = discounted_sums(tokens.credit(batch.token_rewards), tokens.compact, gamma)
@@ -253,7 +252,7 @@ def reinforce_pp(batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, l
 def reinforce_pp_baseline(batch: AdvantageInput) -> AdvantageOutput:
     """R - group mean, then (A - mean) / std over the sampled tokens of all scored episodes.
 
-    A group of equal rewards is exactly 0 before whitening; whitening then shifts it, like all tokens, by the mean over tokens.
+    A group of equal rewards is exactly 0 before whitening, which then shifts it, like all tokens, by the mean over tokens.
     """
     rows = row_advantages(batch, Episodes.center)
     scored = batch.mask & spread(~torch.isnan(batch.reward), batch.offsets)
@@ -273,10 +272,9 @@ def gae(
 ) -> AdvantageOutput:
     """delta_t = r_t + gamma V_(t+1) - V_t and A_t = delta_t + gamma lam A_(t+1), over the sampled tokens of an episode.
 
-    A step goes from one sampled token to the next, across all ledgers of an episode: tool results and a
-    rewritten context are not discounted, and V and A are 0 only after the episode's last sampled token.
-    `returns` = advantage + value, taken before whitening (over the sampled tokens of scored episodes).
-    Raises ConfigError without a critic's values.
+    t counts sampled tokens, across all ledgers of an episode: tool results and a rewritten context are not discounted, and V and
+    A are 0 only after the episode's last sampled token. `returns` = A + V before whitening, which is over the sampled tokens of
+    scored episodes. Raises ConfigError without a critic's values.
     """
     if batch.values is None:
         raise ConfigError('algorithm.advantage "gae" needs a critic: add a [critic] section to the config')
@@ -299,11 +297,11 @@ def gae_turns(
 ) -> AdvantageOutput:
     """delta_k = r_k + gamma V_(k+1) - V_k and A_k = delta_k + gamma lam A_(k+1), over the turns of an episode, all ledgers.
 
-    r_k is the sum of the rewards of a turn's tokens. V_k is the critic's value at the turn's first sampled token: that of the
-    state that the turn answers, before any of it was written. All sampled tokens of a turn have A_k, whitened as those of
-    `gae`, and `returns` A_k + V_k, taken before: the value of a token within a turn is what the turn will turn out to be worth,
-    given its beginning. (The paper's critic has one value a turn; here the value loss has more tokens than starts to learn
-    from, whose mean given the start is the start's own target.) Raises ConfigError without a critic's values.
+    r_k: sum of the rewards of the turn's tokens. V_k: the critic's value at the turn's first sampled token, i.e. of the state
+    before the turn. All sampled tokens of a turn have advantage A_k, whitened as in `gae`, and `returns` A_k + V_k before
+    whitening: the value within a turn predicts the turn's outcome given its beginning. Departure: the paper's critic has one
+    value per turn; here all tokens of a turn train it, and their mean target given the start is the target of the start.
+    Raises ConfigError without a critic's values.
     """
     if batch.values is None:
         raise ConfigError('algorithm.advantage "gae_turns" needs a critic: add a [critic] section to the config')
@@ -324,9 +322,9 @@ def gae_turns(
 def turn_returns(
     batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0, divide: bool = True
 ) -> AdvantageOutput:
-    """(G - mean) / (std + 1e-6), G = discounted sum of the turn rewards from this turn on, over all ledgers of
-    the episode; mean and unbiased std over the turns with the same index in the group. A turn that no other
-    member reached gets 0."""
+    """(G - mean) / (std + 1e-6), G = discounted sum of the turn rewards from this turn on, over all ledgers.
+
+    Mean and unbiased std are over the group's turns with the same index. A turn that no other member reached gets 0."""
     turns = turns_of(batch)
     returns = discounted_sums(turns.reward, turns.offsets, gamma)  # from turn to turn, over all ledgers of the episode
     advantages = normalize_by_key(returns, torch.stack([turns.group, turns.index], dim=1), divide)
@@ -344,10 +342,9 @@ def gigpo(
 ) -> AdvantageOutput:
     """A(episode) + weight * A(turn), each (value - mean) / F; weight is the paper's omega.
 
-    A(episode) compares the rewards of the group. A(turn) compares the discounted rewards-to-go of all turns
-    of the group that were taken in the same state (equal `anchors`), including several turns of one episode;
-    a turn whose state no other turn shares has A(turn) = 0. F is the unbiased std + 1e-6, or 1 without `divide`:
-    the paper's two choices of F_norm. Raises ConfigError without anchors.
+    A(episode) compares the rewards of the group. A(turn) compares the discounted rewards-to-go of the group's turns in the same
+    state (equal `anchors`), including several turns of one episode; a turn alone in its state has A(turn) = 0. F is the unbiased
+    std + 1e-6, or 1 without `divide`: the paper's two choices of F_norm. Raises ConfigError without anchors.
     """
     if batch.anchors is None:
         raise ConfigError('algorithm.advantage "gigpo" needs the states of turns (column `anchors`)')

@@ -1,7 +1,6 @@
 """Inputs and outputs of advantage estimators and losses, on flat ragged columns.
 
-The types and how token losses become one number (`aggregate`), then the groups of episodes, the
-turns of an episode, and numbers for equal states."""
+Types, aggregation of token losses, statistics of groups, turns of episodes, and hashes of states."""
 
 from __future__ import annotations
 
@@ -20,20 +19,19 @@ Mode = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_m
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInput:
-    """One whole batch, on the driver.
+    """A whole batch on the driver: N rows, T tokens.
 
     Shapes: `token_rewards`, `mask`, `turns` [T]; `offsets` [N + 1]; `group`, `reward` [N]; `values` [T] if there is a critic.
-    `member` [N] is the episode of the group that a row belongs to (an episode may have several ledgers and still counts once in
-    its group); without it every row is an episode. The rows of an episode are in the order of its ledgers (as `batch.collate`
-    puts them), possibly with rows of other episodes between them: recursions over time run through them in that order. `reward`,
-    the same on all rows of an episode, is NaN if it could not be scored: such an episode takes part in no baseline, no recursion
-    and no whitening, and gets advantage 0. `baseline` [N] is the reward of the greedy rollout of the same task (ReMax). `terms`
-    [N, K] are reward terms that are normalized one by one; NaN is a term that could not be scored. `anchors` [T] identifies the
-    state in which a token's turn was taken; equal numbers are equal states (turn-level credit). `parent` and `branch_turn` [N]
-    int64: of a branch (`rollout.branch`), the member that it was forked from, and the turn before which; the tokens before are
-    that member's. -1 and 0 of all others.
+    `member` [N]: the row's episode within its group (an episode may have several ledgers and still counts once in its group);
+    without it every row is an episode. The rows of an episode are in the order of its ledgers (see `data.rows.collate`), possibly
+    with rows of other episodes between them; recursions over time follow that order. `reward` is equal on all rows of an episode
+    and NaN if the episode is unscored: it then takes part in no baseline, recursion or whitening, and gets advantage 0.
+    `baseline` [N]: reward of the greedy rollout of the same task (ReMax). `terms` [N, K]: reward terms that are normalized one by
+    one; NaN is an unscored term. `anchors` [T]: hash of the state in which the token's turn was taken (turn-level credit).
+    `parent`, `branch_turn` [N] int64: for a branch (`rollout.branch`), the member from which and the turn before which it was
+    forked, whose tokens before that turn it shares; else -1 and 0.
 
-    Floating point columns are float32 or float64; advantages come back in the dtype of `reward`.
+    Floating point columns are float32 or float64; advantages have the dtype of `reward`.
     """
 
     token_rewards: Tensor
@@ -51,8 +49,7 @@ class AdvantageInput:
     branch_turn: Tensor | None = None
 
     def of(self, rows: Tensor, terms: int) -> tuple[AdvantageInput, Tensor]:
-        """The input of the rows that `rows` (bool [N]) marks, with the first `terms` of the terms, and where its tokens are in
-        this one (bool [T])."""
+        """Return the input for the rows marked in `rows` (bool [N]) and the first `terms` terms, and its token mask, bool [T]."""
         tokens = spread(rows, self.offsets, len(self.mask))
         lengths = self.offsets.diff()[rows]
         per_token = {"token_rewards", "mask", "values", "turns", "anchors"}
@@ -70,7 +67,7 @@ class AdvantageInput:
 class AdvantageOutput:
     """`advantages` [T], 0 on tokens that were not sampled; `returns` [T] if the estimator defines a value target.
 
-    On the tokens of an unscored episode `gae` and `gae_turns` return the values themselves (no error to learn from), others 0.
+    On unscored episodes `returns` are the values themselves for `gae` and `gae_turns` (so the value error is 0), otherwise 0.
     """
 
     advantages: Tensor
@@ -79,11 +76,11 @@ class AdvantageOutput:
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """One micro-batch. All [T] but `offsets` [N + 1].
+    """One micro-batch: all columns [T], `offsets` [N + 1].
 
-    `logprobs` are log pi under the current weights (with gradient); `old_logprobs` those of the proximal policy (the
-    weights at the start of the update); `behaviour_logprobs` those of the policy that sampled the token. `picked`
-    marks tokens that a loss treats differently (see `loss/covariance.py`).
+    `logprobs`: log pi under the current weights, with gradient; `old_logprobs`: under the proximal policy (the weights at the
+    start of the update); `behaviour_logprobs`: under the policy that sampled the token. `picked`: tokens that the loss treats
+    differently (`trainer.minibatch.with_selection`).
     """
 
     logprobs: Tensor
@@ -97,7 +94,7 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """`loss` [T] per token, before any mean; `metrics` [T] each, averaged over sampled tokens."""
+    """`loss` [T] per token, before any mean; `metrics` [T] each, averaged over trained tokens."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -105,11 +102,11 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """Global counts of one optimizer step over all ranks: trained tokens, and episodes that have any.
+    """Counts of one optimizer step over all ranks: trained tokens, and episodes with trained tokens.
 
-    A token is trained if the policy sampled it and no off-policy correction rejects it; an episode counts once,
-    however many ledgers it has, and whether or not its advantages differ from 0. `length`: the constant number of
-    tokens of `seq_mean_token_sum_norm`.
+    A token is trained if the policy sampled it and its weight is not 0 (off-policy correction, masked truncated episodes). An
+    episode counts once, however many ledgers it has, even if its advantages are 0. `length`: the constant number of tokens of
+    `seq_mean_token_sum_norm`.
     """
 
     tokens: float
@@ -125,10 +122,10 @@ def aggregate(
     denominators: Denominators,
     episode_tokens: Tensor | None = None,
 ) -> Tensor:
-    """This part's share of the global mean, a scalar; the shares of all parts add up to it.
+    """Return a part's share of the global mean loss, a scalar; the shares of all parts sum to the mean.
 
     `loss` [T], `mask` [T], `offsets` [N + 1]; `denominators` count the whole optimizer step. With E episodes of n_e
-    masked tokens each, over all of an episode's rows:
+    masked tokens each, over all rows of the episode:
 
     - token_mean: sum / all tokens (DAPO, Yu et al. 2025, arXiv:2503.14476);
     - seq_mean_token_mean: 1/E sum_e (1/n_e sum over the episode's tokens) (GRPO, Shao et al. 2024, arXiv:2402.03300);
@@ -140,7 +137,7 @@ def aggregate(
     """
     # Not a product: a token outside the mask may have an infinite or undefined loss, and 0 x NaN is NaN.
     kept = torch.where(mask, loss, torch.zeros_like(loss))
-    # With no trained token at all the sum is 0, and must not become 0 / 0.
+    # Without any trained token the sum is 0, and must not become 0 / 0.
     tokens, episodes = max(denominators.tokens, 1.0), max(denominators.episodes, 1.0)
     if mode == "token_mean":
         return kept.sum() / tokens
@@ -155,10 +152,10 @@ def aggregate(
 
 
 def call_component(name: str, component: Callable[..., Any], *given: Any) -> Any:
-    """The answer of an estimator, a loss or a correction to tensors, or to a dataclass of them.
+    """Call an estimator, a loss or a correction with tensors or dataclasses of tensors.
 
-    A user's gets copies of columns without a gradient, so that not even numpy writes into the run's. Raises CallbackError if it
-    raises, and ConfigError if it changes a column in place: the run would not see what it meant to change."""
+    A user's component gets copies of the columns without gradient, so that it cannot write into the batch. Raises CallbackError
+    if it raises, ConfigError if it changes an input in place, which would have no effect."""
     inputs, seen = list[Any](), dict[str, tuple[Tensor, int]]()
     for number, one in enumerate(given if is_users(component) else (), 1):
         several = isinstance(one, AdvantageInput | LossInput)
@@ -178,15 +175,14 @@ def call_component(name: str, component: Callable[..., Any], *given: Any) -> Any
 
 
 def check_output(name: str, answer: Any, kind: type[Any], column: str, like: Tensor) -> None:
-    """Raise ConfigError, with the `name` of a component, unless it returned a `kind` with a number for each token: in its
-    `column`, or, without one, a tensor itself."""
+    """Raise ConfigError unless component `name` returned a `kind` with a tensor shaped as `like` (in `column`, if given)."""
     found = (getattr(answer, column, None) if column else answer) if isinstance(answer, kind) else None
     if isinstance(found, Tensor) and found.shape == like.shape:
         return
     shown, inside = (answer, "") if found is None or not column else (found, f" as {column}")
     given = f"a tensor of shape {list(shown.shape)}" if isinstance(shown, Tensor) else f"{shown!r:.60}"
     made = f"{kind.__name__}({column}=...) with a tensor" if column else "a tensor"
-    form = f"{made} of shape {list(like.shape)}, a number for each token"
+    form = f"{made} of shape {list(like.shape)}, one number per token"
     raise ConfigError(f"{name} returned {given}{inside}; expected {form}")
 
 
@@ -199,7 +195,7 @@ def group_total(values: Tensor, group: Tensor, groups: int) -> Tensor:
 
 
 def center_in_groups(values: Tensor, group: Tensor, groups: int, weights: Tensor | None = None) -> Tensor:
-    """Values minus the (weighted) mean of their group, float64 [S]; exactly 0 if all values of the group are equal."""
+    """Subtract from values the (weighted) mean of their group, float64 [S]; exactly 0 if a group's values are equal."""
     values = values.double()
     least = values.new_full((groups,), torch.inf).scatter_reduce(0, group, values, "amin")
     above = values - least[group]
@@ -210,7 +206,7 @@ def center_in_groups(values: Tensor, group: Tensor, groups: int, weights: Tensor
 
 
 def deviation(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Unbiased standard deviation of the group of each value, float64 [S]; 0 in a group of one."""
+    """Return the unbiased standard deviation of each value's group, float64 [S]; 0 in a group of one."""
     count = group_total(torch.ones_like(values, dtype=torch.float64), group, groups)
     squares = group_total(center_in_groups(values, group, groups).square(), group, groups)
     return (squares / (count - 1).clamp(min=1)).sqrt()[group]
@@ -224,10 +220,10 @@ def standardize_in_groups(values: Tensor, group: Tensor, groups: int, eps: float
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """The U scored episodes of a batch in G groups, in order of (group, member).
+    """The U scored episodes of a batch in G groups, ordered by (group, member).
 
-    `reward` (float64), `group` (0..G-1), `tokens` (sampled tokens over all ledgers, float64) and `first` (a
-    row of the episode) are [U]; `episode` [N] maps a row to its episode, -1 if that is unscored.
+    [U]: `reward` (float64), `group` (0..G-1), `tokens` (sampled tokens over all ledgers, float64), `first` (the episode's first
+    row). `episode` [N]: the row's episode, -1 if unscored.
     """
 
     reward: Tensor
@@ -238,19 +234,19 @@ class Episodes:
     episode: Tensor
 
     def center(self, weights: Tensor | None = None) -> Tensor:
-        """Rewards minus their group's (weighted) mean, [U]."""
+        """Return rewards minus the (weighted) mean of their group, [U]."""
         return center_in_groups(self.reward, self.group, self.groups, weights)
 
     def size(self) -> Tensor:
-        """Scored episodes in the group of each episode, float64 [U]."""
+        """Return the number of scored episodes in each episode's group, float64 [U]."""
         return group_total(torch.ones_like(self.reward), self.group, self.groups)[self.group]
 
 
 def episodes(batch: AdvantageInput) -> Episodes:
-    """The scored episodes of a batch."""
+    """Collect the scored episodes of a batch."""
     rows = len(batch.group)
     scored = ~torch.isnan(batch.reward)
-    # Keys are unique over (group, member), so an episode of several ledgers counts once in its group's mean.
+    # Unique by (group, member): an episode of several ledgers counts once in its group's mean.
     unique, index = torch.unique(_keys(batch)[scored], dim=0, return_inverse=True)
     first = torch.full((len(unique),), rows).scatter_reduce(0, index, torch.arange(rows)[scored], reduce="amin")
     sampled = row_counts(batch.mask, batch.offsets)[scored]
@@ -262,7 +258,7 @@ def episodes(batch: AdvantageInput) -> Episodes:
 
 
 def row_advantages(batch: AdvantageInput, rule: Callable[[Episodes], Tensor]) -> Tensor:
-    """A rule's value per episode, on that episode's rows: [N]; 0 on unscored rows."""
+    """Spread a rule's value per episode over the episode's rows, [N]; 0 on unscored rows."""
     units = episodes(batch)
     per_row = torch.zeros_like(batch.reward)
     scored = units.episode >= 0
@@ -273,11 +269,10 @@ def row_advantages(batch: AdvantageInput, rule: Callable[[Episodes], Tensor]) ->
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTokens:
-    """The tokens of a batch, episode by episode: the rows of an episode are joined in their batch order (ledger order).
+    """The tokens of a batch by episode: the rows of an episode joined in batch order (ledger order).
 
-    `order` int64 [T] is the position of each token in the batch; `mask` [T], in that order, is true on the
-    sampled tokens of scored episodes (M of them); `offsets` int64 [E + 1] cut all tokens by episode,
-    `compact` int64 [E + 1] cut the M sampled ones.
+    `order` int64 [T]: position of each token in the batch; `mask` [T], in that order: sampled tokens of scored episodes (M);
+    `offsets` int64 [E + 1] cut all tokens by episode, `compact` int64 [E + 1] cut the M masked ones.
     """
 
     order: Tensor
@@ -291,18 +286,18 @@ class EpisodeTokens:
         return self.order[self.mask]
 
     def credit(self, token_rewards: Tensor) -> Tensor:
-        """The reward of each of the M tokens, float64 [M]; none is lost (see `ragged.credit`)."""
+        """Return the reward of each masked token, float64 [M]; rewards on other tokens are moved (`data.rows.credit`)."""
         return credit(token_rewards[self.order].double(), self.mask, self.offsets)
 
     def put(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """[M] -> [T] in the batch's own order, 0 elsewhere."""
+        """Scatter values of masked tokens to the order of the batch: [M] -> [T], 0 elsewhere."""
         full = torch.zeros(len(self.order), dtype=dtype, device=values.device)
         full[self.indices] = values.to(dtype)
         return full
 
 
 def episode_tokens(batch: AdvantageInput) -> EpisodeTokens:
-    """The tokens of a batch in the order of its episodes; rows of one episode need not be adjacent in the batch."""
+    """Order the tokens of a batch by episode; rows of one episode need not be adjacent."""
     _, episode = torch.unique(_keys(batch), dim=0, return_inverse=True)
     rows = torch.argsort(episode, stable=True)  # stable: the rows of an episode keep their ledger order
     lengths = batch.offsets.diff()[rows]
@@ -317,7 +312,7 @@ def episode_tokens(batch: AdvantageInput) -> EpisodeTokens:
 
 
 def _keys(batch: AdvantageInput) -> Tensor:
-    """(group, member) of each row, int64 [N, 2]."""
+    """Return (group, member) of each row, int64 [N, 2]."""
     member = batch.member if batch.member is not None else torch.arange(len(batch.group))
     return torch.stack([batch.group.to(torch.int64), member.to(torch.int64)], dim=1)
 
@@ -327,11 +322,10 @@ def _keys(batch: AdvantageInput) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The S turns of the scored episodes, episode by episode.
+    """The S turns of the scored episodes, by episode.
 
-    `group`, `index` (number of the turn), `reward` (float64) and `first` (position of the turn's first sampled token in the
-    batch) are [S]; `offsets` int64 [E + 1] cut them by episode, `segment` int64 [M] maps each of the
-    M sampled tokens of `tokens` to its turn.
+    [S]: `group`, `index` (turn number), `reward` (float64), `first` (position of the turn's first sampled token in the batch).
+    `offsets` int64 [E + 1] cut the turns by episode; `segment` int64 [M]: the turn of each masked token of `tokens`.
     """
 
     group: Tensor
@@ -343,17 +337,16 @@ class Turns:
     tokens: EpisodeTokens
 
     def put(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """A turn's value on each of its sampled tokens: [S] -> [T], 0 elsewhere."""
+        """Spread values of turns over their sampled tokens: [S] -> [T], 0 elsewhere."""
         return self.tokens.put(values[self.segment], dtype)
 
 
 def turns_of(batch: AdvantageInput) -> Turns:
-    """The turns of a batch: consecutive sampled tokens of an episode with the same turn number.
+    """Find the turns of a batch: consecutive sampled tokens of an episode with the same turn number.
 
-    A turn may continue from one ledger into the next. A summary that the policy writes is at the end of the old ledger, under
-    the number of the turn that it makes room for: the environment does not change between the two, so they are
-    one turn, with one reward-to-go and no discount between them, taken in the state in which the
-    summary was requested. Raises ConfigError if the batch has no turn numbers.
+    A turn may continue in the next ledger. A summary written by the policy is at the end of the old ledger, under the number of
+    the turn that it makes room for. The environment does not change between the two, so they are one turn, with one reward-to-go
+    and no discount in between, in the state in which the summary was requested. Raises ConfigError without turn numbers.
     """
     if batch.turns is None:
         raise ConfigError("turn-level advantages need the column `turns`")
@@ -363,7 +356,7 @@ def turns_of(batch: AdvantageInput) -> Turns:
     fresh = torch.ones(len(indices), dtype=torch.bool)
     fresh[1:] = (episode[1:] != episode[:-1]) | (turns[1:] != turns[:-1])
     segment = fresh.to(torch.int64).cumsum(0) - 1
-    # A reward on a tool result belongs to the turn that called the tool, so it is moved to a sampled token first.
+    # A reward on a tool result belongs to the turn that called the tool, so move it to a sampled token first.
     earned = tokens.credit(batch.token_rewards)
     reward = earned.new_zeros(int(fresh.sum())).index_add(0, segment, earned)
     counts = torch.bincount(episode[fresh], minlength=len(tokens.compact) - 1)
@@ -377,9 +370,9 @@ EPS = 1e-6
 
 
 def normalize_by_key(values: Tensor, keys: Tensor, divide: bool) -> Tensor:
-    """Values [S] minus the mean of those with the same key, with `divide` over their unbiased std + EPS, float64.
+    """Center values [S] by key and, with `divide`, divide by the unbiased std + EPS of the key; float64.
 
-    `keys` int64 [S, K]. A value that is the only one of its key, or equal to all others, becomes exactly 0.
+    `keys` int64 [S, K]. A value that is alone with its key, or equal to all others of it, becomes exactly 0.
     """
     _, group = torch.unique(keys, dim=0, return_inverse=True)
     size = int(group.max()) + 1 if len(group) else 0
@@ -388,14 +381,14 @@ def normalize_by_key(values: Tensor, keys: Tensor, divide: bool) -> Tensor:
 
 # States
 
-# A hash of our own: Python's differs between processes, and every run and rank must give a state the same number.
+# Not Python's hash, which differs between processes: all runs and ranks must give a state the same number.
 _PRIME, _MODULUS = 1_000_003, (1 << 31) - 1
 
 
 def anchors_of(token_ids: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """A hash of the context tokens since the last turn (the answer of the tools or the user), int64 [T].
+    """Hash the context tokens since the last turn (the answer of tools or user), int64 [T]; equal on a turn's tokens.
 
-    All tokens of a turn share it. `token_ids`, `mask` (true where sampled) are [T].
+    `token_ids`, `mask` (true where sampled) are [T].
     """
     out = torch.zeros(len(token_ids), dtype=torch.int64)
     ids, sampled = token_ids.tolist(), mask.tolist()

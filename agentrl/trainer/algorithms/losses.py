@@ -1,6 +1,6 @@
-"""Losses on sampled tokens: policy losses, the critic's; off-policy corrections; KL estimators.
+"""Policy losses, value loss, off-policy corrections and KL estimators on sampled tokens: pure functions.
 
-Pure functions; each registration declares the inputs that its loss needs in addition to log probabilities and advantages."""
+Each registration declares the inputs that its loss needs in addition to log probabilities and advantages."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ LIMIT = 20.0
 
 
 def clamp_exponent(log_ratio: Tensor) -> Tensor:
-    """log(pi_new / pi_old), or its sum or mean over a row, clamped to +-20 so that its exponential stays finite in
-    float32: a row's after it is taken, not token by token.
+    """Clamp log(pi_new / pi_old), or its sum or mean over a row, to +-20: its exponential stays finite in float32.
 
-    No paper has this bound; beyond it the gradient is 0.
+    Clamp a sum or mean after taking it, not token by token. No paper has this bound; beyond it the gradient is 0.
     """
     return torch.clamp(log_ratio, -LIMIT, LIMIT)
 
@@ -73,10 +72,10 @@ def ppo_clip(batch: LossInput, *, clip_low: Clip = 0.2, clip_high: Clip = 0.2, d
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> LossOutput:
-    """The surrogate of a given ratio [T]; metrics: the ratio and the fraction of tokens that each bound clipped."""
+    """Compute the clipped surrogate of a ratio [T]; metrics: the ratio and the fraction of tokens clipped by each bound."""
     plain = -advantages * ratio
     clipped = -advantages * torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
-    # The larger of the two losses: clipping takes away the gain of moving on, and never hides the loss of having moved too far.
+    # The larger of the two losses: clipping removes the gain of moving further, and keeps the loss of having moved too far.
     loss = torch.maximum(plain, clipped)
     metrics = {"ratio": ratio.detach(), "clip_fraction": (clipped > plain).float()}
     if dual_clip is not None:
@@ -117,8 +116,9 @@ def cispo(batch: LossInput, *, clip_low: Clip = 1.0, clip_high: Clip = 5.0) -> L
 
 @POLICY_LOSSES.register("dppo")
 def dppo(batch: LossInput, *, divergence: Literal["tv", "kl"] = "tv", delta: Positive = 0.15) -> LossOutput:
-    """-r A; 0 on a token whose probability has moved too far in the direction of A: r > 1 with A > 0, or r < 1 with A < 0, and a
-    divergence above `delta`. It is that of two outcomes, this token or another: abs(p - p_old) ("tv"), or
+    """-r A; 0 on a token that moved too far in the direction of A: (r - 1) A > 0 and divergence above `delta`.
+
+    The divergence is of two outcomes, this token or any other: abs(p - p_old) ("tv"), or
     p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) ("kl")."""
     log_r = clamp_exponent(batch.logprobs - batch.old_logprobs)
     p, old = batch.logprobs.detach().exp(), batch.old_logprobs.exp()
@@ -140,10 +140,9 @@ def dppo(batch: LossInput, *, divergence: Literal["tv", "kl"] = "tv", delta: Pos
 def gspo(batch: LossInput, *, clip_low: Clip = 3e-4, clip_high: Clip = 4e-4) -> LossOutput:
     """PPO clip on s = exp(mean log-ratio of the sequence); use with `aggregate = "seq_mean_token_mean"`.
 
-    The value of every token's ratio is s; its gradient flows through that token alone (the paper's GSPO-token
-    form), which equals the gradient of s if the sequence has one advantage. A sequence is one ledger, which is what
-    the model saw as one context: the paper's bounds of 3e-4 are meant for means over the length of one context. How
-    much an episode of several ledgers counts is up to the aggregate.
+    Every token's ratio has the value s and a gradient through that token alone (the paper's GSPO-token form), which equals the
+    gradient of s if the sequence has one advantage. A sequence is one ledger, i.e. one context of the model: the paper's bounds
+    of 3e-4 apply to means over one context. The aggregate decides the weight of an episode of several ledgers.
     """
     mean = row_mean(batch.logprobs.detach() - batch.old_logprobs, batch.mask, batch.offsets)
     # The detached mean gives the value; the difference, 0 up to rounding, gives the gradient.
@@ -153,18 +152,17 @@ def gspo(batch: LossInput, *, clip_low: Clip = 3e-4, clip_high: Clip = 4e-4) -> 
 
 @POLICY_LOSSES.register("gmpo", traits={"sequence_ratio", "clips_tokens"})
 def gmpo(batch: LossInput, *, clip_low: Clip = 0.4, clip_high: Clip = 0.4) -> LossOutput:
-    """-A (product of the row's clipped token ratios)^(1 / length) on every token of the row; use with
-    `aggregate = "seq_mean_token_mean"`.
+    """-A (product of the row's clipped token ratios)^(1 / length) on each token; use `aggregate = "seq_mean_token_mean"`.
 
-    A token's log-ratio is clipped to [-low, high] on the side that PPO clips for the sign of A. A is the row's
-    advantage; if its tokens differ (turn-level estimators, which the paper does not have), A is their
-    mean. A row is one ledger, as in `gspo`. The paper's 0.4 is the exponent of its bounds exp(-0.4) and exp(0.4).
+    A token's log-ratio is clipped to [-low, high] on the side that PPO clips for the sign of A. A is the mean advantage of the
+    row (tokens differ only with turn-level estimators, which the paper does not have). A row is one ledger, as in `gspo`. The
+    paper's 0.4 is the exponent of its bounds exp(-0.4) and exp(0.4).
     """
     delta = batch.logprobs - batch.old_logprobs
     tokens = len(batch.mask)
     advantage = spread(row_mean(batch.advantages, batch.mask, batch.offsets), batch.offsets, tokens)
     clamped = torch.clamp(delta, -clip_low, clip_high)
-    # One side only, as PPO's minimum does it: a token that moved the wrong way must keep its gradient.
+    # One side only, like the minimum in PPO: a token that moved the wrong way must keep its gradient.
     chosen = torch.where(advantage > 0, torch.minimum(delta, clamped), torch.maximum(delta, clamped))
     ratio = torch.exp(clamp_exponent(spread(row_mean(chosen, batch.mask, batch.offsets), batch.offsets, tokens)))
     return LossOutput(-advantage * ratio, {"ratio": ratio.detach(), "clip_fraction": (chosen != delta).float()})
@@ -194,11 +192,11 @@ def clip_cov(
     clip_high: Clip = 0.2,
     dual_clip: DualClip | None = 3.0,
 ) -> LossOutput:
-    """PPO clip, without the loss of the picked tokens."""
+    """PPO clip with a loss of 0 on the picked tokens."""
     ratio = torch.exp(clamp_exponent(batch.logprobs - batch.old_logprobs))
     out = clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)
     picked = _picked_mask(batch)
-    # Their loss is dropped, not their place in the mean: the denominators were settled before anything was picked.
+    # Picked tokens still count in the mean: the denominators were computed before the selection.
     loss = torch.where(picked, torch.zeros_like(out.loss), out.loss)
     return LossOutput(loss, {**out.metrics, "picked": picked.float()})
 
@@ -279,7 +277,7 @@ def kpop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, phi: Po
     """KPop (Guo et al. 2026, ringtech.notion.site/kpop): exp(d) if the KL divergence of the choice between this token
     and any other is at most `phi` in both directions, else the token is rejected."""
     p, q = torch.stack([prox, behave]).double().exp()
-    # The rest is at least 1e-6, which is ours: a probability that is rounded to 1 would have an infinite divergence.
+    # Departure: 1 - p is at least 1e-6, as a probability rounded to 1 would have an infinite divergence.
     moved, other = prox - behave, torch.log((1 - p).clamp(min=1e-6) / (1 - q).clamp(min=1e-6))
     divergence = torch.maximum(p * moved + (1 - p) * other, -q * moved - (1 - q) * other)
     return torch.where(divergence <= phi, torch.exp(clamp_exponent(prox - behave)), 0.0)
@@ -289,13 +287,13 @@ def kpop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, phi: Po
 def reject_sequence(
     prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Positive = 0.99, high: Positive = 1.01
 ) -> Tensor:
-    """Reject rows whose geometric mean ratio is outside [low, high]; the others keep weight 1."""
+    """Reject rows with a geometric mean ratio outside of [low, high]; the others keep weight 1."""
     mean = torch.exp(spread(clamp_exponent(row_mean(prox - behave, mask, offsets)), offsets))
     return ((mean >= low) & (mean <= high)).to(prox.dtype)
 
 
 def _row_total(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    # Clamped once, as a sum: clamping each token first would change the product of a long row.
+    # Clamp the sum, not each token, which would change the product of a long row.
     delta = torch.where(mask, prox - behave, torch.zeros_like(prox))
     return spread(clamp_exponent(row_sum(delta, offsets)), offsets)
 
@@ -338,7 +336,7 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def kl_estimate(name: str, logprobs: Tensor, reference: Tensor) -> Tensor:
-    """The estimator `name` on [T] columns; with "+" behind the name, its value with the gradient of k2.
+    """Compute the KL estimator `name` on [T] columns; "NAME+" has its value and the gradient of k2.
 
     Raises ConfigError for an unknown name.
     """
@@ -346,4 +344,4 @@ def kl_estimate(name: str, logprobs: Tensor, reference: Tensor) -> Tensor:
     if not name.endswith("+"):
         return value
     proxy = k2(logprobs, reference)
-    return value.detach() + proxy - proxy.detach()  # the proxy cancels in the value, up to rounding, and leaves its gradient
+    return value.detach() + proxy - proxy.detach()  # the value of `value`, up to rounding, with the gradient of the proxy
