@@ -1,5 +1,4 @@
-"""Advantages of an update's rows: the columns that some estimators need in addition to those of `collate`, several estimators in
-one batch, each for the rows of its environments, and what the KL penalty adds."""
+"""Advantages of an update: estimator inputs in addition to those of `collate`, estimators by environment, KL in the reward."""
 
 from __future__ import annotations
 
@@ -33,19 +32,17 @@ def with_advantages(
     own: Mapping[str, Choice] = MappingProxyType({}),
     estimator: Callable[[AdvantageInput], AdvantageOutput] | None = None,
 ) -> tuple[Ragged, dict[str, float]]:
-    """The batch with `advantages` (and `returns`, if an estimator defines them), and metrics.
+    """Add `advantages` to a batch (and `returns`, if an estimator defines them). Returns it and metrics.
 
-    An estimator of `own` gets the rows of its environment, and `algorithm.advantage` all others together; a function `estimator`
-    gets all rows in their place.
-
-    If `algorithm.kl.where` is "reward", the penalty is first subtracted from the token rewards and the episode
+    An estimator of `own` gets the rows of its environment, `algorithm.advantage` all others together; the function `estimator`
+    replaces both and gets all rows. If `algorithm.kl.where` is "reward", the penalty is first subtracted from token and episode
     rewards.
     """
     mask = view.tokens("sampled")
     rewards, reward = view.tokens("rewards"), view.row("reward")
     metrics: dict[str, float] = {}
     if "ref_logprobs" in view and algorithm.kl.where == "reward":
-        # Of the proximal policy to the reference: R_t = r_t - coef (log pi_old - log pi_ref) with k1.
+        # KL of the proximal policy to the reference: R_t = r_t - coef (log pi_old - log pi_ref) with k1.
         kl = kl_estimate(kl_kind(algorithm.kl), proximal_of(view), view.tokens("ref_logprobs")) * mask
         metrics["kl_reward"] = float(kl.sum() / mask.sum().clamp(min=1))
         rewards = rewards - kl_coef * kl
@@ -71,7 +68,7 @@ def with_advantages(
         out = estimate_advantages(given, view, algorithm.advantage, own)
     else:
         out = estimate(algorithm.advantage, given, estimator)
-    if len(found := out.advantages[mask].double()):  # from an A of exactly 0 nothing is learned
+    if len(found := out.advantages[mask].double()):  # tokens with an A of exactly 0 have no policy gradient
         metrics |= {"advantage_abs": float(found.abs().mean()), "advantage_zero": float((found == 0).double().mean())}
     view = view.with_tokens(advantages=out.advantages)
     return view if out.returns is None else view.with_tokens(returns=out.returns), metrics
@@ -80,13 +77,12 @@ def with_advantages(
 def with_estimator_inputs(
     batch: TensorDict, groups: Sequence[Group], advantage: Choice, own: Mapping[str, Choice] = MappingProxyType({})
 ) -> TensorDict:
-    """The batch of the scored members of `groups`, in this order, with the columns that their estimators read: that of their
-    environment in `own`, else `advantage`.
+    """Add the columns that estimators read to the batch of the scored members of `groups`, in this order.
 
-    `baseline` float32 [N], the reward of the group's greedy episode, 0 for an estimator that reads none; `terms` float32 [N, K],
-    the values of nodes of the reward spec, NaN if one could not be scored, and after the last that the estimator reads. With
-    `own` also `estimator` int64 [N]: 0 for `advantage`, then the numbers of `own`. If there are branches, `parent` and
-    `branch_turn` int64 [N], as in `AdvantageInput`."""
+    The estimator of a row is that of its environment in `own`, else `advantage`. `baseline` float32 [N]: reward of the group's
+    greedy episode, 0 if unused; `terms` float32 [N, K]: values of reward spec nodes, NaN if unscored or beyond those that the
+    estimator reads; with `own`, `estimator` int64 [N]: 0 for `advantage`, then numbers of `own` from 1; with branches, `parent`
+    and `branch_turn` int64 [N] as in `AdvantageInput`. Raises ConfigError if a needed greedy episode is not scored."""
     row = batch.get("trajectory")
     out: TensorDict = batch.copy()
     choices, members = [advantage, *own.values()], [(group, member) for group in groups for member in group.scored()]
@@ -119,7 +115,7 @@ def with_estimator_inputs(
 def estimate(
     choice: Choice, given: AdvantageInput, estimator: Callable[[AdvantageInput], AdvantageOutput] | None = None
 ) -> AdvantageOutput:
-    """The output of an estimator, or of a function in its place. Raises as `call_component` does."""
+    """Run the estimator `choice`, or the function `estimator` instead, and check its output. Raises as `call_component`."""
     name = (
         f"algorithm.advantage {choice.name!r}" if estimator is None else f"advantage {getattr(estimator, '__name__', 'given')!r}"
     )
@@ -132,7 +128,7 @@ def estimate(
 
 
 def estimate_advantages(given: AdvantageInput, view: Ragged, advantage: Choice, own: Mapping[str, Choice]) -> AdvantageOutput:
-    """Each estimator's output for its rows, which the column `estimator` of `view` tells; with `returns` if there are values."""
+    """Run each estimator on its rows (column `estimator` of `view`) and merge outputs; `returns` only with values."""
     found = torch.zeros(len(given.mask), dtype=given.reward.dtype)
     returns = None if given.values is None else torch.zeros_like(found)
     for number, choice in enumerate([advantage, *own.values()]):
@@ -149,18 +145,18 @@ def estimate_advantages(given: AdvantageInput, view: Ragged, advantage: Choice, 
 
 
 def critic_rows(batch: TensorDict, advantage: Choice, own: Mapping[str, Choice]) -> TensorDict:
-    """The rows that a critic learns from: those of estimators that read its values."""
+    """Select the rows that train the critic: those of estimators that read values."""
     reads = torch.tensor(["values" in ADVANTAGES.entry(choice.name).needs for choice in (advantage, *own.values())])
     return batch if bool(reads.all()) else select(batch, torch.nonzero(reads[batch.get("estimator")]).reshape(-1))
 
 
 def needs_greedy(advantage: Choice) -> bool:
-    """Return True if each group also gets a greedy episode of its task, whose reward is the estimator's baseline."""
+    """Return True if the estimator needs a greedy episode per group, whose reward is its baseline."""
     return "baseline" in ADVANTAGES.entry(advantage.name).needs
 
 
 def check_estimator_inputs(advantage: Choice, scorer: Scorer) -> None:
-    """Raise ConfigError if the estimator needs something that the reward spec does not have."""
+    """Raise ConfigError if the reward spec lacks an input of the estimator."""
     needs = ADVANTAGES.entry(advantage.name).needs
     if "baseline" in needs and scorer.compares:
         raise ConfigError(
@@ -171,7 +167,7 @@ def check_estimator_inputs(advantage: Choice, scorer: Scorer) -> None:
 
 
 def check_terms(advantage: Choice, known: Collection[str], lacks: str) -> None:
-    """Raise ConfigError for an estimator's wrong arguments, and a term that is not `known`; `lacks`: who lacks it, in words."""
+    """Raise ConfigError for wrong arguments of an estimator, or an unknown term. `lacks`: begins the message on such a term."""
     given = ADVANTAGES.arguments(advantage.name, advantage.args)
     if "terms" not in ADVANTAGES.entry(advantage.name).needs:
         return

@@ -1,4 +1,4 @@
-"""Publishing weights, on the driver: the choice of route, and the stream of buckets from the actors to the engine."""
+"""Publish weights, on the driver: the choice of route, and the stream of buckets from the actors to the engine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_takes_weights(engine: type[Engine], name: str) -> None:
 
 
 class Publisher:
-    """Sends the actors' weights to an engine. `route` is the route in use, None before the first publish."""
+    """Publisher of the actors' weights to an engine. `route`: the route in use, None before the first publish."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class Publisher:
         offload: bool = False,
         colocated: bool = False,
     ) -> None:
-        """`offload`: the actors give their memory back after each publish. `colocated`: the engine allocates its own on their
-        devices, which need what their allocators keep. Raises ConfigError for an engine that cannot be trained."""
-        # Workers have other working directories than the driver, so a relative folder would be another one in each.
+        """`offload`: offload the actors after each publish. `colocated`: the engine uses the actors' devices, so their caching
+        allocators are emptied for it. Raises ConfigError for an engine that cannot be trained."""
+        # Workers have other working directories than the driver, so a relative path would name other folders there.
         folder = None if cfg.folder is None else str(Path(cfg.folder).absolute())
         self._actors, self._cfg, self._offload = actors, cfg.model_copy(update={"folder": folder}), offload
         self._colocated = colocated
@@ -82,11 +82,13 @@ class Publisher:
         self.route: str | None = None
 
     async def send(self, version: int) -> None:
-        """Pause the engine, replace its weights and resume it. Raises ConfigError if no route works (or the one that the
-        config names does not), EngineError if the engine refuses the weights."""
+        """Pause the engine, replace its weights and resume it.
+
+        Raises ConfigError if the configured route, or with "auto" every route, fails, EngineError if the engine refuses the
+        weights."""
         await self._target.pause()
         try:
-            if self._colocated:  # the memory of the update's activations is free, but only within the actors' processes
+            if self._colocated:  # the actors' processes still cache the memory of the update's activations
                 await self._actors.arun(Actor.free_cached)
             await self._target.wake("weights")
             if self._offload:
@@ -98,17 +100,16 @@ class Publisher:
                 await self._actors.arun(Actor.free_cached)
             await self._target.wake("cache")
         finally:
-            # Also after a failure: an engine that runs refuses requests and says why, one that stays paused lets episodes wait.
+            # Also after a failure: a running engine refuses requests with a reason, a paused one makes episodes wait forever.
             await self._target.resume()
 
     async def prove(self) -> None:
-        """Open the route that `send` will use, so that one that cannot work is refused before anything is trained. Raises
-        ConfigError as `send`."""
+        """Open the route of `send` before training, so that a route that cannot work fails early. Raises as `send`."""
         if self._cfg.lora != "adapter":
             await self._connect()
 
     async def sleep(self) -> None:
-        """Make the engine free its memory until the next `send`; nothing may be running in it."""
+        """Pause the engine and free its memory until the next `send`; it must have no running requests."""
         await self._target.pause()
         await self._target.sleep()
 
@@ -125,21 +126,21 @@ class Publisher:
             except WorkerDiedError:
                 raise
             except (EngineError, WorkerError) as problem:
-                # A process of the engine died on the way, and took a broadcast with it; or it was replaced, and the new one has
-                # no receiver yet. The others get the weights again; any other error is the weights' or the route's own.
+                # An engine process died during the publish and broke a broadcast, or it was replaced and the new one has no
+                # receiver yet: send the weights again. Any other error comes from the weights or the route.
                 changed = isinstance(problem, MembersChangedError) or self._target.members() != self._members
                 if not changed or attempt == ATTEMPTS - 1:
                     raise
                 log.warning("the engine's processes changed during a publish, which is sent again: %s", problem)
 
     async def close(self) -> None:
-        """Free the route; the actors must still be running."""
+        """Close the route; the actors must still be running."""
         if self.route is not None:
             self.route = None
             await self._actors.arun(Actor.close_route)
 
     async def _connect(self) -> None:
-        """Open a route once, and again if a process of the engine was replaced."""
+        """Open a route, unless one is open to the engine's current processes."""
         members = self._target.members()
         if self.route is not None and members == self._members:
             return
@@ -160,7 +161,7 @@ class Publisher:
         raise ConfigError("; ".join(reasons))
 
     async def _buckets(self) -> AsyncGenerator[Bucket, None]:
-        """The buckets in order. While the engine loads one, the actors fill the next."""
+        """Yield the buckets in order. While the engine loads one, the actors fill the next."""
         place, since, number = here(), now(), 0
         coming = asyncio.ensure_future(self._actors.arun(Actor.next_bucket, True))
         try:
@@ -169,10 +170,10 @@ class Publisher:
                 since = now()
                 coming = asyncio.ensure_future(self._actors.arun(Actor.next_bucket, False))
                 yield bucket
-                # The engine has loaded it; the actors may have filled the next one long since, or still be at it.
+                # The engine has loaded it; the actors may still be filling the next one.
                 note("bucket", f"load bucket {number}", since, track="buckets: engine", place=place)
                 number += 1
         finally:
-            # If the engine stops reading, the actors are still in a call with collectives: it must end before another one.
+            # If the engine stops reading, the actors are in a call with collectives, which must end before another call.
             if not coming.done():
                 await asyncio.wait([coming])

@@ -1,4 +1,4 @@
-"""Roles that hold a model: what they share, the reference, the critic, the reward model."""
+"""Roles that hold a model: their base classes, the reference, the critic, the reward model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from agentrl.utils.processor import set_cpu_threads
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-# What roles share
+# Base classes
 
 
 def open_engine(
@@ -40,10 +40,10 @@ def open_engine(
     max_grad_norm: float = 1.0,
     role: Role = "policy",
 ) -> BaseEngine:
-    """The engine of one rank. A single rank in float32 needs no process group and gets none.
+    """Open the engine of one rank, with a process group unless it is a single rank in float32 and the engine can do without.
 
-    Raises ConfigError for an unknown `model.engine`, ModelError for a model that cannot be loaded, ResourceError if Ray gave this
-    rank a GPU that torch does not find.
+    Raises ConfigError for an unknown `model.engine`, ModelError for a model that cannot be loaded, ResourceError if torch does
+    not find the GPU that Ray assigned to this rank.
     """
     device = own_device()
     worker.threads = None if model.threads == "auto" else model.threads
@@ -57,7 +57,7 @@ def open_engine(
 class ModelRole(Worker):
     """One rank of a role that holds a model. All ranks run every method together.
 
-    Between its turns a role can be offloaded; whatever it is asked for next brings its model back first.
+    A role can be offloaded between its calls; the next call brings its model back first.
     """
 
     dispatch_table: ClassVar[dict[str, Strategy]] = dict.fromkeys(("offload", "onload", "free_cached"), Broadcast())
@@ -67,19 +67,19 @@ class ModelRole(Worker):
         self._engine: BaseEngine | None = None
 
     def offload(self) -> None:
-        """Give the device's memory back until the next turn: parameters and optimizer state move to the host."""
+        """Move parameters and optimizer state to host memory until the next call, and free those of the device."""
         self._ready(onload=False).offload()
 
     def onload(self) -> None:
-        """Take the memory again, before a turn rather than in it; idempotent."""
+        """Move parameters and optimizer state back to the device ahead of the next call; idempotent."""
         self._ready()
 
     def free_cached(self) -> None:
-        """Give the device what this process's allocator keeps of it without using it, for other processes."""
+        """Return unused memory of this process's caching allocator to the device, for other processes."""
         free_cached()
 
     def _ready(self, onload: bool = True) -> BaseEngine:
-        """The engine, on its device; without `onload` wherever its memory is."""
+        """Return the engine, loaded on its device unless `onload` is False. Raises ConfigError before init_model."""
         if self._engine is None:
             raise ConfigError("this worker has no model yet: call init_model first")
         if onload:
@@ -88,7 +88,7 @@ class ModelRole(Worker):
 
 
 class SavedRole(ModelRole):
-    """A role whose weights change in a run: it counts the updates that changed them, and can be saved."""
+    """A role with changing weights: it counts its updates, and can be saved and loaded."""
 
     dispatch_table: ClassVar[dict[str, Strategy]] = dict.fromkeys(("save", "begin_save", "is_saved", "load"), Broadcast())
 
@@ -102,22 +102,22 @@ class SavedRole(ModelRole):
         save_state(self._ready(onload=False), Path(folder), {"updates": self._updates})
 
     def begin_save(self, folder: str) -> None:
-        """`save`, in the background: returns when the state is copied. See `is_saved`."""
+        """Save in the background: returns once the state is copied. `is_saved` reports the end."""
         self._saving.begin(self._ready(onload=False), Path(folder), {"updates": self._updates})
 
     def is_saved(self) -> bool:
-        """Return True if the save that `begin_save` started is complete; raises its error if it failed."""
+        """Return True if the save that `begin_save` started is complete. Raises its error if it failed."""
         return self._saving.done()
 
     def load(self, folder: str) -> None:
-        """Load what `save` wrote with any number of ranks. Raises CheckpointError."""
+        """Load the files of `save`, written by any number of ranks. Raises CheckpointError."""
         self._updates = int(load_state(self._ready(onload=False), Path(folder))["updates"])
 
 
 class TrainedRole(SavedRole):
-    """A role that learns: it follows a schedule by its training steps.
+    """A role that trains, with a learning rate schedule over its training steps.
 
-    `init_model` of the role sets `_optim` and `_total_steps` (the length of the run, for the schedule).
+    `init_model` of the role sets `_optim` and `_total_steps` (length of the run, for the schedule).
     """
 
     _optim: OptimConfig
@@ -125,21 +125,21 @@ class TrainedRole(SavedRole):
 
     def _set_rate(self, lr: float | None = None) -> float:
         """Set the learning rate of the next training step, by default the schedule's; returns it."""
-        assert self._optim.lr is not None  # of trainer/optim.py
+        assert self._optim.lr is not None  # trainer/optim.py sets it
         peak = self._optim.lr
         share = rate(self._updates, self._optim.warmup, self._optim.schedule, self._total_steps) if lr is None else lr / peak
         self._ready().set_rate(share)
         return share * peak if lr is None else lr
 
 
-# A reference that moves
+# The moving reference
 
 POLICIES: WeakValueDictionary[str, BaseEngine] = WeakValueDictionary()
-"""The policies of this process that may be followed, by name."""
+"""Policies of this process that a moving reference can follow, by name."""
 
 
 def check_moving(algorithm: AlgorithmConfig, model: ModelConfig, cluster: ClusterConfig) -> None:
-    """Raise ConfigError for a moving reference that has no policy to follow in its process."""
+    """Raise ConfigError for a moving reference without a KL penalty, with LoRA, with offload, or in other processes."""
     if algorithm.kl.reference != "moving":
         check_unread("algorithm.kl", algorithm.kl, ("decay",), 'algorithm.kl.reference = "moving"')
         return
@@ -169,7 +169,7 @@ def check_moving(algorithm: AlgorithmConfig, model: ModelConfig, cluster: Cluste
 
 
 class Reference(SavedRole):
-    """One rank of a policy that is only asked. It stays as it was loaded, or follows a policy of the same processes."""
+    """One rank of a policy without gradients: it is frozen, or follows the policy of the same process."""
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
@@ -184,12 +184,13 @@ class Reference(SavedRole):
         self._cap = optim.micro_tokens
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
-        """Ragged `logprobs` and `entropy` of the sampled tokens."""
+        """Compute ragged `logprobs` and `entropy` of the sampled tokens."""
         return compute_logprobs(self._ready(), Ragged.of(batch), temperature, self._cap)
 
     def follow(self, policy: str, decay: float) -> None:
-        """theta_ref <- decay theta_ref + (1 - decay) theta, with theta of the actor that is shown as `policy` (`Actor.show`).
-        Raises ConfigError if it is not in this process."""
+        """Update the weights: theta_ref <- decay theta_ref + (1 - decay) theta, theta of the actor named `policy` (`Actor.show`).
+
+        Raises ConfigError if that actor is not in this process."""
         engine = POLICIES.get(policy)
         if engine is None:
             raise ConfigError('algorithm.kl.reference = "moving": the policy that it follows is not in the process of this rank')
@@ -212,8 +213,7 @@ class Critic(TrainedRole):
     def init_model(
         self, path: str, model: ModelConfig, optim: OptimConfig, critic: CriticConfig, total_steps: int | None = None
     ) -> None:
-        """Load the backbone from a folder or hub name; the value head starts at zero. `total_steps`: length of the run
-        (for the schedule).
+        """Load the backbone from a folder or hub name; the value head starts at zero. `total_steps`: as for `Actor`.
 
         Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
         """
@@ -224,16 +224,16 @@ class Critic(TrainedRole):
         self._engine, self._critic, self._cap = engine, critic, optim.micro_tokens
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
-        """Ragged `values` at the sampled tokens, 0 elsewhere."""
+        """Compute ragged `values` at the sampled tokens, 0 elsewhere."""
         engine = self._ready()
         return forward_columns(engine, Ragged.of(batch), self._cap, ("values",), lambda micro: (engine.values(micro),))
 
     def update(self, batch: TensorDict, algorithm: AlgorithmConfig, step: int = 0, seed: int = 0) -> dict[str, float]:
-        """One training step on a batch from `cut_update` with `values` (old) and `returns`; metrics over all ranks.
+        """Run one training step on a batch from `cut_update` with old `values` and `returns`; returns metrics over all ranks.
 
-        The learning rate follows `optim.warmup` and `optim.schedule`, counted in the critic's own updates. Denominators are those
-        of the policy's update, except that tokens rejected there by an off-policy correction count here. Raises NonFiniteError if
-        the weights are not finite afterwards.
+        The learning rate follows `optim.warmup` and `optim.schedule`, counted in updates of the critic. Denominators are those of
+        the policy's update, but tokens that an off-policy correction rejects count too. Raises BrokenWeightsError if the weights
+        are not finite afterwards.
         """
         engine, cfg, view = self._ready(), self._critic, Ragged.of(batch)
         lr = self._set_rate()
@@ -244,7 +244,7 @@ class Critic(TrainedRole):
             packed = Pack(view, rows, engine.device)
             values, returns = engine.values(packed.micro), packed.column("returns")
             loss = value_loss(values, packed.column("values"), returns, cfg.clip)
-            # No token is rejected here: an off-policy correction is about the policy's ratio, which a value does not have.
+            # No token is rejected: an off-policy correction is for the ratio of policies, which a value does not have.
             mask = torch.ones(len(values), dtype=torch.bool, device=engine.device)
             offsets, weight = on_device(packed.compact, engine.device), packed.row("episode_tokens")
             total = aggregate(loss, mask, offsets, algorithm.aggregate, counts[number], weight)
@@ -266,7 +266,7 @@ class Critic(TrainedRole):
             return found
         tokens = max(sum(part.tokens for part in counts) * cfg.epochs, 1.0)
         mean = {name: value / tokens for name, value in sums.items()}
-        # 0 if all returns are equal, and by rounding even less.
+        # The difference is 0 for equal returns, and rounding can make it negative.
         variance = max(mean["square_return"] - mean["return"] ** 2, 1e-12)
         return {
             "critic/loss": sums["loss"] / len(steps.norms),
@@ -290,20 +290,20 @@ class RewardModel(ModelRole):
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig) -> None:
         """Load the classifier from a folder or hub name. Raises ModelError if it is not a classifier."""
-        # Frozen, so without an adapter. Reading scores at the rows' last tokens is not implemented for tokens split over ranks.
+        # Frozen, so without an adapter. Scores at the rows' last tokens are not implemented for tokens split over ranks.
         plain = model.model_copy(update={"lora": None, "sequence_parallel": 1})
         self._engine = open_engine(self, path, plain, role="score")
         self._engine.freeze()
         self._cap = optim.micro_tokens
 
     def compute_scores(self, batch: TensorDict) -> TensorDict:
-        """Row column `score` float32 [N], read at each row's last token."""
+        """Compute the row column `score` float32 [N], read at each row's last token."""
         return compute_scores(self._ready(), Ragged.of(batch), self._cap)
 
 
 @torch.no_grad()
 def compute_scores(engine: BaseEngine, view: Ragged, cap: int) -> TensorDict:
-    """The scores of a worker's rows; every rank calls it with its own rows."""
+    """Compute the scores of this rank's rows; all ranks call it together."""
     out = torch.zeros(len(view))
     [micros] = plan_micro_batches(view, cap, engine, [np.arange(len(view))])
     for rows in micros:
@@ -314,11 +314,10 @@ def compute_scores(engine: BaseEngine, view: Ragged, cap: int) -> TensorDict:
 
 
 def with_scores(view: Ragged, scores: torch.Tensor, weight: float) -> tuple[Ragged, float]:
-    """Add `weight` times an episode's score to its reward, and to the token reward of its last sampled token; also returns the
-    mean score.
+    """Add `weight` times an episode's score to its reward and to the reward of its last sampled token.
 
-    `scores` [N] are per row; an episode of several rows gets the score of its last row. An episode that sampled
-    nothing gets no token reward.
+    `scores` [N] are per row; an episode of several rows has the score of its last row. An episode without sampled tokens gets
+    no token reward. Returns the batch and the mean score over episodes.
     """
     episode = torch.from_numpy(view.episode)
     count, rows = int(episode.max()) + 1 if len(episode) else 0, torch.arange(len(episode))

@@ -1,7 +1,6 @@
-"""Hooks of updates: sections of [algorithm] that add rows to an update, or change its advantages.
+"""Update hooks: sections of [algorithm] that add rows to an update, or change its advantages.
 
-Advantages, values and every statistic of a group are of an update's own rows: rows are added after those are known, and for the
-actor alone."""
+Advantages, values and group statistics only use rows played for the update: others are added afterwards, for the actor alone."""
 
 from __future__ import annotations
 
@@ -26,31 +25,31 @@ from agentrl.utils.registry import Registry
 if TYPE_CHECKING:
     from tensordict import TensorDict
 else:
-    TensorDict = Sized  # what the check of an answer knows of it: to import it loads torch's compiler
+    TensorDict = Sized  # for the check of a hook's answer; importing TensorDict would load torch's compiler
 
 R = TypeVar("R")
 
 ADDED = ("token_ids", "sampled", "logprobs", "advantages", "experts", "group", "member")
-"""Columns that rows bring along to be added."""
-_TRAINED = (*ADDED, "old_logprobs", "ref_logprobs", SOURCE, TRUNCATED)
-"""Of an update's columns, those that the actor reads."""
+"""Columns of added rows; `experts` only if recorded."""
+_ACTOR_COLUMNS = (*ADDED, "old_logprobs", "ref_logprobs", SOURCE, TRUNCATED)
+"""Columns of an update that the actor reads."""
 
 
 class UpdateHook:
-    """A hook in the driver adds rows to updates, or changes their advantages. Its methods are called in this order."""
+    """A hook on the driver that adds rows to updates or changes advantages. Methods are called in the order below."""
 
     term: Term | None = None
-    """Loss of the rows that it adds."""
+    """Loss of the rows that the hook adds."""
 
     def note_group(self, group: Group, choice: TaskChoice) -> None:
-        """Note a group that has ended, whose task is `choice`; it may be dropped."""
+        """Observe a finished group of task `choice`; it may be dropped before training."""
 
     async def prepare(self, batch: TensorDict, groups: Sequence[Group], envs: Sequence[RunEnv]) -> TensorDict:
-        """Return the batch of the scored members of `groups`, with columns of the hook's own. `envs`: the run's."""
+        """Return the batch of the scored members of `groups` with additional columns. `envs`: those of the run."""
         return batch
 
     def teacher_rows(self, view: Ragged, most: int) -> Ragged:
-        """Return the rows as the teacher reads them, of `most` tokens at most: the same sampled tokens in another context."""
+        """Return the rows for the teacher, of at most `most` tokens each: the same sampled tokens in another context."""
         return view
 
     def change_advantages(self, view: Ragged) -> tuple[Ragged, dict[str, float]]:
@@ -58,39 +57,40 @@ class UpdateHook:
         return view, {}
 
     def draw(self, step: int, fresh: int) -> tuple[TensorDict | None, dict[str, float]]:
-        """Rows for update `step` (0 is the first), which has `fresh` episodes of its own, and metrics; None adds nothing. Called
-        only if the policy learns in it."""
+        """Return rows to add to update `step` (from 0), or None, and metrics. Called only if the update trains the policy.
+
+        `fresh`: number of episodes played for the update."""
         return None, {}
 
     def keep(self, view: Ragged) -> None:
-        """See an update's own rows, from which the policy has learned."""
+        """Observe the rows played for an update, after the policy has learned from them."""
 
     def state(self) -> Json:
-        """State that changes as groups end, as JSON for a checkpoint; None without any."""
+        """Return state that changes as groups finish, as JSON for a checkpoint; None without state."""
         return None
 
     def load_state(self, state: Json) -> None:
-        """Inverse of `state`."""
+        """Restore the state from `state`."""
 
     def save(self, folder: Path) -> None:
         """Write state that changes with updates into a checkpoint."""
 
     def load(self, folder: Path) -> None:
-        """Inverse of `save`. Raises CheckpointError."""
+        """Read the files of `save`. Raises CheckpointError."""
 
 
 UPDATE_HOOKS: Registry[Callable[[Any, TrainConfig], UpdateHook]] = Registry("algorithm", "UPDATE_HOOKS", "agentrl.trainer")
-"""Makers of hooks from the section of [algorithm] with their name, and the config."""
+"""Factories of hooks by name of their [algorithm] section: (section, config) -> hook."""
 SECTIONS = ("distillation", "experience", "demonstrations")
 
 
 def ask_hook(hook: UpdateHook, method: Callable[..., R], *args: Any) -> R:
-    """Call a hook's own version of a method. Raises CallbackError and ConfigError as `call_method` does."""
+    """Call a hook's override of an UpdateHook method. Raises CallbackError and ConfigError as `call_method` does."""
     return call_method(_label(hook), method, hook, *args)
 
 
 async def prepare_batch(hook: UpdateHook, batch: TensorDict, groups: Sequence[Group], envs: Sequence[RunEnv]) -> TensorDict:
-    """The batch as a hook prepares it. Raises as `ask_hook`."""
+    """Call `prepare` of a hook and return its batch. Raises as `ask_hook`."""
     with user_code(f"{_label(hook)}: prepare", hook.prepare, hook):
         answer: Any = hook.prepare(batch, groups, envs)
         answer = await answer if inspect.isawaitable(answer) else answer
@@ -106,19 +106,18 @@ def _label(hook: UpdateHook) -> str:
 
 
 def join_rows(view: Ragged, added: Sequence[tuple[Term, TensorDict]], sharing: Mode) -> Ragged:
-    """The rows of an update, and behind them those that are added, with the columns that the actor reads.
+    """Append added rows to the rows of an update, with the columns that the actor reads.
 
-    What added rows lack: their proximal policy is the one that sampled them unless they have `old_logprobs`; a reference is not
-    asked about them; experts that nobody recorded are free."""
-    fresh = view.batch.select(*(name for name in _TRAINED if name in view))
+    Defaults of added rows: `old_logprobs` are their `logprobs`, `ref_logprobs` are 0 (unused), experts are free."""
+    fresh = view.batch.select(*(name for name in _ACTOR_COLUMNS if name in view))
     fresh[ORIGIN] = torch.full((len(fresh),), FRESH)
     joined = [fresh]
     for number, (_, rows) in enumerate(added, FRESH + 1):
         offsets, count = offsets_of(rows["token_ids"]), len(rows)
         nothing = nested_tensor(torch.zeros(int(offsets[-1])), offsets)
         columns = {ORIGIN: torch.full((count,), number), "old_logprobs": rows["logprobs"], SOURCE: torch.full((count,), -1)}
-        columns[TRUNCATED] = torch.zeros(count, dtype=torch.bool)  # what is added is never masked
-        if "experts" in fresh.keys():  # noqa: SIM118 - `in` of a batch asks for an item
+        columns[TRUNCATED] = torch.zeros(count, dtype=torch.bool)  # added rows are never masked
+        if "experts" in fresh.keys():  # noqa: SIM118 - TensorDict does not support `in`
             columns["experts"] = nested_tensor(free(fresh["experts"].values()[:0], int(offsets[-1])), offsets)
         columns |= dict(rows.items())
         joined.append(build({name: columns.get(name, nothing) for name in fresh.keys()}, count))  # noqa: SIM118
