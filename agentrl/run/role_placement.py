@@ -34,7 +34,7 @@ from agentrl.trainer.language_model import Role
 from agentrl.trainer.memory import RoleMemory, numbers, shell, token_bytes, width
 from agentrl.trainer.optim import optims_of
 from agentrl.trainer.pretrained import model_context
-from agentrl.trainer.train_engine import TRAIN_ENGINES, mesh_of, rests, separate_reference
+from agentrl.trainer.train_engine import TRAIN_ENGINES, mesh_of, offloads_when_idle, separate_reference
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError, ResourceError
 from agentrl.utils.processor import usable_memory
 from agentrl.utils.terminal import columns
@@ -325,7 +325,7 @@ class RunMemory:
             sections = {"actor": ("optim", "sft"), "critic": ("critic",)}.get(role, ())
             optims = [optim for section, optim in optims_of(config).items() if section in sections]
             memory = TRAIN_ENGINES.entry(model.engine).make.memory(module, model, ranks, tokens, optims)
-            found.append(RolePlacement(role, device, ranks, memory, rests(config, role)))
+            found.append(RolePlacement(role, device, ranks, memory, offloads_when_idle(config, role)))
         # Engines next to the policy's, which always hold their memory.
         for one in RunServices(config).engines():
             own = one.model

@@ -41,7 +41,7 @@ from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.learner import Learner, policy_updates
 from agentrl.trainer.pretrained import init_model, named_anywhere
 from agentrl.trainer.publish import Publisher
-from agentrl.trainer.train_engine import rests
+from agentrl.trainer.train_engine import offloads_when_idle
 from agentrl.trainer.update_hooks import UpdateHook, ask_hook
 from agentrl.utils.errors import AgentrlError, CallbackError, CheckpointError
 from agentrl.utils.event_loop import SLOW_LOOP, LoopWatchdog, OwnedTasks
@@ -402,7 +402,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         with display.doing("loading the model"):
             await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config.steps, config.critic))
         # Before the engine starts, which takes its part of the GPU's memory from what it finds free.
-        if rests(config, "actor"):
+        if offloads_when_idle(config, "actor"):
             await actors.arun(Actor.offload)
         others = "".join(f", {one.name}" for one in RunServices(config).engines())
         with display.doing(f"starting the engine ({engine_name}){others}", parts.starting):
@@ -429,7 +429,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         )
         opened.push_async_callback(collector.close)
         display.trouble = collector.stats.trouble
-        offload, colocated = rests(config, "actor"), config.rollout.colocate
+        offload, colocated = offloads_when_idle(config, "actor"), config.rollout.colocate
         # All machines see the run's folder, if `out` is right.
         weights = config.weights.model_copy(update={"folder": config.weights.folder or str(folder.path)})
         publisher = Publisher(actors, parts.policy.engine, weights, offload=offload, colocated=colocated)

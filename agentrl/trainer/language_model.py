@@ -1,6 +1,6 @@
-"""A language model whose outputs are log probabilities, never logits.
+"""Language models that return log probabilities, never logits.
 
-Log probabilities and entropies by chunks, the head of a family, and the modules that an engine shards."""
+Log probabilities and entropies by chunks, the head rules of model families, and the modules that an engine shards."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from agentrl.utils.errors import ModelError
 
 # Log probabilities
 
-# With a vocabulary of 150,000, the float32 logits of a chunk take 0.6 GB. Shorter chunks save memory and make the product
-# slower.
+# Tokens per chunk. With a vocabulary of 150,000, its float32 logits take 0.6 GB; shorter chunks save memory and are slower.
 CHUNK = 1024
 
 
 def shape_logits(logits: Tensor, bias: Tensor | None, cap: float | None) -> Tensor:
-    """cap tanh((logits + bias) / cap), in float32; without a cap logits + bias. Overwrites float32 logits."""
+    """Compute cap tanh((logits + bias) / cap) in float32, without a cap logits + bias. Overwrites float32 logits."""
     z = logits.float()
     if bias is not None:
         z = z.add_(bias)
     return z if cap is None else z.div_(cap).tanh_().mul_(cap)
 
 
-def summary(
+def logits_stats(
     logits: Tensor, targets: Tensor, temperature: float, entropy: bool, bias: Tensor | None = None, cap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a chunk's products [M, V] at that temperature, float32 [M] each: logsumexp, the target's, and H, or 0 if not wanted.
+    """Compute logsumexp, the target's logit, and the entropy (0 if not wanted) of a chunk's logits [M, V]: float32 [M] each.
 
-    Overwrites float32 products, as `slope` does.
+    All are at `temperature`. Overwrites float32 logits, as `logits_gradient` does.
     """
     z = shape_logits(logits, bias, cap).div_(temperature)
     lse = torch.logsumexp(z, dim=-1)
@@ -50,27 +49,27 @@ def summary(
     return lse, chosen, lse - p.mul_(z).sum(-1)
 
 
-def slope(
+def logits_gradient(
     logits: Tensor,
     targets: Tensor,
     lse: Tensor,
-    spread: Tensor,
+    entropies: Tensor,
     grads: tuple[Tensor, Tensor | None],
     temperature: float,
     bias: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """The gradient for a chunk's products, [M, V] in their dtype; `grads` are those of log p and H."""
+    """Compute the gradient of a chunk's logits, [M, V] in their dtype. `grads`: gradients of log p and entropy."""
     of_logprob, of_entropy = grads
     z = shape_logits(logits, bias, cap)
     bend = None if cap is None else z.div(cap).square_().neg_().add_(1.0)  # the derivative of cap tanh(x / cap)
     log_p = z.div_(temperature).sub_(lse[:, None])
     scale = -of_logprob[:, None]
-    # dz reuses the memory of p: arrays of the size of a chunk's logits are what the peak memory consists of.
+    # dz reuses the memory of p: arrays of the size of a chunk's logits dominate the peak memory.
     if of_entropy is None:
         dz = log_p.exp_().mul_(scale)
     else:
-        dz = torch.exp(log_p).mul_(scale - of_entropy[:, None] * (log_p + spread[:, None]))
+        dz = torch.exp(log_p).mul_(scale - of_entropy[:, None] * (log_p + entropies[:, None]))
     dz.scatter_add_(1, targets[:, None], of_logprob[:, None])
     if bend is not None:
         dz.mul_(bend)
@@ -79,11 +78,12 @@ def slope(
 
 @dataclass(frozen=True, slots=True)
 class HeadKernels:
-    """`summary` and `slope`, or compiled forms of them. As they are, each operation reads and writes all of a chunk's float32
-    logits: on a GPU that takes longer than the products."""
+    """`logits_stats` and `logits_gradient`, plain or compiled.
 
-    summary: Callable[..., tuple[Tensor, Tensor, Tensor]] = summary
-    slope: Callable[..., Tensor] = slope
+    Plain, each operation reads and writes all float32 logits of a chunk, which on a GPU takes longer than the products."""
+
+    stats: Callable[..., tuple[Tensor, Tensor, Tensor]] = logits_stats
+    gradient: Callable[..., Tensor] = logits_gradient
 
 
 PLAIN = HeadKernels()
@@ -111,19 +111,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
         lse = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-        chosen, spread = torch.empty_like(lse), torch.empty_like(lse)
+        chosen, entropies = torch.empty_like(lse), torch.empty_like(lse)
         for start in range(0, tokens, chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ weight.t()
-            lse[part], chosen[part], spread[part] = kernels.summary(logits, targets[part], temperature, entropy, bias, cap)
-        ctx.save_for_backward(hidden, weight, targets, lse, spread, bias)
+            lse[part], chosen[part], entropies[part] = kernels.stats(logits, targets[part], temperature, entropy, bias, cap)
+        ctx.save_for_backward(hidden, weight, targets, lse, entropies, bias)
         ctx.temperature, ctx.chunk, ctx.kernels, ctx.cap = temperature, chunk, kernels, cap
-        ctx.set_materialize_grads(False)  # entropies that are only measured have no gradient, and cost nothing then
-        return chosen - lse, spread
+        ctx.set_materialize_grads(False)  # entropies that are only measured have no gradient and then cost nothing
+        return chosen - lse, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, lse, spread, bias = ctx.saved_tensors
+        hidden, weight, targets, lse, entropies, bias = ctx.saved_tensors
         grad_logprob = torch.zeros_like(lse) if grads[0] is None else grads[0]
         grad_entropy = grads[1]
         grad_hidden = torch.empty_like(hidden)
@@ -135,7 +135,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             asked = (grad_logprob[part], None if grad_entropy is None else grad_entropy[part])
             logits = hidden[part] @ weight.t()
-            dz = ctx.kernels.slope(logits, targets[part], lse[part], spread[part], asked, ctx.temperature, bias, ctx.cap)
+            dz = ctx.kernels.gradient(logits, targets[part], lse[part], entropies[part], asked, ctx.temperature, bias, ctx.cap)
             grad_hidden[part] = dz @ weight
             if grad_weight is not None:
                 grad_weight.add_(dz.t() @ hidden[part])
@@ -149,15 +149,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
 # The head
 
 _EXPONENTS = range(-20, 21)
-"""Of the made-up logits, powers of two of either sign: the least are far below any cap, and the largest far above."""
+"""Exponents of the test logits, powers of two of either sign: the smallest far below any cap, the largest far above."""
 _NEAR = 1e-5
-"""The largest relative difference between a logit by the rule and the model's own; some families compute it in float32."""
+"""Maximum relative difference between the rule's and the model's logits; some families compute them in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRule:
-    """`hidden` is what hidden states are multiplied by before the output embedding, `scale` what logits are multiplied by
-    after it (its bias included), and `cap` bounds the scaled logits by cap tanh(x / cap)."""
+    """The rule from hidden states to logits: cap tanh(scale (W hidden h + b) / cap); without `cap`, scale (W hidden h + b)."""
 
     hidden: float = 1.0
     scale: float = 1.0
@@ -174,13 +173,13 @@ class HeadRule:
         entropy: bool = True,
         kernels: HeadKernels = PLAIN,
     ) -> tuple[Tensor, Tensor]:
-        """log softmax(logits / temperature) of the targets, and the entropies of those distributions.
+        """Compute log softmax(logits / temperature) of the targets, and the entropies of the distributions.
 
         `hidden` [M, E], `head.weight` [V, E], `head.bias` [V], `targets` int64 [M] -> two float32 tensors [M], both with
         gradient; the entropies are zeros if `entropy` is False.
         """
-        # With k = a s, c tanh((k x + s b) / c) / t is c/k tanh((x + b/a) / (c/k)) / (t/k): the products x = h W^T stay as they
-        # are, and what is rounded in bfloat16 is not rounded again.
+        # With k = a s, c tanh((k x + s b) / c) / t is c/k tanh((x + b/a) / (c/k)) / (t/k): the products x = h W^T are not
+        # scaled, so those in bfloat16 are not rounded again.
         factor = self.hidden * self.scale
         bias = None if head.bias is None else head.bias.float() / self.hidden
         cap = None if self.cap is None else self.cap / factor
@@ -188,15 +187,15 @@ class HeadRule:
         return call(hidden, head.weight.to(hidden.dtype), targets, temperature / factor, chunk, entropy, kernels, bias, cap)
 
     def logits(self, products: Tensor) -> Tensor:
-        """The model's logits for the output embedding's results."""
+        """Return the model's logits for results of the output embedding."""
         scaled = products * self.scale
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
 
 def head_rule(model: Any) -> HeadRule:
-    """The rule of a causal language model, on whatever device its weights are.
+    """Measure the head rule of a causal language model with test inputs; its weights may be on the meta device.
 
-    Raises ModelError, which names the family, if its logits are not of that form.
+    Raises ModelError, naming the family, if its logits do not have that form.
     """
     name = f"{type(model).__name__} ({getattr(model.config, 'model_type', 'no model_type')})"
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -205,13 +204,13 @@ def head_rule(model: Any) -> HeadRule:
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         kind = f"{type(head).__module__}.{type(head).__qualname__}"  # an adapter's class is called Linear, too
         raise ModelError(f"{name}: its output embedding is a {kind}; only a plain linear layer is supported")
-    # Numbers are needed, also if the caller makes everything else on the meta device (trainer/memory.py).
+    # Real numbers are needed even if the caller's default device is meta (trainer/memory.py).
     with torch.device("cpu"):
         hidden, products, seen, logits = _measure_head(model, head, name)
     before = float(seen.flatten()[0] / hidden.flatten()[0])
     if seen.shape != hidden.shape or not before > 0 or not torch.allclose(seen, before * hidden, rtol=_NEAR, atol=0.0):
         raise ModelError(f"{name}: between its last hidden states and its output embedding there is more than a scale")
-    # The scale shows in the smallest logit, and a cap, if there is one, in the largest.
+    # Read the scale from the smallest logit, and a cap from the largest.
     x, y = products.flatten(), logits.flatten()
     least, most = int(x.abs().argmin()), int(x.argmax())
     scale = float(y[least] / x[least]) if logits.shape == products.shape else 0.0
@@ -223,17 +222,17 @@ def head_rule(model: Any) -> HeadRule:
 
 
 def _measure_head(model: Any, head: nn.Linear, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Made-up hidden states and results of the output embedding; what the output embedding was given, and the logits."""
+    """Run the head on test inputs: hidden states, results of the output embedding, its actual input, and the logits."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class States(BaseModelOutputWithPast):
-        def __getattr__(self, name: str) -> None:  # router logits, states of recurrent layers and the like: there are none
+        def __getattr__(self, name: str) -> None:  # no router logits, states of recurrent layers etc.
             return None
 
     grid = torch.tensor([sign * 2.0**power for power in _EXPONENTS for sign in (1, -1)], dtype=torch.float64)
     vocab, width = head.weight.shape
     tokens = -(-len(grid) // vocab) + 1
-    # Powers of two: a family may round them to its weights' type on the way.
+    # Powers of two: a family may round them to the dtype of its weights.
     hidden = grid[torch.arange(tokens * width) % 8].reshape(1, tokens, width)
     products = grid[torch.arange(tokens * vocab) % len(grid)].reshape(1, tokens, vocab)
     seen: list[Tensor] = []
@@ -243,13 +242,13 @@ def _measure_head(model: Any, head: nn.Linear, name: str) -> tuple[Tensor, Tenso
         return products.clone()
 
     with ExitStack() as stack, torch.no_grad():
-        # Some families call their decoder in place of the base model that holds it.
+        # Some families call their decoder instead of the base model around it.
         with suppress(AttributeError, NotImplementedError):
             decoder = model.get_decoder()
             if decoder is not model and decoder is not backbone(model):
-                stack.enter_context(_instead(decoder, lambda *_, **__: States(last_hidden_state=hidden)))
-        stack.enter_context(_instead(backbone(model), lambda *_, **__: States(last_hidden_state=hidden)))
-        stack.enter_context(_instead(head, embedding))
+                stack.enter_context(_replace_forward(decoder, lambda *_, **__: States(last_hidden_state=hidden)))
+        stack.enter_context(_replace_forward(backbone(model), lambda *_, **__: States(last_hidden_state=hidden)))
+        stack.enter_context(_replace_forward(head, embedding))
         try:
             found = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).logits
         except Exception as error:  # whatever a family's own code raises on states that its backbone did not compute
@@ -260,14 +259,14 @@ def _measure_head(model: Any, head: nn.Linear, name: str) -> tuple[Tensor, Tenso
 
 
 def backbone(model: Any) -> Any:
-    """The part of a transformers model that makes the last hidden states."""
-    # `base_model` is the model itself if its prefix, as that of Llama 4's text model, names a part of a larger model.
+    """Return the part of a transformers model that computes the last hidden states."""
+    # `base_model` is the model itself if its prefix names a part of a larger model (Llama 4's text model).
     return getattr(model, "model", model) if model.base_model is model else model.base_model
 
 
 @contextmanager
-def _instead(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """In this context, calls of `module` are calls of `function`."""
+def _replace_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward pass of `module` by `function` within the context."""
     own = module.__dict__.get("forward")
     module.forward = function
     try:
@@ -284,14 +283,13 @@ def _instead(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """The model's input for one micro-batch: N rows, T computed tokens.
+    """The model's input for one micro-batch: N rows, T computed tokens, M predicted tokens (never the first of a row).
 
-    `input_ids`, `position_ids` int64 [T]; `packed` is the layout for attention. For the M tokens whose logprobs
-    are wanted (never the first of a row), `targets` int64 [M] are the ids and `before` int64 [M] the positions
-    of the tokens that predict them; `last` int64 [N] are the positions of the rows' last tokens. Rows that
-    share a prefix share its positions. `experts` [T, routers, k]: the experts that the tokens are to go to (experts.py), None:
-    all are sent by the routers. `row_counts` int64 [T]: of how many rows each token is, None: of one. `images`: where each row
-    begins and ends, and its images; `inputs`: what a model that takes them gets for `input_ids` and `position_ids`.
+    `input_ids`, `position_ids` int64 [T]; `packed`: the layout for attention; `targets` int64 [M]: ids of the predicted tokens;
+    `before` int64 [M]: positions of the tokens that predict them; `last` int64 [N]: positions of the rows' last tokens. Rows that
+    share a prefix share its positions. `experts` [T, routers, k]: experts to replay (data/expert_routing.py), or None to route.
+    `row_counts` int64 [T]: number of rows that share each token, None: 1. `images`: start, end and images of each row; `inputs`:
+    inputs of a vision model that replace `input_ids` and `position_ids`.
     """
 
     input_ids: Tensor
@@ -307,9 +305,9 @@ class Micro:
 
 
 class PolicyModule(nn.Module):
-    """A causal language model; its forward returns log pi and entropy of chosen tokens.
+    """A causal language model; its forward returns log pi and entropy of the predicted tokens.
 
-    The head is applied inside this module's forward, because only there a sharded weight is gathered.
+    The head is applied inside of this forward, because a sharded weight is only gathered there.
     """
 
     def __init__(self, model: Any) -> None:
@@ -317,14 +315,14 @@ class PolicyModule(nn.Module):
         self.hf = model
         self.kernels = PLAIN
         self.rule = head_rule(model)
-        self.tensor: Ulysses | None = None  # the ranks of tensor parallelism, which share the tokens of the head
+        self.tensor: Ulysses | None = None  # ranks of tensor parallelism, which share the head's tokens
 
     def forward(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-        """log pi and entropies of the tokens `micro.targets`: two float32 [M]."""
+        """Compute log pi and entropies of the tokens `micro.targets`: two float32 [M]."""
         indices, targets, group = micro.before, micro.targets, micro.packed.ulysses
         hidden, first = backbone_states(backbone(self.hf), micro)
         if group is not None:
-            local, counts, back = shares(indices, len(hidden), group)
+            local, counts, back = split_indices(indices, len(hidden), group)
             indices, targets = indices[local], targets[local]
         before = hidden.index_select(0, indices - first)
         compute = partial(self.rule.logprobs, temperature=temperature, entropy=entropy, kernels=self.kernels)
@@ -336,21 +334,21 @@ class PolicyModule(nn.Module):
 
 
 class ValueModule(nn.Module):
-    """A transformer with a linear value head; its forward returns the value before each chosen token."""
+    """A transformer with a linear value head; its forward returns the value before each predicted token."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.hf = backbone(model)
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
-        # Zeros, so that a new critic starts from value 0 instead of noise in the first advantages.
+        # Zeros: a new critic starts from value 0 instead of adding noise to the first advantages.
         nn.init.zeros_(self.head.weight)
 
     def forward(self, micro: Micro) -> Tensor:
-        """Values of the states in which the tokens `micro.targets` were chosen: float32 [M]."""
+        """Compute the values of the states before the tokens `micro.targets`: float32 [M]."""
         group, indices = micro.packed.ulysses, micro.before
         hidden, first = backbone_states(self.hf, micro)
         if group is not None:
-            local, counts, back = shares(indices, len(hidden), group)
+            local, counts, back = split_indices(indices, len(hidden), group)
             indices = indices[local]
         values: Tensor = self.head(hidden.index_select(0, indices - first)).squeeze(1).float()
         return values if group is None else group.gather(values, counts)[back]
@@ -366,27 +364,28 @@ class ScoreModule(nn.Module):
             raise ModelError("a reward model must be a sequence classifier with a linear head `score` for one label")
 
     def forward(self, micro: Micro) -> Tensor:
-        """Scores float32 [N]."""
+        """Compute scores, float32 [N]."""
         hidden, _ = backbone_states(backbone(self.hf), micro)
         last: Tensor = self.hf.score(hidden.index_select(0, micro.last))
         return last.squeeze(1).float()
 
 
 def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
-    """Last hidden states of packed rows [T, E], and 0; or with sequence parallelism those of this rank's share of the tokens,
-    including the padding on the last rank, and the position of its first token."""
+    """Compute the last hidden states [T, E] of packed rows. Returns them and the position of the first token (0).
+
+    With sequence parallelism they are those of this rank's share of the tokens, including padding on the last rank."""
     ids, position_ids, first, experts = micro.input_ids, micro.position_ids, 0, micro.experts
     if micro.packed.ulysses is not None:
         local = micro.packed.ulysses.slice_of(len(ids))
         ids, position_ids, first = ids[local], position_ids[local], local.start
         experts = None if experts is None else experts[local]
-    # Without a mask and a cache, transformers builds no mask of its own and leaves all masking to `packed`.
+    # Without mask and cache, transformers builds no mask and leaves all masking to `packed`.
     packed = micro.packed if experts is None else replace(micro.packed, experts=experts)
     with laid_out(packed):
         positions, given = position_ids[None], {"input_ids": ids[None]}
         if micro.inputs is not None:
             model, positions, given = micro.inputs(model)
-        # Of the arguments that say where its rows are, those that its forward takes; attention learns it from the layout.
+        # Only those arguments for positions that its forward takes; attention reads the rows from the layout.
         takes, rest = parameters_of(model.__class__)
         places = {"position_ids": positions, "attention_mask": None}
         places = {name: value for name, value in places.items() if rest or name in takes}
@@ -394,17 +393,17 @@ def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
     return out.last_hidden_state[0], first
 
 
-def shares(indices: Tensor, share: int, group: Ulysses) -> tuple[Tensor, list[int], Tensor]:
-    """Positions of `indices` that are among this rank's tokens (`share` per rank); how many are among each rank's; and the
-    order that undoes the gathering by rank, because with shared prefixes the indices of a rank need not be consecutive."""
+def split_indices(indices: Tensor, share: int, group: Ulysses) -> tuple[Tensor, list[int], Tensor]:
+    """Split token indices over ranks of `share` tokens each: this rank's mask, counts per rank, inverse order of a gather.
+
+    The inverse is needed because with shared prefixes a rank's indices need not be consecutive."""
     owner = indices // share
     counts: list[int] = torch.bincount(owner, minlength=group.size).tolist()
     return owner == group.rank, counts, torch.argsort(torch.argsort(owner, stable=True))
 
 
 def share_tokens(micro: Micro, group: Ulysses) -> Micro:
-    """The micro-batch for a group of ranks that share its tokens: padded to a multiple of the group's size by an
-    additional row, which no other row sees."""
+    """Pad a micro-batch to a multiple of the size of the group that shares its tokens, by a separate row."""
     end, packed = len(micro.input_ids), micro.packed
     missing = -end % group.size
     pad = micro.input_ids.new_zeros(missing)
@@ -425,7 +424,9 @@ MODULES: dict[Role, Callable[[Any], nn.Module]] = {"policy": PolicyModule, "valu
 
 
 def layers_of(backbone: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer: its longest ModuleList. Raises ModelError without one."""
+    """Return the repeated blocks of a transformer: its longest ModuleList outside of a vision tower.
+
+    Raises ModelError without one."""
     named = backbone.named_modules()
     lists = [module for name, module in named if isinstance(module, nn.ModuleList) and "visual" not in name.split(".")]
     if not lists:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from agentrl.config.schema import LoraSection
 from agentrl.render.modality import modality_of
 from agentrl.trainer.attention import PACKED, packed_attention
-from agentrl.trainer.language_model import HeadKernels, slope, summary
+from agentrl.trainer.language_model import HeadKernels, logits_gradient, logits_stats
 from agentrl.utils.errors import DependencyError, ModelError, hint_text
 
 # Low-rank adapters
@@ -111,4 +111,4 @@ def compile_layers(layers: list[nn.Module], backend: str = BACKEND) -> None:
 def compiled_head(backend: str = BACKEND) -> HeadKernels:
     """Work on a chunk's logits between the products, in a few kernels that read them once or twice."""
     # Dynamic only from the second number of tokens on: the size of the vocabulary stays a constant.
-    return HeadKernels(torch.compile(summary, backend=backend), torch.compile(slope, backend=backend))
+    return HeadKernels(torch.compile(logits_stats, backend=backend), torch.compile(logits_gradient, backend=backend))

@@ -27,7 +27,7 @@ from agentrl.trainer.minibatch import SOURCE, LogRatios, Term, TrainedTokens, ad
 from agentrl.trainer.optim import optims_of
 from agentrl.trainer.pretrained import named_anywhere
 from agentrl.trainer.roles import Critic, ModelRole, Reference, RewardModel, SavedRole, check_moving, with_scores
-from agentrl.trainer.train_engine import TRAIN_ENGINES, mesh_of, rests, separate_reference
+from agentrl.trainer.train_engine import TRAIN_ENGINES, mesh_of, offloads_when_idle, separate_reference
 from agentrl.trainer.update import check_algorithm, mismatch
 from agentrl.trainer.update_hooks import SECTIONS, UPDATE_HOOKS, UpdateHook, ask_hook, join_rows
 from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError
@@ -52,7 +52,7 @@ def check_learner(config: TrainConfig) -> None:
     check_algorithm(config.settled_algorithm())
     check_idle_keys(config)
     mesh_of(config.model, config.cluster)
-    if config.model.offload == "idle" and not rests(config, "actor"):
+    if config.model.offload == "idle" and not offloads_when_idle(config, "actor"):
         raise ConfigError(
             'model.offload = "idle": the actor never waits for another role on its GPU (no [critic], [reward_model], '
             "algorithm.distillation or algorithm.kl.coef without a pool of its own, and the engine has other GPUs without "
@@ -174,7 +174,7 @@ class Learner:
 
     async def _offload_idle(self, role: str, group: WorkerGroup[Any]) -> None:
         """Offload a role that is done with its pass, if the config asks for it, to free memory for the next role."""
-        if rests(self.config, role):
+        if offloads_when_idle(self.config, role):
             await group.arun(ModelRole.offload)
 
     async def step(self, batch: TensorDict, step: int, keep: bool = False) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""The training engine: what a role needs from a model that is sharded over ranks.
+"""The training engine: the interface between roles and a model that is sharded over ranks.
 
-The contract and its registry, the choice of an engine, the use of cards, and the layout of ranks and roles."""
+Interface and registry, checks of the choice, GPU usage metrics, and the layout of ranks and roles."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from agentrl.trainer.parallel import Ulysses
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.registry import Registry
 
-# The contract
+# The interface
 
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations of a forward pass: of each token with the matrices, of each token with each before it (and itself) in attention,
-    and of each predicted token with the head; `passes`: as many as forward and backward are together."""
+    """FLOPs of a forward pass per token (matrices), per pair of tokens (attention), and per predicted token (`head`).
+
+    `passes`: cost of forward and backward together, in forward passes."""
 
     token: float
     pair: float
@@ -44,15 +45,15 @@ class Flops:
     passes: int
 
     def of(self, lengths: Sequence[int], predicted: float) -> float:
-        """Operations of forward and backward passes over rows. `predicted`: number of predicted tokens."""
+        """Return the FLOPs of forward and backward over rows of these lengths. `predicted`: number of predicted tokens."""
         attention = self.pair * sum(float(n) * float(n) for n in lengths)
         return self.passes * (self.token * float(sum(lengths)) + attention + self.head * predicted)
 
 
 class BaseEngine(ABC):
-    """One rank's part of a sharded causal language model, with its optimizer.
+    """One rank's shards of a causal language model, with its optimizer.
 
-    `cfg`: the config it was made from. `device`: where the caller puts a micro-batch. `optimizers`: None until `use_optimizer`.
+    `cfg`: its config. `device`: where callers put micro-batches. `optimizers`: None until `use_optimizer`.
     """
 
     cfg: ModelConfig
@@ -63,8 +64,9 @@ class BaseEngine(ABC):
     def __init__(
         self, path: str, cfg: ModelConfig, max_grad_norm: float, role: Role = "policy", device: torch.device | None = None
     ) -> None:
-        """Load a folder or hub name, each rank its own shards. The process group is open already; without the trait "alone"
-        there always is one. `role`: the model's head (logprobs, values or scores).
+        """Load this rank's shards from a folder or hub name. `role`: the model's head (logprobs, values or scores).
+
+        A process group is open already, except for a single process with the trait "alone".
 
         Raises ModelError if the model cannot be loaded or is not supported, ConfigError if the ranks cannot be divided as the
         config says.
@@ -72,15 +74,18 @@ class BaseEngine(ABC):
 
     @classmethod
     def check(cls, cfg: ModelConfig, ranks: int) -> None:
-        """On the driver, before anything is started: raise ConfigError for a config that the engine cannot follow although its
-        traits allow each key, DependencyError if a package is missing. `ranks`: of a role."""
+        """Check a config on the driver, before a start. `ranks`: number of ranks of a role.
+
+        Raises ConfigError if the engine does not support it although its traits allow each key, DependencyError for a missing
+        package."""
         return None
 
     @classmethod
     def memory(cls, module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: Sequence[OptimConfig]) -> RoleMemory:
-        """For `--dry-run`: bytes of a role on one of its ranks. `module`: trainer/memory.py's `shell` of it, on the meta device;
-        `tokens`: of a micro-batch; `optims`: the optimizers that it has, one after the other; none of a role that does not learn.
-        Raises ConfigError if the engine does not say, ModelError if the model cannot be counted."""
+        """Estimate the bytes of a role on one of its ranks, for `--dry-run`.
+
+        `module`: from `shell` (trainer/memory.py), on the meta device; `tokens`: per micro-batch; `optims`: the role's optimizers
+        (used in turn) or none. Raises ConfigError if the engine has no estimate, ModelError if the model cannot be counted."""
         raise ConfigError(f'model.engine = "{cfg.engine}" does not count its memory, so --dry-run cannot')
 
     @property
@@ -92,45 +97,48 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-        """log pi and entropy of the tokens `micro.targets`, float32 [M]; with gradient if grad mode is on. Ranks that share
-        rows (model.sequence_parallel, model.tensor_parallel) all get the whole micro-batch and return all M values."""
+        """Return log pi and entropy of the tokens `micro.targets`, float32 [M], with gradient if grad mode is on.
+
+        Ranks that share rows (model.sequence_parallel, tensor_parallel) get the whole micro-batch and return all M values."""
 
     def values(self, micro: Micro) -> Tensor:
-        """The value before each of the tokens `micro.targets`, float32 [M]; only for a critic's engine."""
+        """Return the value before each of the tokens `micro.targets`, float32 [M]; only with role "value"."""
         raise ConfigError(f'model.engine = "{self.cfg.engine}" computes no values')
 
     def scores(self, micro: Micro) -> Tensor:
-        """The score of each row, float32 [N]; only for a reward model's engine."""
+        """Return the score of each row, float32 [N]; only with role "score"."""
         raise ConfigError(f'model.engine = "{self.cfg.engine}" computes no scores')
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of `loss`; gradients of all data-parallel ranks are *summed*, at the latest at the `last`
-        micro-batch. Ranks that share rows have the same loss, which counts once."""
+        """Accumulate the gradient of `loss`, *summed* over data-parallel ranks at the `last` micro-batch or before.
+
+        Ranks that share rows have the same loss, which counts once."""
 
     # -- parameters and steps --------------------------------------------------------------------------------------
 
     @abstractmethod
     def named_weights(self) -> Named:
-        """Trained parameters by Hugging Face name, as they are on this rank: what an optimizer takes. After the last
-        `backward` their `grad` is the summed gradient. A tied output embedding appears once, under the input's name."""
+        """Return the trained parameters of this rank by Hugging Face name, for an optimizer.
+
+        After the last `backward` their `grad` is the summed gradient. A tied output embedding appears once, as the input's."""
 
     def use_optimizer(self, cfg: OptimConfig) -> None:
-        """A fresh optimizer `cfg.name` over the weights, in place of one that there was; `cfg.lr` is set (trainer/optim.py)."""
-        self.optimizers = None  # its memory goes before another's is taken
+        """Create the optimizer `cfg.name` over the weights and drop an earlier one; `cfg.lr` must be set (trainer/optim.py)."""
+        self.optimizers = None  # free the old one's memory first
         self.optimizers = OPTIMIZERS[cfg.name](self.named_weights(), cfg)
 
     def freeze(self) -> None:
-        """Make it a model that is only asked: no parameter has a gradient from now on."""
+        """Turn off the gradients of all parameters, for a model that is only evaluated."""
         for _, parameter in self.named_weights():
             parameter.requires_grad_(False)
 
     @abstractmethod
     def step(self, sound: bool = True) -> float:
-        """Clip by the global norm, step, zero the gradients; returns the norm before clipping, the same on all ranks.
+        """Clip by the global norm, step, drop the gradients; returns the norm before clipping, equal on all ranks.
 
-        No step is taken, on any rank, if that norm is not finite or the caller found a loss that is not (`sound` is then
-        False, on all ranks): weights and optimizer stay as they are.
+        `sound`: False, on all ranks, if a loss was not finite. Then, or if the norm is not finite, no rank steps: weights
+        and optimizer stay as they are.
         """
 
     def set_rate(self, factor: float) -> None:
@@ -139,69 +147,70 @@ class BaseEngine(ABC):
         self.optimizers.set_rate(factor)
 
     def approach(self, other: BaseEngine, weight: float) -> None:
-        """Move every parameter by `weight` of its distance to the same one of `other`, an engine of this class with the same
-        model on the same ranks: theta <- theta + weight (theta_other - theta), in float32, each rank its own shards."""
+        """Move the parameters towards those of `other`: theta <- theta + weight (theta_other - theta), in float32.
+
+        `other`: an engine of this class with the same model on the same ranks; each rank moves its shards."""
         raise ConfigError(f'model.engine = "{self.cfg.engine}" follows no other engine')
 
     @abstractmethod
     def finite(self) -> bool:
-        """Return True if all trained parameters are finite; the same answer on all ranks."""
+        """Return True, on all ranks, if all trained parameters of all ranks are finite."""
 
     @abstractmethod
     def reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-        """The element-wise sum or maximum over the data-parallel ranks, on the host: ranks that share rows count once."""
+        """Reduce element-wise over the data-parallel ranks, to the host; ranks that share rows count once."""
 
     def expert_load(self) -> Tensor | None:
-        """Number of choices of each expert in passes with gradient since the last call, float64 [layers, experts] on the host,
-        over the ranks that share rows; None for a dense model, and from an engine that does not count."""
+        """Return and reset the routing counts of experts in passes with gradient, float64 [layers, experts] on the host.
+
+        Summed over ranks that share rows; None for a dense model, or if the engine does not count."""
         return None
 
     def flops(self) -> Flops | None:
-        """FLOPs of the model, for `gpu/mfu`; None from an engine that does not count."""
+        """Return the FLOPs of the model, for `gpu/mfu`; None if the engine does not count them."""
         return None
 
     # -- weights for others ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by Hugging Face name, one at a time, adapters merged, in the type of the computation: each is invalid
-        once the next is requested.
+        """Yield full tensors by Hugging Face name, adapters merged, in the compute dtype; each is valid until the next.
 
         All ranks must iterate together, or close the iterator. A tied output embedding is left out.
         """
 
     def resident(self) -> list[Tensor]:
-        """Those of `tensors` that are the model's own memory and not made for the stream, if this memory stays where it is; none
-        by default. An engine may then read them in place."""
+        """Return the tensors of `tensors` that are the model's own memory at a fixed address, readable in place; default none."""
         return []
 
     @abstractmethod
     def largest(self) -> int:
-        """Bytes of the largest of `tensors`."""
+        """Return the bytes of the largest tensor of `tensors`."""
 
     @abstractmethod
     def saving(self) -> Saving:
-        """Recipe that turns `tensors` into those of a checkpoint."""
+        """Return the conversion of `tensors` to the tensors of a checkpoint."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:
-        """Write a folder that plain transformers loads."""
+        """Write the model to a folder that plain transformers loads."""
 
     def adapter(self) -> dict[str, Tensor]:
-        """Only the adapter's tensors, gathered, float32 on the host, as `Adapter.tensors` (engines/weights/base.py)."""
+        """Return the adapter's full tensors, float32 on the host, as in `Adapter.tensors` (engines/weights/base.py)."""
         raise ConfigError(f'model.engine = "{self.cfg.engine}" trains no adapters')
 
     def frozen_base(self) -> AbstractContextManager[None]:
-        """A context in which the model computes without its adapter; for forward passes without gradient."""
+        """Return a context in which the model computes without its adapter, for passes without gradient."""
         raise ConfigError(f'model.engine = "{self.cfg.engine}" trains no adapters')
 
     # -- memory and state ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def offload(self) -> None:
-        """Move parameters and optimizer state to host memory, pinned if the device is a GPU, and free the device's: between two
-        optimizer steps, as gradients are not kept. Until `onload`, only `state` and
-        `tensors`, which brings them back, may be called."""
+        """Move parameters and optimizer state to host memory (pinned for a GPU) and free those of the device.
+
+        Call it between optimizer steps, without gradients. Until `onload`, only `state` and `tensors` may be called; `tensors`
+        moves them back."""
 
     @abstractmethod
     def onload(self) -> None:
@@ -209,10 +218,9 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Model ("model.NAME", by Hugging Face name) and optimizer state by name, sharded as on the ranks: DTensors, so that
-        another number of ranks can load what these saved; a load may write into these tensors.
+        """Return model ("model.NAME", Hugging Face names) and optimizer state by name, as DTensors, on the host while offloaded.
 
-        While the engine is offloaded they are on the host."""
+        A load writes into these tensors; any number of ranks can load a saved state."""
 
 
 TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
@@ -236,7 +244,7 @@ TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
         "cpu_offload": 'model.offload = "always"',
         "offload": 'model.offload = "idle"',
         "compile": "model.compile",
-        "families": "computes transformers' own models, so all findings of train/families hold for it",
+        "families": "computes transformers' own models, so the findings of trainer/families.py hold for it",
         "shard_gradients": "model.shard_gradients = true",
         "activation_checkpointing": "model.activation_checkpointing = true",
         "vision": "trains a model that takes images (Micro.images)",
@@ -245,8 +253,7 @@ TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
 
 
 def compute_dtype(cfg: ModelConfig, device: torch.device) -> torch.dtype:
-    """Number type in which a model computes on that device: `model.dtype`, or by default bfloat16 on a GPU and float32 on a
-    CPU."""
+    """Return the compute dtype on a device: `model.dtype`, by default bfloat16 on a GPU and float32 on a CPU."""
     return torch.float32 if cfg.computes_in(device.type == "cuda") == "float32" else torch.bfloat16
 
 
@@ -254,12 +261,10 @@ def compute_dtype(cfg: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def check_train_engine(config: TrainConfig) -> None:
-    """Raise ConfigError for an unknown training engine and for what the chosen one cannot do, DependencyError if a package of
-    its is missing.
-    """
+    """Raise ConfigError for an unknown engine or unsupported settings, DependencyError if one of its packages is missing."""
     entry, model = TRAIN_ENGINES.entry(config.model.engine), config.model
-    # By trait: what asks for it, in the words of a config, and whether this one does. (A run without a process group asks for
-    # "alone", which is given one instead; see trainer/roles.py.)
+    # By trait: the setting that needs it, and whether the config has this setting. ("alone" is missing: without this trait a
+    # run gets a process group; see trainer/roles.py.)
     asked = {
         "lora": ("[model.lora]", model.lora is not None),
         "critic": ("[critic]", config.critic is not None),
@@ -288,11 +293,11 @@ def check_train_engine(config: TrainConfig) -> None:
         try:
             entry.make.check(config.model.model_copy(update={"path": path, "init": None}), config.cluster.actors)
         except ConfigError as problem:
-            raise ConfigError(f"{key} = {path}, which is computed as the policy is ([model]): {problem}") from problem
+            raise ConfigError(f"{key} = {path}, which [model] configures as it does the policy: {problem}") from problem
 
 
 def check_on_host(cfg: ModelConfig) -> None:
-    """Raise ConfigError for keys that free a GPU's memory, of a role that has no GPU."""
+    """Raise ConfigError for keys that free GPU memory, if a role has no GPU."""
     if cfg.offload != "never":
         raise ConfigError(f'model.offload = "{cfg.offload}": there is no GPU, so everything is in host memory already; unset it')
 
@@ -305,12 +310,12 @@ PEAKS = {
     "H100 NVL": 835, "H100 PCIe": 756, "H200": 989.5, "H800": 989.5, "B200": 2250, "RTX 3090": 71, "RTX 4090": 165.2,
     "RTX 5090": 209.5, "MI300X": 1307,
 }  # fmt: skip
-"""TFLOP/s of dense products in bfloat16 by their makers' data sheets, by a part of the card's name."""
+"""Peak TFLOP/s of dense bfloat16 products (vendors' data sheets), by a part of the card's name."""
 _OUTSIDE = re.compile(r"embed|lm_head|visual|output\.weight")
 
 
 def flops_of(module: nn.Module, config: Any) -> Flops | None:
-    """FLOPs per token, from a model's matrices and its config; None if the config does not name its heads."""
+    """Compute the FLOPs of a model from its matrices and config; None if the config has no heads or layers."""
     text = config.get_text_config()
     heads, layers = (getattr(text, key, None) for key in ("num_attention_heads", "num_hidden_layers"))
     if not heads or not layers:
@@ -323,26 +328,26 @@ def flops_of(module: nn.Module, config: Any) -> Flops | None:
             matrices += parameter.numel() * (chosen / parameter.shape[0] if parameter.ndim == 3 else 1)
             trained = trained and parameter.requires_grad
     head = 2.0 * text.hidden_size * text.vocab_size if isinstance(module, PolicyModule) else 0.0
-    # A frozen matrix has no gradient of its own: of the two products of the backward pass one is left.
+    # A frozen matrix needs no gradient, so one of the two products of the backward pass is left.
     return Flops(2.0 * matrices, 2.0 * heads * width * layers, head, 3 if trained else 2)
 
 
 def peak_of(card: str) -> float | None:
-    """FLOP/s of dense products in bfloat16 of a card by its name; None if it is not known."""
+    """Return the peak FLOP/s of a card for dense bfloat16 products; None for an unknown name."""
     names = [name for name in PEAKS if name in card]
     return PEAKS[max(names, key=len)] * TERA if names else None
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """The device of a rank: its name, and the most bytes that tensors held on it since the last question."""
+    """A rank's GPU: its name, and the peak bytes of tensors since the last `card_of`."""
 
     name: str
     peak: int
 
 
 def card_of(device: torch.device) -> Card | None:
-    """Synchronize a device and read its card; None without CUDA. Resets its peak memory."""
+    """Synchronize a device, read its `Card`, and reset its peak memory; None without CUDA."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -352,7 +357,7 @@ def card_of(device: torch.device) -> Card | None:
 
 
 class CardUsage:
-    """Usage of the ranks' cards by one role's steps, from its making to `metrics`; for ranks with a card alone."""
+    """GPU usage of a role's steps, from construction to `metrics`; only for ranks with a GPU."""
 
     def __init__(self, engine: BaseEngine, view: Ragged) -> None:
         self._engine, self._view, self._model = engine, view, engine.flops()
@@ -369,11 +374,11 @@ class CardUsage:
             self._tokens += float(lengths.sum())
             if self._model is not None:
                 self._flops += self._model.of(lengths.tolist(), float(predicted.sum()))
-            if trees_of(self._view, rows):  # less is computed than the rows have
+            if trees_of(self._view, rows):  # shared prefixes: fewer tokens are computed, so the FLOPs are unknown
                 self._model = None
 
     def metrics(self) -> dict[str, float]:
-        """Of the ranks' cards: `gpu/memory_gib` of the fullest, `gpu/tokens_per_s` and `gpu/mfu` of each."""
+        """Return `gpu/memory_gib` (maximum over GPUs), and per GPU `gpu/tokens_per_s` and, if known, `gpu/mfu`."""
         card = card_of(self._engine.device)
         assert card is not None
         seconds, peak, unknown = self._engine.reduce(
@@ -393,9 +398,10 @@ class CardUsage:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`fsdp`: the mesh that parameters are sharded over (its last axis; if there are two, the first replicates). `tp`, `experts`:
-    the meshes of tensor and expert parallelism ("efsdp" x "ep"), if there are any. `ulysses`: the group that shares tokens;
-    `data`: the group that metrics are summed over (None: all ranks)."""
+    """Meshes and groups of the ranks.
+
+    `fsdp`: mesh that shards parameters (last axis; the first of two replicates). `tp`, `experts`: meshes of tensor and expert
+    parallelism ("efsdp" x "ep"), or None. `ulysses`: group that shares tokens; `data`: group that sums metrics (None: all)."""
 
     fsdp: DeviceMesh | None = None
     tp: DeviceMesh | None = None
@@ -405,15 +411,14 @@ class Layout:
 
     @classmethod
     def of(cls, cfg: ModelConfig, device: torch.device, world: int) -> Layout:
-        """The layout for a config. Raises ConfigError if its keys do not divide the ranks, or free a GPU's memory where there
-        is no GPU."""
+        """Create the layout of a config. Raises ConfigError if its keys do not divide the ranks, or need a GPU without one."""
         check_divides(cfg, world)
         if device.type == "cpu":
             check_on_host(cfg)
         if not dist.is_initialized():
             return cls()
         kind, tp, sp = device.type, cfg.tensor_parallel, cfg.sequence_parallel
-        # Parameters are sharded over ranks that share tokens too: these have the same weights and only compute other tokens.
+        # Parameters are also sharded over ranks that share tokens, which have the same weights and compute other tokens.
         axes = {"replicate": cfg.replicas, "shard": world // cfg.replicas // tp, "tp": tp}
         used = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
         dense = init_device_mesh(kind, tuple(used.values()), mesh_dim_names=tuple(used))
@@ -431,7 +436,7 @@ class Layout:
 
 
 def check_divides(cfg: ModelConfig, ranks: int, name: str = "cluster.actors") -> None:
-    """Raise ConfigError if a key that divides the ranks does not. `name`: where their number is set, for the message."""
+    """Raise ConfigError if a key of [model] does not divide the number of ranks. `name`: names that number in the message."""
     tp, shared = cfg.tensor_parallel, cfg.sequence_parallel * cfg.tensor_parallel
     parts = {
         f"model.replicas = {cfg.replicas}": cfg.replicas,
@@ -450,11 +455,10 @@ def check_divides(cfg: ModelConfig, ranks: int, name: str = "cluster.actors") ->
 
 
 def mesh_of(model: ModelConfig, cluster: ClusterConfig, ranks: int | None = None) -> dict[str, int]:
-    """The ranks of a role as a mesh: the ranks along "sp" get the same rows and share their tokens, those along "tp" (with
-    `model.tensor_parallel`) the same tokens.
+    """Return the mesh of a role's ranks: size by axis "dp", "sp" and, with `model.tensor_parallel`, "tp".
 
-    `ranks`: their number, for a role with its own pool; by default `cluster.actors`. Raises ConfigError if a key of [model]
-    that divides the ranks does not.
+    Ranks along "sp" get the same rows and share their tokens, those along "tp" the same tokens. `ranks`: for a role with its own
+    pool; default `cluster.actors`. Raises ConfigError if a key of [model] does not divide them.
     """
     name, ranks = ("cluster.actors", cluster.actors) if ranks is None else ("a pool of processes", ranks)
     check_divides(model, ranks, name)
@@ -464,13 +468,12 @@ def mesh_of(model: ModelConfig, cluster: ClusterConfig, ranks: int | None = None
 
 
 def separate_reference(model: ModelConfig, algorithm: AlgorithmConfig) -> bool:
-    """Return True if the reference of the KL penalty has a model of its own; with adapters it is the actor's frozen base."""
+    """Return True if the KL penalty needs a separate reference model; with adapters it uses the actor's frozen base."""
     return algorithm.kl.coef > 0 and model.lora is None
 
 
-def rests(config: TrainConfig, role: str) -> bool:
-    """Return True if a role gives its memory back between its turns: if the config asks for it, and another role, or a
-    colocated engine, uses the same processes' devices."""
+def offloads_when_idle(config: TrainConfig, role: str) -> bool:
+    """Return True if a role is offloaded between its calls: `model.offload` is "idle" and its devices are shared."""
     if config.model.offload != "idle":
         return False
     pools = {str(name): pool for name, pool in config.cluster.roles.items()} if config.cluster.backend == "ray" else {}

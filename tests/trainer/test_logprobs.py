@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 
 from agentrl.config.schema import LoraSection
-from agentrl.trainer.language_model import HeadKernels, HeadRule, backbone, head_rule, slope
+from agentrl.trainer.language_model import HeadKernels, HeadRule, backbone, head_rule, logits_gradient
 from agentrl.trainer.layers import inject
 from agentrl.utils.errors import ModelError
 from tests.trainer.tiny_families import FAMILIES, tiny_model
@@ -74,7 +74,7 @@ def test_logits_of_a_chunk_are_all_that_lives() -> None:
 def test_entropies_that_are_only_measured_cost_nothing_in_the_backward_pass() -> None:
     """An update measures the entropy of every token; without a bonus it has no gradient."""
     asked = []
-    kernels = HeadKernels(slope=lambda *args: asked.append(args[4][1]) or slope(*args))
+    kernels = HeadKernels(gradient=lambda *args: asked.append(args[4][1]) or logits_gradient(*args))
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(30, 8)
     for bonus in (False, True):
         logprobs, entropy = HeadRule().logprobs(hidden, head_of(weight), torch.arange(5), kernels=kernels)

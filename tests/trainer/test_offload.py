@@ -28,7 +28,7 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.learner import Learner, check_learner
 from agentrl.trainer.publish import Publisher
 from agentrl.trainer.roles import Critic, Reference, RewardModel
-from agentrl.trainer.train_engine import rests
+from agentrl.trainer.train_engine import offloads_when_idle
 from agentrl.utils.errors import AgentrlError, ConfigError
 from tests.publishing import VersionOnly, weights_of
 from tests.trainer.learners import config_of, opened, role_of, start
@@ -208,5 +208,5 @@ def test_what_frees_nothing_is_refused(tiny: str) -> None:
     with pytest.raises(ConfigError, match=r"model.offload.*never waits"):
         check_learner(config)
     beside = config.model_copy(update={"reward_model": RewardModelConfig(path="somewhere")})
-    assert [rests(beside, role) for role in ("actor", "critic", "reward_model")] == [True, False, True]
+    assert [offloads_when_idle(beside, role) for role in ("actor", "critic", "reward_model")] == [True, False, True]
     check_learner(config_of(model=IDLE, algorithm=AlgorithmConfig(kl=KlConfig(coef=0.1))))

@@ -45,7 +45,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.contrib.moe.routers import Routers
 from agentrl.data.expert_routing import FREE
 from agentrl.trainer.attention import PackedSequences, packed_attention
-from agentrl.trainer.language_model import HeadRule, Micro, shares
+from agentrl.trainer.language_model import HeadRule, Micro, split_indices
 from agentrl.trainer.parallel import Ulysses, compute_divided
 from agentrl.utils.errors import ModelError
 
@@ -115,7 +115,7 @@ class LogprobDecoder:
         head: Callable[..., tuple[Tensor, Tensor]] = self.lm_head  # type: ignore[attr-defined]
         if group is None:
             return head(hidden.index_select(0, micro.before), micro.targets, temperature, entropy)
-        mine, counts, back = shares(micro.before, len(hidden), group)
+        mine, counts, back = split_indices(micro.before, len(hidden), group)
         own = head(hidden.index_select(0, micro.before[mine] - part.start), micro.targets[mine], temperature, entropy)
         return group.gather(own[0], counts)[back], group.gather(own[1], counts)[back]
 

@@ -28,7 +28,7 @@ from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, Los
 from agentrl.trainer.checkpoint import MANIFEST, Checkpoints, check_intact
 from agentrl.trainer.estimator_inputs import check_terms
 from agentrl.trainer.minibatch import cut_update
-from agentrl.trainer.train_engine import rests
+from agentrl.trainer.train_engine import offloads_when_idle
 from agentrl.trainer.update import check_algorithm
 from agentrl.utils.errors import BrokenWeightsError, CheckpointError, ConfigError, NonFiniteError, StepOrderError
 from agentrl.utils.search_path import give, pack_given, unpack
@@ -128,7 +128,7 @@ class Trainer:
                 f"trainer.batch: two groups have the number {twice[0]}, by which their members are compared: the same one twice, "
                 "or one of another session. Leave it out"
             )
-        if self.waiting and rests(self.config, "actor"):
+        if self.waiting and offloads_when_idle(self.config, "actor"):
             raise StepOrderError(
                 'trainer.batch: gradients wait for optim_step, and with model.offload = "idle" the actor would lose them; call '
                 "trainer.optim_step() first"
