@@ -25,31 +25,28 @@ from agentrl.trainer.layers import adapter_of, compile_layers, compiled_head, in
 from agentrl.trainer.memory import RoleMemory, by_size, count
 from agentrl.trainer.model_folder import Loader, save_model
 from agentrl.trainer.optim import Offloaded, by_mesh, local
-from agentrl.trainer.parallel import Ulysses, same_when_recomputed, split_code
+from agentrl.trainer.parallel import Ulysses, recompute_layout, split_code
 from agentrl.trainer.pretrained import empty_model, load_model_config, meta_model
 from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, Flops, Layout, check_divides, compute_dtype, flops_of
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError
 
-# The FSDP2 engine: a transformers model, sharded layer by layer over the data-parallel ranks.
-#
-# Without a process group (one process) the model stays a plain module and nothing else changes. Gradients
-# are summed over ranks, never averaged: losses have global denominators, so the result does not depend
-# on how rows are distributed over ranks and micro-batches.
+# Without a process group (one process) the model stays a plain module. Gradients are summed over ranks, never averaged: losses
+# have global denominators, so the result does not depend on the distribution of rows over ranks and micro-batches.
 
 PREFIX = "hf."
 
 
-@TRAIN_ENGINES.register("fsdp2", traits=TRAIN_ENGINES.words["traits"])  # all that there are
+@TRAIN_ENGINES.register("fsdp2", traits=TRAIN_ENGINES.words["traits"])  # all traits
 class FsdpEngine(BaseEngine):
-    """One rank's part of the model."""
+    """One rank's shards of the model, with FSDP2."""
 
     routing: Any = None
     modality: Modality | None = None
     classifier: bool = False
     _gathers: bool
-    """Other ranks have parts of the weights."""
+    """True if other ranks hold shards of the weights."""
     _left_out: set[str]
-    """Names of the module's tensors that are the same as others: a tied output embedding."""
+    """Names of duplicate tensors of the module: a tied output embedding."""
 
     def __init__(
         self,
@@ -59,10 +56,10 @@ class FsdpEngine(BaseEngine):
         role: Role = "policy",
         device: torch.device | None = None,
     ) -> None:
-        """Load the model and shard it. Raises ModelError if it cannot be loaded or is not supported, ConfigError
-        if the ranks cannot be divided as the config says.
+        """Load the model and shard it. With bfloat16, master weights and the reduction of gradients are float32.
 
-        bfloat16 keeps float32 master weights and reduces gradients in float32; it needs a process group.
+        Raises ModelError if the model cannot be loaded or is not supported, or for bfloat16 without a process group; ConfigError
+        if the ranks cannot be divided as configured.
         """
         register_packed_attention()
         self.path, self.cfg, self.max_grad_norm, self.classifier = path, cfg, max_grad_norm, role == "score"
@@ -78,7 +75,7 @@ class FsdpEngine(BaseEngine):
         kinds = config.architectures or []
         if self.classifier and not any("SequenceClassification" in kind for kind in kinds):
             raise ModelError(f"{path}: expected a sequence classifier, found {', '.join(kinds) or 'no architecture'}")
-        # One row a pass needs no row boundaries: it is computed as transformers alone would.
+        # One row per pass needs no row boundaries, so transformers' own attention is used.
         own = {"attn_implementation": "eager"} if cfg.packing == "one_row_eager" else {}
         attention = {"attn_implementation": PACKED} if self.packs else own
         model = empty_model(path, config, classifier=self.classifier, **attention)
@@ -92,15 +89,14 @@ class FsdpEngine(BaseEngine):
         self._left_out = {f"{PREFIX}lm_head.weight"} if tied else set()
         if cfg.tensor_parallel * cfg.expert_parallel > 1:
             split_code().check(cfg, model, world)
-        if not cfg.compile:  # compiled layers have their routers inside
+        if not cfg.compile:  # compiled layers include their routers
             self.routing = router_code().trained(model, self.layout.ulysses) if TOPK in ROUTERS else None
         self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in model.parameters()))
         if self.checkpoints:
-            # The reentrant kind computes no gradient if no input of a layer needs one, which is so with adapters on frozen
-            # weights.
-            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": same_when_recomputed})
+            # Reentrant checkpointing computes no gradient if no input of a layer needs one, as with adapters on frozen weights.
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_layout})
         if cfg.lora is not None:
-            # Before sharding: FSDP2 takes over the parameters that a layer has at that moment.
+            # Before sharding: FSDP2 shards the parameters that a layer has at that time.
             inject(model, cfg.lora)
         if self.packs:
             keep_rows_apart(backbone(model))
@@ -123,7 +119,7 @@ class FsdpEngine(BaseEngine):
         self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named_weights()))
 
     def _shard(self) -> None:
-        # A bfloat16 sum over many ranks would swallow the small gradients, hence the reduction in float32.
+        # Reduced in float32: a bfloat16 sum over many ranks would lose small gradients.
         policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         if self.compute_dtype == torch.float32:
             policy = MixedPrecisionPolicy()
@@ -137,8 +133,8 @@ class FsdpEngine(BaseEngine):
             place = split_code().expert_dimension(parameter.shape, self.cfg.expert_parallel, shards)
             return None if place is None else Shard(place)
 
-        # Layers first: the call for the root takes what they leave (embeddings, head, last norm). With the root alone, the
-        # whole model would be gathered at once.
+        # Layers first; the call for the root shards the rest (embeddings, head, last norm). The root alone would be gathered as
+        # a whole.
         for experts in self._experts:
             assert self.layout.experts is not None
             others: dict[str, Any] = {**options, "mesh": self.layout.experts["efsdp"]}
@@ -147,7 +143,7 @@ class FsdpEngine(BaseEngine):
             fully_shard(layer, **options)
         fully_shard(self.module, **options)
         for part in self._parts():
-            # Both are needed for sums instead of means: gloo does not support a reduce with the divide factor alone.
+            # Sums instead of means need both: gloo does not support a reduce with the divide factor alone.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
@@ -155,11 +151,11 @@ class FsdpEngine(BaseEngine):
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Trained parameters by Hugging Face name; a tied output embedding appears once, under the input's name."""
+        """Return the trained parameters by Hugging Face name; a tied output embedding appears once, under the input's."""
         return [(self.hf_name(n), p) for n, p in self.module.named_parameters() if p.requires_grad]
 
     def hf_name(self, name: str) -> str:
-        """The Hugging Face name of a tensor that the module calls `name`."""
+        """Return the Hugging Face name of the module's tensor `name`."""
         return name.removeprefix(PREFIX)
 
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -191,8 +187,8 @@ class FsdpEngine(BaseEngine):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         if isinstance(self.module, FSDPModule):
-            # One reduction per optimizer step instead of one per micro-batch: unsharded gradients add up until the last. Replicas
-            # are added once in any case: what they hold of the gradients until then is a shard.
+            # One reduction per optimizer step instead of per micro-batch: unsharded gradients accumulate until the last. Replicas
+            # are always summed once, at the last: until then they hold shards.
             self.module.set_requires_gradient_sync(last or self.shards_gradients)
             self.module.set_requires_all_reduce(last)
             self.module.set_is_last_backward(last)
@@ -200,12 +196,12 @@ class FsdpEngine(BaseEngine):
 
     def step(self, sound: bool = True) -> float:
         assert self.optimizers is not None
-        # Mesh by mesh, because an operation takes tensors of one mesh only.
+        # By mesh, because an operation takes tensors of one mesh only.
         meshes = by_mesh([p for p in self.module.parameters() if p.grad is not None])
         norms = [full_tensor(torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])) for part in meshes]
-        # Of all ranks' shards, so that every rank decides alike below.
+        # The norm over the shards of all ranks, so that all ranks decide alike below.
         size = math.hypot(*map(float, norms))
-        # A norm that is not finite spoils the gradients here, which does no harm: they are dropped below.
+        # A non-finite norm spoils the gradients, which are then dropped below.
         for part in meshes:
             torch.nn.utils.clip_grads_with_norm_(part, self.max_grad_norm, torch.tensor(size))
         if sound and math.isfinite(size):
@@ -217,23 +213,23 @@ class FsdpEngine(BaseEngine):
     def approach(self, other: BaseEngine, weight: float) -> None:
         assert isinstance(other, FsdpEngine)
         for part in (*self._parts(), *other._parts()):
-            part.reshard()  # a forward pass without backward may have left it unsharded: a copy, of which the shards know nothing
+            part.reshard()  # a forward pass without backward may have left an unsharded copy, which the shards do not update
         for mine, theirs in zip(self.module.parameters(), other.module.parameters(), strict=True):
             local(mine).detach().lerp_(local(theirs).detach(), weight)
 
     def finite(self) -> bool:
-        # One NaN or infinity anywhere shows in the norm, and no mask as long as the weights is made.
+        # The norm shows any NaN or infinity, without a mask of the size of the weights.
         size = torch.nn.utils.get_total_norm([local(p).detach() for p in self.module.parameters() if p.requires_grad])
         broken = torch.logical_not(torch.isfinite(size)).to(self.device, torch.float32)
-        if self.sharded:  # over all ranks, not only the data-parallel ones: each has shards of its own
+        if self.sharded:  # over all ranks, not only the data-parallel ones: each has different shards
             dist.all_reduce(broken, dist.ReduceOp.MAX)
         return not bool(broken)
 
     def reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-        # Over the data axis alone: ranks that share tokens hold the same values, which would count once per rank.
+        # Over the data axis alone: the equal values of ranks that share tokens would count once per rank.
         if not self.sharded or dist.get_world_size(self.layout.data) == 1:
             return values
-        # NCCL reduces only what is on a GPU; callers keep their counts on the host.
+        # NCCL only reduces tensors on a GPU; callers keep theirs on the host.
         moved = values.to(self.device)
         dist.all_reduce(moved, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, self.layout.data)
         return moved.cpu()
@@ -244,23 +240,23 @@ class FsdpEngine(BaseEngine):
             for name, full in self._weights_with_adapters():
                 yield self.hf_name(name), self._cast(name, full)
             return
-        # Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded.
+        # Gathered by part (a layer, or the parameters outside of all layers): at most one part is unsharded.
         seen = set(self._left_out)
         parts: list[tuple[str, Any]] = [(n, part) for n, part in self.module.named_modules() if isinstance(part, FSDPModule)]
         for prefix, part in parts if self._gathers else []:
-            part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
+            part.reshard()  # a forward pass without backward may have left it unsharded, with older weights
             part.unshard()
             try:
                 for name, parameter in part.named_parameters(prefix):
-                    # A parameter of a nested part is still sharded here; it is yielded with its own part. One that is split by
-                    # tensor or expert parallelism alone is a DTensor too.
+                    # A parameter of a nested part is still sharded here, and yielded with that part. After tensor or expert
+                    # parallelism alone it is a DTensor too.
                     axes = set(parameter.device_mesh.mesh_dim_names or ("",)) if isinstance(parameter, DTensor) else set()
                     if name not in seen and axes <= {"tp", "ep"}:
                         seen.add(name)
                         yield self.hf_name(name), self._cast(name, full_tensor(parameter))
             finally:
                 part.reshard()
-        # Buffers, and whatever no part has yielded: of a single rank, which has each weight as a whole, all of them.
+        # Buffers, and tensors that no part has yielded: on a single rank, which holds full weights, all of them.
         for name, tensor in self.module.state_dict().items():
             if name not in seen:
                 yield self.hf_name(name), self._cast(name, full_tensor(tensor) if self._gathers else local(tensor))
@@ -275,7 +271,7 @@ class FsdpEngine(BaseEngine):
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         layers = [layer for layer in self.module.modules() if isinstance(layer, BaseTunerLayer)]
-        # Not by peft's `enable_adapters`, which also switches `requires_grad` of parameters that are sharded and trained.
+        # Not peft's `enable_adapters`, which also switches `requires_grad` of sharded, trained parameters.
         for layer in layers:
             layer._disable_adapters = True
         try:
@@ -308,7 +304,7 @@ class FsdpEngine(BaseEngine):
         return adapter_of(held, lambda name: full_tensor(held[name]).detach().to("cpu", copy=True))
 
     def largest(self) -> int:
-        # A DTensor's numel is that of the whole tensor, which is what one bucket has to hold.
+        # The numel of a DTensor is that of the full tensor, which one bucket has to hold.
         counts: list[int] = [tensor.numel() for tensor in self.module.state_dict().values()]
         return max(counts) * self.compute_dtype.itemsize
 
@@ -316,7 +312,7 @@ class FsdpEngine(BaseEngine):
         return Saving(empty_model(self.path, self.config, dtype=self.compute_dtype, attn_implementation="eager"))
 
     def _weights_with_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights with the adapters added in float32, one tensor at a time."""
+        """Yield the weights with adapters added in float32, one tensor at a time."""
         held = {name: tensor for name, tensor in self.module.state_dict().items() if name not in self._left_out}
         assert self.cfg.lora is not None
         return merge_adapters(held, lambda name: full_tensor(held[name]), self.cfg.lora)
@@ -337,13 +333,13 @@ class FsdpEngine(BaseEngine):
         held = self.module.state_dict()
         found = {f"model.{self.hf_name(name)}": held[name] for name in held if name not in self._left_out}
         optimizer = {} if self.optimizers is None else self.optimizers.state()
-        if self._offloaded.away:  # what did not exist was created just now, on the device
+        if self._offloaded.away:  # `state` may just have created tensors on the device
             self._offloaded.take(optimizer.values())
         found |= {f"optimizer.{name}": tensor for name, tensor in optimizer.items()}
         return {name: self._offloaded.where(tensor) for name, tensor in found.items()}
 
     def export(self, folder: Path) -> None:
-        # As `tensors`, but gathered one by one: slower, and never more than one is unsharded.
+        # Like `tensors`, but gathered one by one: slower, with at most one tensor unsharded.
         self.onload()
         held = self.module.state_dict()
         found = ((name, full_tensor(self._cast(name, held[name]))) for name in held if name not in self._left_out)
@@ -354,16 +350,15 @@ class FsdpEngine(BaseEngine):
                 model: dict[str, Any] = {"trust": self.cfg.trust_remote_code, "chat_template": self.cfg.chat_template}
                 save_model(self.path, self.config, tensors, self.compute_dtype, folder, classifier=self.classifier, **model)
         finally:
-            for _ in tensors:  # the others help to gather; so does rank 0 after an error, else they would wait for ever
+            for _ in tensors:  # all ranks take part in gathering, also rank 0 after an error: else the others would hang
                 pass
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """A weight in the type of the computation. A buffer keeps its own, in which the model computes with it: a router's bias
-        in bfloat16 would choose other experts."""
+        """Cast a weight to the compute dtype. Buffers keep theirs: a router's bias in bfloat16 would choose other experts."""
         plain = name in self.buffers or not tensor.is_floating_point()
         return tensor.detach().to(tensor.dtype if plain else self.compute_dtype)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of one that may be sharded: a collective."""
+    """Gather a tensor that may be sharded; a collective if it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

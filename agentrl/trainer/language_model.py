@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from agentrl.data.expert_routing import free
 from agentrl.render.modality import Inputs, Rows
 from agentrl.trainer.attention import PackedSequences, packed_rows
-from agentrl.trainer.parallel import Ulysses, compute_divided, laid_out, parameters_of
+from agentrl.trainer.parallel import Ulysses, compute_divided, parameters_of, use_layout
 from agentrl.utils.errors import ModelError
 
 # Log probabilities
@@ -381,7 +381,7 @@ def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
         experts = None if experts is None else experts[local]
     # Without mask and cache, transformers builds no mask and leaves all masking to `packed`.
     packed = micro.packed if experts is None else replace(micro.packed, experts=experts)
-    with laid_out(packed):
+    with use_layout(packed):
         positions, given = position_ids[None], {"input_ids": ids[None]}
         if micro.inputs is not None:
             model, positions, given = micro.inputs(model)

@@ -1,4 +1,4 @@
-"""Layers that training changes: low-rank adapters and compiled kernels."""
+"""Changes to a model's layers: low-rank adapters and compilation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ BASE, DOWN, UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."
 
 
 def inject(model: Any, cfg: LoraSection) -> None:
-    """Add adapters to the linear layers that `cfg.modules` names (by default all but head and routers), but for those of a vision
-    tower, and freeze everything else.
+    """Add adapters to the linear layers named by `cfg.modules`, and freeze all other parameters.
 
-    The adapters start as a zero change. Raises DependencyError without peft, ModelError if no layer has
-    such a name.
+    Default: all linear layers except head and routers; never those of a vision tower. Adapters start as a change of zero. Raises
+    DependencyError without peft, ModelError if a name matches no layer.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -38,20 +37,19 @@ def inject(model: Any, cfg: LoraSection) -> None:
     head = model.get_output_embeddings()
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
     names = cfg.modules or sorted({name.rpartition(".")[2] for name in linear}.difference(ROUTERS))
-    for named in names:  # peft passes over those that it does not find, next to one that it does
+    for named in names:  # peft ignores names without a layer if another name has one
         if not any(f".{name}".endswith(f".{named}") for name in linear):
             hint = hint_text(named, {name.rpartition(".")[2] for name in linear})
             raise ModelError(f"model.lora.modules = {names}: {named!r} names no linear layer inside of the model{hint}")
     settings = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, target_modules=names, lora_dropout=0.0, **others)
     own = model.config
-    # By its family peft would read names of an MLP as those of experts in one tensor, whose adapters nothing here publishes.
+    # For some families peft would take names of an MLP for fused experts, whose adapters cannot be published.
     model.config = {"model_type": "custom"}
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # every rank must draw the same adapters
             inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
-            # Real adapters in place of those on the meta device, where peft puts them with the model; drawn in the order in
-            # which peft draws them when it makes them itself.
+            # Replace the adapters, which peft creates on the model's meta device, by real ones, drawn in peft's usual order.
             for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
                 for name, down in layer.lora_A.items():
                     up = layer.lora_B[name]
@@ -67,14 +65,14 @@ def inject(model: Any, cfg: LoraSection) -> None:
 
 
 def adapter_of(held: Iterable[str], full: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """The adapters alone, by the names that `Adapter` has; `held` and `full` as for `merge_adapters`."""
+    """Return the adapter tensors by their names in `Adapter`. `held`, `full`: as for `merge_adapters`."""
     return {name.replace(".default.", "."): full(name) for name in held if ".lora_" in name}
 
 
 def merge_adapters(held: Iterable[str], full: Callable[[str], Tensor], cfg: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """The weights under their plain names, with adapters added: W + alpha / rank * B A.
+    """Yield the weights by their plain names, with adapters added: W + alpha / rank * B A.
 
-    `held` are the names of a state dict; `full` returns the full tensor of one (a collective if it is sharded).
+    `held`: names of a state dict; `full`: name -> full tensor (a collective if it is sharded).
     """
     for name in held:
         if ".lora_" in name:
@@ -93,22 +91,21 @@ BACKEND = "inductor"
 
 
 def compile_layers(layers: list[nn.Module], backend: str = BACKEND) -> None:
-    """Compile the forward pass of each layer with torch.compile, for token counts that differ from one micro-batch to the next.
+    """Compile the forward pass of each layer with torch.compile, for dynamic token counts.
 
-    Attention over the packed rows is left out: the compiler would look into their layout, and compile the layer again for each
-    number of blocks in it.
+    Packed attention is not compiled: the compiler would specialize on the layout, and recompile for each number of blocks.
     """
     from transformers import AttentionInterface
 
     uncompiled = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
     AttentionInterface.register(PACKED, uncompiled)
     for layer in layers:
-        # Not `layer.compile()`, which compiles the module's hooks as well: FSDP gathers the weights in them, and
-        # checkpointing wraps the call.
+        # Not `layer.compile()`, which also compiles the module's hooks: FSDP gathers weights in them, and checkpointing wraps
+        # the call.
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
 
 def compiled_head(backend: str = BACKEND) -> HeadKernels:
-    """Work on a chunk's logits between the products, in a few kernels that read them once or twice."""
-    # Dynamic only from the second number of tokens on: the size of the vocabulary stays a constant.
+    """Compile the head's kernels, which then read a chunk's logits once or twice."""
+    # Not dynamic=True: only the number of tokens becomes dynamic, from its second value on; the vocabulary stays constant.
     return HeadKernels(torch.compile(logits_stats, backend=backend), torch.compile(logits_gradient, backend=backend))

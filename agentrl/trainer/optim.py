@@ -1,4 +1,4 @@
-"""Optimizers, their schedules, default learning rates, and tensors offloaded to host memory."""
+"""Optimizers, learning rate schedules and defaults, and offloading of tensors to host memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 def rate(step: int, warmup: int, schedule: Schedule, total: int | None, floor: float = 0.0) -> float:
-    """The learning rate at `step` (from 0) as a fraction of the base: linear warm-up over `warmup` steps, then
-    constant, or decaying to `floor` of the base at step `total`, where it stays.
+    """Return the learning rate at `step` (from 0) as a fraction of the base rate.
 
+    Linear warm-up over `warmup` steps, then constant, or decay to the fraction `floor` at step `total`, constant from there.
     Raises ConfigError if a decaying schedule has no `total`.
     """
     if step < warmup:
-        # From 1 / warmup, not 0: the first step would be computed and change nothing.
+        # From 1 / warmup, not 0, at which the first step would change nothing.
         return (step + 1) / warmup
     if schedule == "constant":
         return 1.0
@@ -51,7 +51,7 @@ class Optimizers:
 
     def step(self) -> None:
         for part in self.parts:
-            # Gradients become None, not zeros: a parameter without one is left alone, while zeros would still decay it.
+            # Gradients become None, not zeros: a parameter without a gradient is skipped, with zeros it would still decay.
             part.step()
             part.zero_grad(set_to_none=True)
 
@@ -61,12 +61,12 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def tensors(self) -> list[Tensor]:
-        """The state that exists so far, without the counts of steps."""
+        """Return the existing state tensors, without step counts."""
         states = [held for part in self.parts for held in part.state.values()]
         return [value for held in states for value in held.values() if isinstance(value, Tensor) and value.ndim]
 
     def state(self) -> dict[str, Tensor]:
-        """State tensors as `<parameter>.<entry>`; entries that do not exist yet are created as zeros."""
+        """Return state tensors by `<parameter>.<entry>`; missing entries are created as zeros."""
         tensors: dict[str, Tensor] = {}
         for part in self.parts:
             adam = not isinstance(part, torch.optim.SGD | torch.optim.Muon)
@@ -74,7 +74,7 @@ class Optimizers:
             for group in part.param_groups:
                 for parameter in group["params"]:
                     held = part.state[parameter]
-                    if not held:  # torch creates them at the first step, but a load before it needs tensors to write into
+                    if not held:  # torch creates them at the first step, but an earlier load needs tensors to write into
                         held.update({"step": torch.zeros((), device=parameter.device)} if adam else {})
                         held.update({name: torch.zeros_like(parameter) for name in moments})
                     name = self._names[id(parameter)]
@@ -83,7 +83,7 @@ class Optimizers:
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters grouped by the mesh of ranks that they are sharded over: one operation takes tensors of one mesh only."""
+    """Group parameters by their device mesh, because an operation takes tensors of one mesh only."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -92,7 +92,7 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 def adamw(named: Named, cfg: OptimConfig) -> Optimizers:
     """AdamW over all parameters, without weight decay for vectors (norms, biases)."""
-    # fused: one pass over the memory; single operations would make temporary tensors as large as the weights.
+    # fused: one pass over the memory, without temporary tensors as large as the weights.
     return Optimizers([torch.optim.AdamW(_decay_groups(named, cfg), lr=_lr(cfg), betas=cfg.betas, fused=True)], named)
 
 
@@ -123,7 +123,7 @@ OPTIMIZERS: dict[str, Callable[[Named, OptimConfig], Optimizers]] = {
 
 
 def state_bytes(name: str, parameter: Tensor, cfg: OptimConfig) -> float:
-    """Bytes of optimizer state for each number of a parameter."""
+    """Return the bytes of optimizer state per element of a parameter."""
     if cfg.name == "sgd":
         return 4.0 if cfg.betas[0] else 0.0
     if cfg.name == "muon" and moves_by_muon(name, parameter):
@@ -132,7 +132,7 @@ def state_bytes(name: str, parameter: Tensor, cfg: OptimConfig) -> float:
 
 
 def moves_by_muon(name: str, parameter: Tensor) -> bool:
-    """Return True if Muon moves it: a matrix, and neither an embedding nor a head."""
+    """Return True if Muon updates the parameter: a matrix that is neither an embedding nor a head."""
     return parameter.ndim == 2 and min(parameter.shape) > 1 and "embed" not in name and "lm_head" not in name
 
 
@@ -163,22 +163,21 @@ RATES: dict[Task, tuple[float, float, float]] = {
     "dpo": (1e-6, 1e-5, 1e-3),
     "reward": (1e-5, 1e-4, 1e-3),
 }
-"""AdamW's learning rate of all weights, of an adapter, and of a model of random weights."""
+"""AdamW learning rates by task: for all weights, for an adapter, for a randomly initialized model."""
 MATRIX = 10.0
-"""Muon's learning rate as a multiple of AdamW's, in Jordan's scaling, for a step as long: 0.2 sqrt(width), of widths around
-2,500."""
+"""Muon's learning rate as a multiple of AdamW's, in Jordan's scaling, for an equal step: 0.2 sqrt(width) at widths near 2,500."""
 SFT_BETAS, SFT_DECAY = (0.9, 0.95), 0.1
-"""Of a warm start; the decay is Muon's."""
+"""Betas of a warm start, and its weight decay with Muon (0 with others)."""
 
 
 def usual_rate(task: Task, model: ModelConfig) -> float:
-    """The learning rate that is usual for AdamW."""
+    """Return AdamW's default learning rate of a task, by how the model is trained."""
     full, adapter, scratch = RATES[task]
     return scratch if model.init is not None else adapter if model.lora is not None else full
 
 
 def optim_of(optim: OptimConfig, model: ModelConfig, task: Task = "rl", key: str = "optim.lr") -> OptimConfig:
-    """[optim] with a learning rate. Raises ConfigError if the optimizer has no usual one."""
+    """Return [optim] with a learning rate set. Raises ConfigError if the optimizer has no default."""
     if optim.lr is not None:
         return optim
     if optim.name == "sgd":
@@ -187,12 +186,12 @@ def optim_of(optim: OptimConfig, model: ModelConfig, task: Task = "rl", key: str
 
 
 def critic_optim(optim: OptimConfig, critic: CriticConfig, model: ModelConfig) -> OptimConfig:
-    """The optimizer of a critic: [optim] with one learning rate for all of its weights."""
+    """Return the optimizer config of a critic: [optim] with one learning rate for all weights."""
     return optim_of(optim.model_copy(update={"lr": critic.lr, "matrix_lr": None}), model, "critic", "critic.lr")
 
 
 def sft_optim(optim: OptimConfig, sft: SftConfig, model: ModelConfig) -> OptimConfig:
-    """The optimizer of a warm start, for the rest [optim]."""
+    """Return the optimizer config of a warm start: [sft], other settings from [optim]."""
     name = sft.optimizer or ("muon" if sft.matrix_lr is not None else optim.name)
     own = {"name": name, "lr": sft.lr, "matrix_lr": sft.matrix_lr, "betas": SFT_BETAS}
     decay = SFT_DECAY if name == "muon" else 0.0
@@ -200,7 +199,7 @@ def sft_optim(optim: OptimConfig, sft: SftConfig, model: ModelConfig) -> OptimCo
 
 
 def optims_of(config: TrainConfig) -> dict[str, OptimConfig]:
-    """By section, the optimizer of each training of a config. Raises as `optim_of`."""
+    """Return the optimizer configs of a run by section: "optim", "critic", "sft". Raises as `optim_of`."""
     found = {"optim": optim_of(config.optim, config.model, "rl" if config.data is None else config.data.loss)}
     if config.critic is not None:
         found["critic"] = critic_optim(config.optim, config.critic, config.model)
@@ -213,19 +212,19 @@ def optims_of(config: TrainConfig) -> dict[str, OptimConfig]:
 
 
 class Offloaded:
-    """The host copies of some tensors. The copies' memory is kept from one time to the next."""
+    """Host copies of tensors for offloading. The host memory is kept for the next time."""
 
     def __init__(self) -> None:
-        # A storage and where its bytes wait: uint8, pinned if they came from a GPU.
+        # A storage and its bytes on the host: uint8, pinned if they came from a GPU.
         self._held: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         self.away = False
 
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the tensors to the host and free their memory, except for those that are away already."""
+        """Copy the tensors to the host and free their memory; skip those that are offloaded already."""
         there = {storage._cdata: storage for tensor in tensors if (storage := local(tensor).untyped_storage()).nbytes()}
         going: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         for key, storage in there.items():
-            pinned = storage.device.type == "cuda"  # only such copies run without the CPU's waiting for each
+            pinned = storage.device.type == "cuda"  # asynchronous copies need pinned memory
             if (known := self._held.get(key)) is None:
                 known = storage, torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
             going[key] = known
@@ -234,13 +233,13 @@ class Offloaded:
             torch.cuda.synchronize()
         for storage, _ in going.values():
             storage.resize_(0)
-        # Those of last time only if they are still away: the copy of a tensor that is gone would stay forever.
+        # Keep earlier copies only if they are still offloaded, else the copy of a deleted tensor would stay forever.
         self._held = {**self._held, **going} if self.away else going
         self.away = True
         free_cached()
 
     def give_back(self) -> None:
-        """Allocate the memory again and copy the bytes into it."""
+        """Allocate the device memory again and copy the bytes back."""
         for storage, host in self._held.values():
             storage.resize_(host.numel())
             storage.copy_(host.untyped_storage(), non_blocking=True)
@@ -249,7 +248,7 @@ class Offloaded:
         self.away = False
 
     def where(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, or while it is away the same over its bytes on the host; writes to it come back with the tensor."""
+        """Return the tensor or, while it is offloaded, a view of its bytes on the host, writable until `give_back`."""
         part = local(tensor)
         held = self._held.get(part.untyped_storage()._cdata) if self.away else None
         if held is None:
@@ -260,11 +259,11 @@ class Offloaded:
 
 
 def free_cached() -> None:
-    """Give the GPU what this process's allocator keeps without using it, for other processes."""
+    """Return unused memory of this process's caching allocator to the GPU, for other processes."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
+    """Return this rank's part of a tensor that may be sharded."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()

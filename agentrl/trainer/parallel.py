@@ -1,4 +1,4 @@
-"""Parallelism within a model: sequence parallelism (Ulysses), the door to others, and the layout of a pass's rows."""
+"""Parallelism within a model: the layout of a pass's rows, Ulysses, and the registry of tensor and expert parallelism."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from agentrl.utils.registry import Registry
 
 _LAYOUT: ContextVar[Any] = ContextVar("layout", default=None)
 layout: Callable[[], Any] = _LAYOUT.get
-"""The layout (PackedSequences) of the pass that is under way in this thread; None outside of `laid_out`."""
+"""`layout()` -> PackedSequences of this thread's current pass; None outside of `use_layout`."""
 
 
 @contextmanager
-def laid_out(packed: Any) -> Iterator[None]:
-    """In this context `layout` returns `packed`."""
+def use_layout(packed: Any) -> Iterator[None]:
+    """Make `layout` return `packed` within the context."""
     token = _LAYOUT.set(packed)
     try:
         yield
@@ -39,15 +39,16 @@ def laid_out(packed: Any) -> Iterator[None]:
         _LAYOUT.reset(token)
 
 
-def same_when_recomputed() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """`context_fn` of torch.utils.checkpoint, called in the forward pass: what it computes again has that pass's layout, also in
-    another thread (the backward passes of GPUs have threads of their own)."""
-    return nullcontext(), laid_out(layout())
+def recompute_layout() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of forward pass and recomputation, as `context_fn` of torch.utils.checkpoint.
+
+    The recomputation has the layout of the forward pass, even in another thread (GPU backward passes have their own)."""
+    return nullcontext(), use_layout(layout())
 
 
 @cache
 def parameters_of(kind: Any) -> tuple[frozenset[str], bool]:
-    """The names of a forward's parameters, and whether it takes others too."""
+    """Return the parameter names of a class's forward, and True if it also takes **kwargs."""
     found = inspect.signature(kind.forward).parameters
     return frozenset(found), any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())
 
@@ -55,18 +56,18 @@ def parameters_of(kind: Any) -> tuple[frozenset[str], bool]:
 # Ulysses sequence parallelism (Jacobs et al. 2023, arXiv:2309.14509): the ranks of a group split the tokens
 # of a micro-batch; around attention, an all-to-all turns a split over tokens into a split over heads and back.
 #
-# Every rank of the group gets the whole micro-batch as input, computes its slice of the tokens, and receives the
-# logprobs of all tokens; so the loss is the same on every rank, and its gradient flows back to each rank's slice.
+# Every rank of the group gets the whole micro-batch, computes its slice of the tokens, and receives the logprobs
+# of all tokens; so the loss is equal on all ranks, and its gradient flows back to each rank's slice.
 
 
 class _AllToAll(torch.autograd.Function):
-    """[parts, ...] -> [parts, ...]: part i goes to rank i. It is its own inverse, so its backward pass is the same exchange."""
+    """[parts, ...] -> [parts, ...]: part i goes to rank i. The exchange is its own inverse and its own backward pass."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         given = parts.contiguous()
-        out = torch.empty_like(given)  # like the contiguous copy: the collective fills memory in order, whatever the strides
+        out = torch.empty_like(given)  # contiguous too: the collective fills memory in order and ignores strides
         dist.all_to_all_single(out, given, group=group)
         return out
 
@@ -79,48 +80,46 @@ _all_to_all: Callable[..., Tensor] = _AllToAll.apply
 
 
 class Ulysses:
-    """One rank's view of its group."""
+    """One rank's view of the group that shares its tokens."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def slice_of(self, tokens: int) -> slice:
-        """This rank's slice of `tokens` tokens (a multiple of the group's size)."""
+        """Return this rank's slice of `tokens` tokens (a multiple of the group size)."""
         share = tokens // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def to_heads(self, local: Tensor) -> Tensor:
-        """[T / size, H, D] of this rank's tokens -> [T, H / size, D] of this rank's heads."""
+        """Exchange tokens of this rank [T / size, H, D] for heads [T, H / size, D]. Raises ModelError if size does not divide H."""
         tokens, heads, width = local.shape
         if heads % self.size:
             raise ModelError(f"{heads} attention heads cannot be shared by sequence_parallel={self.size} ranks")
-        # A rank gets heads that follow one another, of keys as of queries: with grouped-query attention its query heads then
-        # find their own key heads.
+        # A rank gets consecutive heads of queries and of keys: with grouped-query attention these belong together.
         parts = local.reshape(tokens, self.size, heads // self.size, width).transpose(0, 1).contiguous()
         return _all_to_all(parts, self.group).reshape(self.size * tokens, heads // self.size, width)
 
     def to_tokens(self, local: Tensor) -> Tensor:
-        """Inverse of `to_heads`."""
+        """Exchange this rank's heads for its tokens, the inverse of `to_heads`."""
         tokens, heads, width = local.shape
         parts = local.reshape(self.size, tokens // self.size, heads, width)
         return _all_to_all(parts, self.group).transpose(0, 1).reshape(tokens // self.size, self.size * heads, width)
 
     def gather(self, own: Tensor, counts: list[int]) -> Tensor:
-        """The values of all ranks in rank order, `counts[i]` of them from rank i."""
-        # Padded to equal lengths, which all_gather requires; and never empty, since a rank may have no chosen token.
+        """Gather the values of all ranks in rank order, `counts[i]` from rank i; only this rank's have a gradient."""
+        # Padded to equal lengths, as all_gather requires, and to at least 1, as a rank may have no value.
         padded = own.new_zeros(max(*counts, 1))
         padded[: len(own)] = own.detach()
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=self.group)
         found = [part[:count] for part, count in zip(parts, counts, strict=True)]
-        # Every rank computes the same loss from all of them, so its own part alone has a gradient, which is no sum over ranks.
+        # Every rank computes the same loss from all values; the gradient of its own part must not be summed over ranks.
         found[self.rank] = own
         return torch.cat(found)
 
     def sum_gradient(self, whole: Tensor) -> Tensor:
-        """A tensor that all ranks hold whole and use in part: its gradient is the sum of theirs. One that the ranks
-        hold in parts (a DTensor) is gathered."""
+        """Sum the gradient of a full tensor over ranks that each use a part of it. A DTensor is gathered first."""
         if isinstance(whole, DTensor):
             return whole.full_tensor(grad_placements=[Partial()])
 
@@ -142,10 +141,11 @@ def compute_divided(
     targets: Tensor,
     group: Ulysses,
 ) -> tuple[Tensor, Tensor]:
-    """`compute(hidden [M, E], head, targets [M])`, two results [M], with the tokens divided over a group whose ranks all have
-    `hidden` and `targets`; `head`: an output embedding (`weight` [V, E] and `bias`). Each rank gathers it, as FSDP2 does
-    anyway, and computes its part of the tokens. The alternative, to split the vocabulary, needs sums over the ranks for each
-    chunk of tokens, and a form of its own for each kind of logits."""
+    """Run `compute(hidden [M, E], head, targets [M])`, two results [M], with the tokens divided over a group.
+
+    All ranks have `hidden` and `targets`. `head`: an output embedding (`weight` [V, E] and `bias`), which each rank gathers, as
+    FSDP2 does anyway. Splitting the vocabulary instead would need sums over ranks for each chunk of tokens, and a separate
+    implementation for each kind of logits."""
     counts = [len(part) for part in torch.arange(len(targets)).tensor_split(group.size)]
     part = slice(sum(counts[: group.rank]), sum(counts[: group.rank + 1]))
     bias = None if head.bias is None else group.sum_gradient(head.bias)
@@ -159,8 +159,9 @@ def compute_divided(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's share of a parameter: `shape` after tensor and expert parallelism; FSDP2 shards its dimension `along` over
-    `shards` ranks."""
+    """A rank's share of a parameter: `shape` after tensor and expert parallelism, sharded by FSDP2.
+
+    FSDP2 shards dimension `along` over `shards` ranks."""
 
     shape: tuple[int, ...]
     along: int
@@ -168,37 +169,37 @@ class Share:
 
     @property
     def whole(self) -> int:
-        """Numbers of it while FSDP2 has gathered it."""
+        """Return the number of elements after FSDP2's gather."""
         return math.prod(self.shape)
 
     @property
     def most(self) -> int:
-        """Numbers on the rank that holds the most: equal pieces, the last ones shorter."""
+        """Return the number of elements on the rank with the most: equal pieces, the last ones shorter."""
         length = self.shape[self.along] if self.shape else 1
         return math.ceil(length / self.shards) * (self.whole // max(length, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class SplitCode:
-    """Code that splits transformers' models over ranks by matrices and by experts."""
+    """Implementation of tensor and expert parallelism for transformers models."""
 
     check: Callable[[ModelConfig, Any, int], None]
-    """Raises ConfigError if a model on the meta device cannot be split over that many ranks as the config says."""
+    """(config, model on the meta device, ranks): raises ConfigError if the model cannot be split as configured."""
     split: Callable[[Any, DeviceMesh | None, DeviceMesh | None], list[nn.Module]]
-    """Splits a model on the meta device over the meshes of "tp" and "ep"; returns the experts that each rank has others of."""
+    """Splits a model on the meta device over the meshes "tp" and "ep"; returns the expert modules that differ by rank."""
     shares: Callable[[Any, ModelConfig, int], dict[str, Share]]
-    """Each rank's share of each parameter, by name, of a model on the meta device, adapters included."""
+    """(model on the meta device, config, ranks) -> a rank's share of each parameter, by name, including adapters."""
     expert_dimension: Callable[[tuple[int, ...], int, int], int | None]
-    """(shape, expert parallelism, shards) -> dimension along which FSDP2 shards experts; None if no dimension divides."""
+    """(shape, expert parallelism, shards) -> dimension that FSDP2 shards for experts; None if no dimension divides."""
 
 
 SPLITS: Registry[Callable[[], SplitCode]] = Registry("model.tensor_parallel", "SPLITS", "agentrl.trainer")
 PLANS = "plans"
-"""Name of the code that splits models by transformers' plans."""
+"""Registered name of the implementation that uses transformers' plans."""
 
 
 def split_code() -> SplitCode:
-    """The code that splits models. Raises ConfigError if agentrl.contrib.split is missing."""
+    """Return the implementation of tensor and expert parallelism. Raises ConfigError if agentrl.contrib.split is missing."""
     if PLANS not in SPLITS:
         keys = "model.tensor_parallel, model.expert_parallel"
         raise ConfigError(f"{keys}: agentrl.contrib.split is missing. Install it, or set the keys to 1")

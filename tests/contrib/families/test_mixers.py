@@ -10,7 +10,7 @@ from agentrl.contrib.families import PREFIX, cut, micro_of, rows_of
 from agentrl.data.schedule import Tree
 from agentrl.trainer.attention import PACKED, keep_rows_apart, mixers_of, register_packed_attention
 from agentrl.trainer.language_model import PolicyModule
-from agentrl.trainer.parallel import same_when_recomputed
+from agentrl.trainer.parallel import recompute_layout
 from tests.trainer.family_models import MIXED, model_of
 
 ALL = (0, 1, 2, 3)
@@ -66,7 +66,7 @@ def test_rows_packed_with_a_shared_prefix_and_computed_again_are_rows_alone(fami
     if not model.supports_gradient_checkpointing:
         return
     # Two layouts under way at once: each is computed again with its own.
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": same_when_recomputed})
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_layout})
     first, second = (module(micro, 0.7, False)[0] for micro in (packed, shared))
     kept = [slopes(model, logprobs) for logprobs in (first, second)]
     for found in kept:

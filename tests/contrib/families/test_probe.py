@@ -104,9 +104,7 @@ def test_a_prefix_that_leaks_only_when_it_is_shared_turns_sharing_off(tmp_path: 
 def test_what_is_wrong_in_every_way_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that computes at another temperature than it is asked for: every logprob is off, also of one row a pass."""
     kept = logprobs.logits_stats
-    other = logprobs.HeadKernels(
-        lambda logits, targets, temperature, *rest: kept(logits, targets, 1.0, *rest), logprobs.logits_gradient
-    )
+    other = logprobs.HeadKernels(lambda logits, targets, _, *rest: kept(logits, targets, 1.0, *rest), logprobs.logits_gradient)
     make = probing.PolicyModule
 
     def made(model: Any) -> Any:
