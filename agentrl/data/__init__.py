@@ -1,1 +1,1 @@
-"""Data of episodes and updates: trajectories, token ledgers, and batches made of them."""
+"""Data of episodes and updates: trajectories, token ledgers, and batches."""

@@ -1,6 +1,6 @@
-"""Arguments, reasoning and results of calls that other people's files and programs write.
+"""Parse call arguments, reasoning and tool results in third-party chat formats.
 
-The rest of their forms is read by agentrl/contrib/toolkit/chat_forms.py."""
+agentrl/contrib/toolkit/chat_forms.py parses the rest of these formats."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agentrl.utils.errors import BadRowError
 from agentrl.utils.network import strict_json
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that hold its reasoning."""
+"""Keys of a message that may hold its reasoning."""
 
 
 class FormError(BadRowError):
-    """Something whose form is not read: `key` names the place, `problem` the fault and its fix."""
+    """Unsupported or invalid data: `key` names the place, `problem` the fault and its fix."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"{key}: {problem}")
@@ -25,7 +25,7 @@ class FormError(BadRowError):
 
 
 def parse_field(text: str, key: str) -> Any:
-    """JSON text within a row. Raises FormError."""
+    """Parse JSON text within a row. Raises FormError."""
     try:
         return strict_json(text, depth=512, rfc=False)
     except ValueError as problem:
@@ -33,7 +33,7 @@ def parse_field(text: str, key: str) -> Any:
 
 
 def arguments_of(given: Any, key: str) -> dict[str, Any]:
-    """The arguments of a call: an object, or one as JSON text. Raises FormError."""
+    """Parse the arguments of a call: an object, its JSON text, or None or "" for none. Raises FormError."""
     if isinstance(given, str):
         given = parse_field(given, key) if given.strip() else {}
     if given is None:
@@ -44,7 +44,9 @@ def arguments_of(given: Any, key: str) -> dict[str, Any]:
 
 
 def reasoning_of(item: Mapping[str, Any], key: str) -> str | None:
-    """The reasoning of an assistant's message, under whichever key. Raises FormError if two differ, or one is no text."""
+    """Return the reasoning of an assistant message under any key of REASONING, or from reasoning blocks.
+
+    Raises FormError if two keys differ, or a value is not text."""
     found: dict[str, str] = {}
     for word in REASONING:
         value = item.get(word)
@@ -66,7 +68,7 @@ def reasoning_of(item: Mapping[str, Any], key: str) -> str | None:
 
 
 def thought_of(part: Any) -> str:
-    """The text of a part of a message that holds reasoning; "" if it shows none, as an encrypted one."""
+    """Return the text of a reasoning block; "" if it has none, e.g. if it is encrypted."""
     if not isinstance(part, Mapping):
         return part if isinstance(part, str) else ""
     for word in ("thinking", "reasoning", "text", "summary", "content"):
@@ -79,11 +81,10 @@ def thought_of(part: Any) -> str:
 
 
 def pair_results(messages: Sequence[Message], key: str = "messages", *, strict: bool = True) -> tuple[Message, ...]:
-    """The messages with each turn's results named as their calls and in the order of these: templates that write no ids would
-    show one as another's. An id decides before a name, a name before the order.
+    """Give each turn's results the names, ids and order of their calls, for templates that render no ids.
 
-    `strict`: of a data set, where each result must answer a call, in a turn's order without a gap, and where ids that are missing
-    or repeated are made anew. Raises FormError.
+    Results are matched by id, then by name, then by order. `strict` (data sets): each result must answer a call, in the order of
+    calls without a gap, and missing or repeated ids are replaced. Raises FormError.
     """
     found = list(messages)
     taken = {call.id for message in messages for call in message.tool_calls}
@@ -108,8 +109,7 @@ def pair_results(messages: Sequence[Message], key: str = "messages", *, strict: 
 
 @dataclass(slots=True)
 class _Turn:
-    """The calls of a turn, as given and with their ids made anew, and the results that came for them. `places`: of these
-    messages."""
+    """A turn's calls, as given and with new ids, and their results. `places`: positions of the result messages."""
 
     given: Sequence[ToolCall]
     calls: list[ToolCall]
@@ -117,11 +117,11 @@ class _Turn:
     places: list[int] = field(default_factory=list)
 
     def take(self, place: int, result: Message) -> bool:
-        """Return True if a call of the turn that has no result yet is the one that it answers."""
+        """Assign a result to a call without one. Returns False if it answers none of them."""
         fitting = [number for number in range(len(self.calls)) if number not in self.results]
         if result.tool_call_id and any(call.id for call in self.given):
             fitting = [number for number in fitting if self.given[number].id == result.tool_call_id]
-            # Calls of one id are told apart by name; else the id alone decides, since programs name results as they like.
+            # The name decides between calls with one id; otherwise the id alone, as programs name results arbitrarily.
             fitting = [number for number in fitting if self.calls[number].name == result.name] or fitting
         elif result.name:
             fitting = [number for number in fitting if self.calls[number].name == result.name]
@@ -132,7 +132,7 @@ class _Turn:
         return True
 
     def settle(self, messages: list[Message], key: str, strict: bool) -> None:
-        """Put the results into the order of the calls, named as they are."""
+        """Put the results into the order of the calls, with their names and ids."""
         order = sorted(self.results)
         if strict and order and order[-1] >= len(order):
             missing = next(number for number in range(len(self.calls)) if number not in self.results)

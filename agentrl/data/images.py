@@ -1,8 +1,8 @@
-"""Images of a conversation: checks of untrusted bytes, the line in a message's text, the form in files.
+"""Images of a conversation: checks of untrusted bytes, placeholder lines in texts, serialization.
 
-An image stands in the text of its message as one line (`Image.line`), which is all that a model of text alone is shown. The
-message has the image itself next to its text (`Message.images`); who cuts or rewrites the text need not know of images: one whose
-line is gone is shown to nobody. Bytes are kept as they came, in base64, so that an image is JSON wherever its message is."""
+A message's text has one placeholder line per image (`Image.line`), which text-only models see; `Message.images` holds the images.
+Code that cuts or rewrites a text need not handle images: an image without its line is not shown. Bytes are stored unchanged, as
+base64, so that an image is JSON like its message."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 MOST_BYTES = 8 << 20
-"""Of an image as it comes."""
+"""Maximum bytes of an image file."""
 MOST_PIXELS = 1 << 24
-"""Of an image as it is shown, 4096 x 4096: a few bytes may say that they unfold to gigabytes."""
+"""Maximum pixels of an image (4096 x 4096): a few bytes may decode to gigabytes."""
 MOST_RATIO = 200
-"""Of the longer side to the shorter one: models' own processors refuse more."""
+"""Maximum ratio of the longer to the shorter side: processors of models refuse more."""
 MOST_IMAGES = 16
-"""Of one answer of a tool."""
+"""Maximum images of one tool result."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MEDIA_TYPES = tuple(f"image/{name.lower()}" for name in FORMATS)
 _SHOWN = 12  # characters of the digest in a line
@@ -34,9 +34,9 @@ _SHOWN = 12  # characters of the digest in a line
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One image. `data`: its file as base64; `sha256` of that file, in hexadecimal; `width` and `height` in pixels.
+    """One image. `data`: its file as base64; `sha256`: of that file, hexadecimal; `width`, `height`: pixels.
 
-    Make one with `Image.read` or `Image.of`, which look at the bytes; equal files are equal images.
+    Create it with `Image.read` or `Image.of`, which check the bytes; equal files are equal images.
     """
 
     sha256: str
@@ -47,7 +47,7 @@ class Image:
 
     @classmethod
     def read(cls, data: bytes) -> Image:
-        """An image of a file's bytes: PNG, JPEG, WebP or GIF (of an animation the first picture).
+        """Create an image from the bytes of a PNG, JPEG, WebP or GIF file (first frame of an animation).
 
         Raises ImageError for anything else, for bytes that do not decode, and beyond `MOST_BYTES`, `MOST_PIXELS` or `MOST_RATIO`;
         DependencyError without Pillow.
@@ -58,7 +58,7 @@ class Image:
 
     @classmethod
     def of(cls, picture: Picture) -> Image:
-        """An image of a Pillow picture, as PNG. Raises ImageError above the limits."""
+        """Create a PNG image from a Pillow picture. Raises ImageError above the limits."""
         _check_size(picture)
         file = io.BytesIO()
         picture.save(file, "PNG")
@@ -66,14 +66,14 @@ class Image:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Image:
-        """Inverse of `dataclasses.asdict`. Raises ImageError if it is no such row, or the bytes are not those of its digest."""
+        """Parse a row of `dataclasses.asdict`. Raises ImageError for any other row, or if the digest does not match the bytes."""
         try:
             found = cls(**row)
             data = base64.b64decode(found.data, validate=True)
         except (TypeError, ValueError) as problem:
             raise ImageError(f"not the row of an image: {problem}"[:200]) from None
         sizes = type(found.width) is int and type(found.height) is int and min(found.width, found.height) > 0
-        # As `read` makes them: a page shows it by these.
+        # Only values of `read`, because pages show the image by them.
         if not sizes or found.width * found.height > MOST_PIXELS or found.media_type not in MEDIA_TYPES:
             raise ImageError(f"not the row of an image: {found.media_type!r}, {found.width!r} x {found.height!r}"[:200])
         if hashlib.sha256(data).hexdigest() != found.sha256:
@@ -82,32 +82,32 @@ class Image:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Return the size of the file in bytes."""
         return 3 * len(self.data) // 4 - self.data.count("=", -2)
 
     @property
     def line(self) -> str:
-        """Placeholder of the image in a text: plain ASCII, the same within JSON."""
+        """Return the placeholder of the image in a text: plain ASCII, equal within JSON."""
         return f"[image {self.sha256[:_SHOWN]}: {self.media_type}, {self.width} x {self.height}, {self.size} bytes]"
 
     @property
     def about(self) -> dict[str, str | int]:
-        """Facts about the image that a reward spec may read."""
+        """Return facts about the image for reward specs."""
         size = {"width": self.width, "height": self.height, "bytes": self.size}
         return {"sha256": self.sha256, "media_type": self.media_type, **size}
 
     def bytes(self) -> bytes:
-        """The file."""
+        """Return the file."""
         return base64.b64decode(self.data)
 
     def picture(self) -> Picture:
-        """Decode its pixels as RGB, as a page shows them: transparent ones become white, a photo is turned upright.
+        """Decode to RGB as a browser shows it: transparent pixels become white, photos are turned upright.
 
-        Raises ImageError if it was not made from these bytes by `read`.
+        Raises ImageError if `read` would not accept the bytes.
         """
         picture = _turn_upright(_open_picture(self.bytes()))
-        # Pillow alone would cut grays of 16 bits off at 255, so that all is white, and show the color under transparent pixels,
-        # which is black behind a plot's black lines.
+        # Pillow alone would clip 16-bit grays at 255, i.e. to white, and show the color under transparent pixels, e.g. black
+        # behind the black lines of a plot.
         if picture.mode.startswith("I"):
             return picture.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
         if not picture.has_transparency_data:
@@ -118,7 +118,7 @@ class Image:
 
 
 def by_digest(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Image]:
-    """The images of a record, which has them by digest. Raises ImageError for one that stands under another's."""
+    """Parse the images of a record by digest. Raises ImageError if a digest does not match its image."""
     found = {sha256: Image.from_row(row) for sha256, row in rows.items()}
     if wrong := [sha256 for sha256, image in found.items() if image.sha256 != sha256]:
         raise ImageError(f"image {wrong[0][:_SHOWN]}: another stands in its place ({found[wrong[0]].sha256[:_SHOWN]})")
@@ -126,7 +126,7 @@ def by_digest(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Image]:
 
 
 def split_at_images(text: str, images: Iterable[Image]) -> Iterator[str | Image]:
-    """The text in pieces, with each image in the place of its line; an image without a line is left out."""
+    """Yield the text in pieces, with each image in place of its line; images without a line are omitted."""
     places: list[tuple[int, Image]] = []
     after: dict[str, int] = {}
     for image in images:
@@ -143,7 +143,7 @@ def split_at_images(text: str, images: Iterable[Image]) -> Iterator[str | Image]
 
 
 def _open_picture(data: bytes) -> Picture:
-    """The picture, decoded."""
+    """Decode a picture after checking its size. Raises ImageError."""
     if len(data) > MOST_BYTES:
         raise ImageError(f"{len(data)} bytes, and at most {MOST_BYTES} are taken")
     if data.lstrip()[:1] == b"<":
@@ -151,14 +151,14 @@ def _open_picture(data: bytes) -> Picture:
     pillow = _pillow()
     try:
         picture: Picture = pillow.open(io.BytesIO(data), formats=FORMATS)
-        # By its header, before a pixel of it is decoded.
+        # From its header, before decoding any pixel.
         _check_size(picture)
         picture.load()
     except ImageError:
         raise
-    except pillow.DecompressionBombError:  # far more, of which Pillow does not even say the size
+    except pillow.DecompressionBombError:  # far more pixels; Pillow does not report the size
         raise ImageError(f"far more than {MOST_PIXELS} pixels, and at most that many are taken") from None
-    # What a decoder raises for broken bytes is not only its own error: a ValueError of a chunk, an IndexError of a palette...
+    # For broken bytes decoders raise many errors: a ValueError for a chunk, an IndexError for a palette...
     except Exception as problem:
         what = "no PNG, JPEG, WebP or GIF" if isinstance(problem, pillow.UnidentifiedImageError) else str(problem)[:120]
         raise ImageError(f"{len(data)} bytes that do not decode: {what}") from None
@@ -166,14 +166,14 @@ def _open_picture(data: bytes) -> Picture:
 
 
 def _turn_upright(picture: Picture) -> Picture:
-    """The picture upright, by the orientation in its Exif data, as a page shows it."""
+    """Turn a picture upright by its Exif orientation, as a browser does."""
     from PIL.ImageOps import exif_transpose
 
     try:
         return exif_transpose(picture)
     except MemoryError:
         raise
-    except Exception:  # whatever broken Exif data raises: a page shows such a picture too, as it is stored
+    except Exception:  # any error of broken Exif data: browsers show such a picture as stored
         return picture
 
 

@@ -1,4 +1,4 @@
-"""Rows of a batch: read, cut, join and pack them, move them to a device, and ship them without copies."""
+"""Rows of a batch: collate, read, cut, join, pack, move to a device, and serialize without copies."""
 
 from __future__ import annotations
 
@@ -23,26 +23,23 @@ from agentrl.data.trajectory import Spot, Trajectory, reward_spots, terminal_rew
 if TYPE_CHECKING:
     from tensordict import NonTensorData, TensorDict
 
-# A batch by its rows: how it is read (`Ragged`), cut, joined, and put end to end for a model (`pack`).
-#
 # A batch is a TensorDict whose ragged columns are jagged nested tensors. All of them share one offsets tensor, so that
-# they can be combined element-wise. `select`, `concat` and `pack` return fresh storage, because a slice of a nested tensor
+# they can be combined element-wise. `select`, `concat` and `pack` return new storage, because a slice of a nested tensor
 # is pickled with its whole storage.
 
 Rows = Sequence[int] | np.ndarray | torch.Tensor
 IMAGES = "images"
-"""The column with the images of each row (a tuple of agentrl.data.images.Image), in batches with images."""
+"""Column of the images of each row (a tuple of agentrl.data.images.Image), in batches with images."""
 TRUNCATED = "truncated"
-"""The bool column of rows whose episode a budget of turns, tokens or time ended."""
+"""Bool column: True if a budget of turns, tokens or time ended the row's episode."""
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """A view for reading a batch of N rows and T tokens: flat columns, and row boundaries that are computed once.
+    """A view of a batch of N rows and T tokens: flat columns, and row boundaries that are computed once.
 
     `offsets` int64 [N + 1] cut every token column into rows of `lengths` int64 [N] tokens (1 in a batch without token
-    columns). It is made where a batch arrives (in the learner, in dispatch, on a worker) and passed on from there. Only
-    `batch` is sent between processes, never the view.
+    columns). Create it where a batch arrives (learner, dispatch, worker) and pass it on; only `batch` is sent between processes.
     """
 
     batch: TensorDict
@@ -62,39 +59,39 @@ class Ragged:
         return name in set(self.batch.keys())
 
     def tokens(self, name: str) -> torch.Tensor:
-        """A token column, flat: [T, ...]."""
+        """Return a token column, flat: [T, ...]."""
         values: torch.Tensor = self.batch.get(name).values()
         return values
 
     def row(self, name: str) -> torch.Tensor:
-        """A row column: [N, ...]."""
+        """Return a row column: [N, ...]."""
         values: torch.Tensor = self.batch.get(name)
         return values
 
     def numbers(self, name: str) -> np.ndarray:
-        """A row column as a numpy array: [N, ...]."""
+        """Return a row column as a numpy array: [N, ...]."""
         return np.asarray(self.batch.get(name))
 
     def images(self, row: int) -> tuple[Image, ...]:
-        """The images of a row, in the order of their placeholders."""
+        """Return the images of a row, in the order of their placeholders."""
         found: tuple[Image, ...] = self.batch.get(IMAGES)[row].data if IMAGES in self else ()
         return found
 
     @cached_property
     def episode(self) -> np.ndarray:
-        """The episode of each row, int64 [N], numbered by first appearance: rows with equal (group, member) are one episode."""
+        """Number the episode of each row by first appearance, int64 [N]; an episode is one (group, member)."""
         keys = np.stack([self.numbers("group"), self.numbers("member")], axis=1)
         _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
         # np.unique numbers by sorted key; the rank of a key's first row is its number by first appearance.
         return np.asarray(np.argsort(np.argsort(first))[inverse.reshape(-1)], dtype=np.int64)
 
     def with_tokens(self, **columns: torch.Tensor) -> Ragged:
-        """The view with these flat token columns [T, ...] added or replaced."""
+        """Return the view with flat token columns [T, ...] added or replaced."""
         return self.with_rows(**{name: nested_tensor(values, self.offsets) for name, values in columns.items()})
 
     def with_rows(self, **columns: Any) -> Ragged:
-        """The view with these row columns [N, ...] added or replaced; a value that is no tensor is of the whole batch."""
-        # A shallow copy: the columns are shared, so it costs nothing, and whoever holds the old view sees no change.
+        """Return the view with row columns [N, ...] added or replaced; a value that is not a tensor is batch-wide."""
+        # A shallow copy with shared columns, so the old view does not change.
         out: TensorDict = self.batch.copy()
         for name, column in columns.items():
             out.set(name, column if isinstance(column, torch.Tensor) else wide(column, len(self)))
@@ -102,23 +99,23 @@ class Ragged:
 
 
 nested_tensor = torch.nested.nested_tensor_from_jagged
-"""A nested tensor [N, ragged, ...] over values [T, ...] and offsets int64 [N + 1]; no copy."""
+"""(values [T, ...], offsets int64 [N + 1]) -> nested tensor [N, ragged, ...], without a copy."""
 
 
 def is_ragged(value: Any) -> bool:
-    """True for a jagged nested tensor."""
+    """Return True for a jagged nested tensor."""
     return isinstance(value, torch.Tensor) and value.is_nested
 
 
 def offsets_of(column: torch.Tensor) -> torch.Tensor:
-    """Row boundaries int64 [N + 1] of a jagged nested tensor."""
+    """Return the row boundaries int64 [N + 1] of a jagged nested tensor."""
     nested: Any = column
     offsets: torch.Tensor = nested.offsets()
     return offsets
 
 
 def token_runs(rows: np.ndarray, offsets: np.ndarray) -> list[tuple[int, int]]:
-    """The token spans [start, stop) that `rows` cover, in order, adjacent rows merged into one span; an empty one for no rows."""
+    """Return the token spans [start, stop) of `rows` in order, adjacent rows merged; one empty span without rows."""
     if len(rows) == 0:
         return [(0, 0)]
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
@@ -128,9 +125,9 @@ def token_runs(rows: np.ndarray, offsets: np.ndarray) -> list[tuple[int, int]]:
 
 
 def select(batch: TensorDict, rows: Rows) -> TensorDict:
-    """The rows `rows` (any order, repeats allowed) of `batch`, in fresh storage.
+    """Select rows of a batch (any order, repeats allowed), in new storage.
 
-    Zero rows are legal and keep every column with its dtype. Raises IndexError for a row out of range.
+    Zero rows are legal and keep all columns with their dtypes. Raises IndexError for a row out of range.
     """
     index = np.asarray(rows, dtype=np.int64)
     if len(index) and (index.min() < 0 or index.max() >= len(batch)):
@@ -139,35 +136,35 @@ def select(batch: TensorDict, rows: Rows) -> TensorDict:
 
 
 def items_column(items: Sequence[Any]) -> Any:
-    """A per-sample non-tensor column."""
+    """Create a non-tensor column with one item per row."""
     from tensordict import NonTensorData, NonTensorStack
 
     return NonTensorStack(*[NonTensorData(item) for item in items], stack_dim=0)
 
 
 def wide(value: Any, rows: int) -> NonTensorData:
-    """A batch-wide non-tensor value."""
+    """Create a batch-wide non-tensor value."""
     from tensordict import NonTensorData
 
     return NonTensorData(value, batch_size=[rows])
 
 
 def is_batch(value: Any) -> TypeGuard[TensorDict]:
-    """Return True for a TensorDict; a process that never loaded the package has none."""
+    """Return True for a TensorDict, without importing the package."""
     return isinstance(value, getattr(sys.modules.get("tensordict"), "TensorDict", ()))
 
 
 def build(columns: Mapping[str, Any], rows: int | None) -> TensorDict:
-    """A batch of `rows` rows, or without a batch size; jagged columns must already share their offsets."""
-    from tensordict import TensorDict  # here: it loads torch's compiler, which rollout workers do not need
+    """Build a batch of `rows` rows, or without a batch size; jagged columns must share their offsets."""
+    from tensordict import TensorDict  # not at the top: it loads torch's compiler, which rollout workers do not need
 
     return TensorDict(dict(columns), batch_size=[] if rows is None else [rows])
 
 
 def concat(batches: Sequence[TensorDict]) -> TensorDict:
-    """The rows of all batches, one after the other, in fresh storage.
+    """Concatenate the rows of batches, in new storage.
 
-    Raises ValueError for an empty list and KeyError if the batches differ in their columns.
+    Raises ValueError for an empty list, KeyError if the batches differ in their columns.
     """
     from tensordict import NonTensorData
 
@@ -187,20 +184,20 @@ def concat(batches: Sequence[TensorDict]) -> TensorDict:
         elif isinstance(values[0], torch.Tensor):
             out[key] = torch.cat(values)
         elif isinstance(values[0], NonTensorData):
-            out[key] = wide(values[0].data, rows)  # a batch-wide value is of the whole batch, hence equal in all of its pieces
+            out[key] = wide(values[0].data, rows)  # batch-wide values are equal in all pieces of a batch
         else:
             out[key] = items_column([item for value in values for item in value.tolist()])
     return build(out, rows)
 
 
 def pack(view: Ragged, rows: Rows) -> TensorDict:
-    """The rows `rows` of a batch, end to end: T tokens in N sequences. `batch_size` is [].
+    """Pack rows of a batch end to end: T tokens in N sequences. `batch_size` is [].
 
-    Every ragged column becomes [T], every dense row column [N]. Added: `position_ids` int64 [T]
-    (restart at 0 in each sequence) and `cu_seqlens` int32 [N + 1]. Non-tensor columns are left out.
+    Every ragged column becomes [T], every dense row column [N]. Added: `position_ids` int64 [T] (from 0 in each sequence) and
+    `cu_seqlens` int32 [N + 1]. Non-tensor columns are dropped.
 
-    With no rows the result is a dummy: T = N = 1, `sampled` False and zeros elsewhere, because a
-    model cannot take zero tokens, and every rank must run the same number of micro-batches.
+    Without rows the result is a dummy: T = N = 1, `sampled` False, all else 0. A model cannot take zero tokens, and all ranks
+    must run the same number of micro-batches. Raises ValueError for a batch without a ragged column.
     """
     index = np.asarray(rows, dtype=np.int64)
     if not any(map(is_ragged, view.batch.values())):
@@ -219,14 +216,15 @@ def pack(view: Ragged, rows: Rows) -> TensorDict:
             else:
                 out[key] = flat[torch.from_numpy(index)]
     out["position_ids"] = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - counts, counts)
-    # int32 is what the attention kernels take.
+    # The attention kernels take int32.
     out["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
     return build(out, None)
 
 
 def unpack(view: Ragged, rows: Sequence[int], values: torch.Tensor, into: torch.Tensor) -> None:
-    """Write per-token `values` [T, ...] of packed `rows` into `into`, the flat values [sum T_i, ...] of a token column of
-    `view`. With no rows (a dummy) nothing is written."""
+    """Write per-token `values` [T, ...] of packed `rows` into `into`, a flat token column of `view`.
+
+    Without rows (a dummy) nothing is written."""
     at = 0
     for row in rows:
         start, stop = int(view.offsets[row]), int(view.offsets[row + 1])
@@ -238,24 +236,27 @@ def unpack(view: Ragged, rows: Sequence[int], values: torch.Tensor, into: torch.
 
 
 def on_device(tensor: Tensor, device: Device) -> Tensor:
-    """The tensor on `device`. The way to a GPU is by pinned memory and only queued, in order with the kernels that will read it;
-    plain memory would be waited for, after all kernels that were queued before."""
+    """Move a tensor to `device`; to a GPU by pinned memory, queued in order with the kernels that read it.
+
+    A copy from pageable memory would block until all kernels queued before it have run."""
     if device.type != "cuda" or tensor.device.type != "cpu" or not tensor.numel():
         return tensor.to(device)
-    # torch's allocator does not give pinned memory to others before its copy is done.
+    # torch's allocator does not reuse pinned memory before the copy is done.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-# A batch in a form that Ray's object store ships without copies: flat numpy arrays and shared offsets.
+# Serialized batches are flat numpy arrays and shared offsets, which Ray's object store ships without copies.
 #
-# What arrives is shared memory that other workers read too, so `deserialize` always copies the rows it
-# takes: no worker can change another worker's data in place.
+# They arrive in shared memory that other workers read too, so `deserialize` always copies its rows: no worker
+# can change another worker's data in place.
 
 
 @dataclass(slots=True)
 class SerializedBatch:
-    """Columns of a batch of `rows` rows: ragged values [T, ...] over one `offsets` [N + 1], dense
-    values [N, ...], per-sample items and batch-wide values. `dtypes` are torch's, as numpy lacks bfloat16."""
+    """Columns of a batch of `rows` rows, without tensors.
+
+    Ragged values [T, ...] over one `offsets` [N + 1], dense values [N, ...], items per row, batch-wide values. `dtypes`: torch's,
+    as numpy has no bfloat16."""
 
     rows: int
     offsets: np.ndarray | None
@@ -267,7 +268,7 @@ class SerializedBatch:
 
 
 def serialize(batch: TensorDict) -> SerializedBatch:
-    """The serialized form of a CPU batch, without copying its tensors.
+    """Serialize a CPU batch without copying its tensors.
 
     Raises ValueError if ragged columns have different row lengths, TypeError for a column of another kind.
     """
@@ -279,12 +280,12 @@ def serialize(batch: TensorDict) -> SerializedBatch:
             serialized.dtypes[key] = value.dtype
             flat = (value.values() if value.is_nested else value).detach()
             if value.is_nested:
-                # Only one offsets array travels; a column with others would arrive cut in the wrong places, without an error.
+                # Only one offsets array is sent; a column with others would arrive silently cut in the wrong places.
                 offsets = offsets_of(value) if offsets is None else offsets
                 if not torch.equal(offsets_of(value), offsets):
                     raise ValueError(f"ragged column {key!r} has other row lengths than the first one")
                 serialized.offsets = offsets.cpu().numpy()
-            if value.dtype == torch.bfloat16:  # numpy has no bfloat16: its bits travel as int16
+            if value.dtype == torch.bfloat16:  # numpy has no bfloat16: send its bits as int16
                 flat = flat.contiguous().view(torch.int16)
             (serialized.ragged if value.is_nested else serialized.dense)[key] = flat.cpu().numpy()
         elif isinstance(value, NonTensorStack):
@@ -297,7 +298,7 @@ def serialize(batch: TensorDict) -> SerializedBatch:
 
 
 def deserialize(serialized: SerializedBatch, rows: Any = None) -> TensorDict:
-    """The rows `rows` (all by default) as a batch in fresh storage."""
+    """Deserialize rows (default: all) to a batch in new storage."""
     index = np.arange(serialized.rows) if rows is None else np.asarray(rows, dtype=np.int64)
     out: dict[str, Any] = {}
     if serialized.offsets is not None:
@@ -305,7 +306,7 @@ def deserialize(serialized: SerializedBatch, rows: Any = None) -> TensorDict:
         fresh = torch.zeros(len(index) + 1, dtype=torch.int64)
         torch.cumsum(torch.from_numpy(np.diff(serialized.offsets)[index]), 0, out=fresh[1:])
     for key, array in (serialized.ragged | serialized.dense).items():
-        with warnings.catch_warnings():  # the array may be read-only; what is taken of it is a copy
+        with warnings.catch_warnings():  # the array may be read-only; its rows are copied below
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             tensor = torch.from_numpy(array)
         if serialized.dtypes[key] == torch.bfloat16:
@@ -325,19 +326,19 @@ def deserialize(serialized: SerializedBatch, rows: Any = None) -> TensorDict:
 
 
 def row_ids(offsets: Tensor, tokens: int | None = None) -> Tensor:
-    """The row of each token, int64 [T]; `tokens` is T, which a GPU would otherwise be asked for."""
+    """Return the row of each token, int64 [T]. `tokens`: T, to avoid a synchronization with the GPU."""
     rows = torch.arange(len(offsets) - 1, device=offsets.device)
     return torch.repeat_interleave(rows, offsets.diff(), output_size=tokens)
 
 
 def row_sum(column: Tensor, offsets: Tensor) -> Tensor:
-    """Sum of each row: [T] -> [N]; 0 for an empty row."""
+    """Sum each row: [T] -> [N]; 0 for an empty row."""
     zeros = torch.zeros(len(offsets) - 1, dtype=column.dtype, device=column.device)
     return zeros.index_add(0, row_ids(offsets, len(column)), column)
 
 
 def row_counts(mask: Tensor, offsets: Tensor) -> Tensor:
-    """True tokens of each row: bool [T] on the host -> int64 [N]. Allocates nothing of the column's size."""
+    """Count the True tokens of each row: bool [T] on the host -> int64 [N]. Allocates nothing of the column's size."""
     flags, bounds = mask.numpy(), offsets.tolist()
     per_row = (np.count_nonzero(flags[start:stop]) for start, stop in itertools.pairwise(bounds))
     counts = np.fromiter(per_row, np.int64, len(bounds) - 1)  # np.add.reduceat would cast the whole column first
@@ -345,20 +346,20 @@ def row_counts(mask: Tensor, offsets: Tensor) -> Tensor:
 
 
 def row_mean(column: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """Mean over the masked tokens of each row: [T] -> [N]; 0 for a row without one."""
+    """Average the masked tokens of each row: [T] -> [N]; 0 for a row without any."""
     kept = torch.where(mask, column, torch.zeros_like(column))
     return row_sum(kept, offsets) / row_sum(mask.to(column.dtype), offsets).clamp(min=1)
 
 
 def spread(rows: Tensor, offsets: Tensor, tokens: int | None = None) -> Tensor:
-    """A row's value on each of its tokens: [N] -> [T]; `tokens` as in `row_ids`."""
+    """Spread row values over the rows' tokens: [N] -> [T]; `tokens` as in `row_ids`."""
     return rows[row_ids(offsets, tokens)]
 
 
 def on_mask(rows: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """A row's value on its masked tokens, 0 elsewhere: [N] -> [T], without a gradient, on the host."""
+    """Spread row values over the rows' masked tokens, 0 elsewhere: [N] -> [T], without gradient, on the host."""
     values, flags, bounds = rows.detach().numpy(), mask.numpy(), offsets.tolist()
-    # Not np.empty: it requests huge pages, and a virtual machine may first have to get each of them from its host.
+    # Not np.empty, which requests huge pages: a virtual machine may have to get each of them from its host.
     out = torch.empty(len(flags), dtype=rows.dtype)
     tokens = out.numpy()
     for value, (start, stop) in zip(values, itertools.pairwise(bounds), strict=True):
@@ -368,30 +369,30 @@ def on_mask(rows: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
 
 
 def zscores(values: Tensor, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(unbiased variance + eps), float64 [M]. Equal values, and so a single one, become exactly 0."""
+    """Compute (x - mean) / sqrt(unbiased variance + eps), float64 [M]; exactly 0 for equal values or a single one."""
     values = values.double()
     if len(values) < 2:
         return torch.zeros_like(values)
-    above = values - values[0]  # exactly 0 if all values are equal: the mean of equal values can differ from them by rounding
+    above = values - values[0]  # exactly 0 for equal values, whose mean can differ from them by rounding
     apart = above - above.mean()
     return apart * torch.rsqrt(apart.square().sum() / (len(values) - 1) + eps)
 
 
 def whiten_masked(column: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """`zscores` over the masked tokens, 0 elsewhere: [T] -> [T]."""
+    """Compute `zscores` of the masked tokens, 0 elsewhere: [T] -> [T]."""
     out = torch.zeros_like(column)
     out[mask] = zscores(column[mask], eps).to(column.dtype)
     return out
 
 
 def sampled_offsets(mask: Tensor, offsets: Tensor) -> Tensor:
-    """Offsets of the rows when only their masked tokens are kept, int64 [N + 1]."""
+    """Return the row offsets of the masked tokens alone, int64 [N + 1]."""
     counts = row_sum(mask.to(torch.int64), offsets)
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def credit(token_rewards: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """Move every reward to the sampled token that earned it: [T] -> [M], the masked tokens only.
+    """Move every reward to the sampled token that earned it: [T] -> [M] masked tokens.
 
     A reward on a token that was not sampled goes to the last sampled token before it in its row (to the row's first one if no
     sampled token precedes it). The rewards of a row without sampled tokens are dropped.
@@ -406,14 +407,14 @@ def credit(token_rewards: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
 
 
 def discounted_sums(column: Tensor, offsets: Tensor, factor: float) -> Tensor:
-    """y[t] = x[t] + factor * y[t + 1] within each row: [M] -> [M]."""
+    """Compute y[t] = x[t] + factor * y[t + 1] within each row: [M] -> [M]."""
     counts = offsets.diff()
     width = int(counts.max()) if len(counts) else 0
     if width == 0:
         return column.clone()
     rows = row_ids(offsets)
     place = torch.arange(len(column), device=column.device) - offsets[:-1][rows]
-    # Padded, so that the recursion runs over all rows at once: as many steps as the longest row has tokens, not T of them.
+    # Padded, so that the recursion runs over all rows at once: as many steps as tokens of the longest row, not T.
     padded = column.new_zeros(len(counts), width)
     padded[rows, place] = column
     out = torch.empty_like(padded)
@@ -425,7 +426,7 @@ def discounted_sums(column: Tensor, offsets: Tensor, factor: float) -> Tensor:
 
 
 def following(column: Tensor, offsets: Tensor) -> Tensor:
-    """y[t] = x[t + 1] within each row, 0 after a row's last: [M] -> [M]."""
+    """Shift values: y[t] = x[t + 1] within each row, 0 at a row's last token: [M] -> [M]."""
     after = torch.cat([column[1:], column.new_zeros(1)]) if len(column) else column.clone()
     last = offsets[1:][offsets.diff() > 0] - 1
     after[last] = 0.0
@@ -438,20 +439,17 @@ def following(column: Tensor, offsets: Tensor) -> Tensor:
 def collate(
     trajectories: Sequence[Trajectory], groups: Sequence[int] | None = None, *, allow_unscored: bool = False
 ) -> TensorDict:
-    """One batch of N rows (a row is a non-empty ledger), T_i tokens in row i.
+    """Collate trajectories to a batch of N rows (a row is a non-empty ledger), T_i tokens in row i.
 
-    Ragged columns [N, T_i]: `token_ids` int32, `sampled` bool, `logprobs` float32, `versions` int32,
-    `turns` int16, all as in the ledgers, and `rewards` float32 (placed by `reward.credit`; over a trajectory's rows they sum to
-    its reward). If a ledger has `experts`, so does the batch: [N, T_i, routers, k], tokens without any marked as free
-    (experts.FREE). If a ledger has images, `images` are those of each row, in order. Row columns [N]: `group` int64,
-    `member` int64, `trajectory` int64 (index into the argument), `reward` float32 (the trajectory's reward, the same on all
-    of its rows), `truncated` bool (the same).
+    Ragged columns [N, T_i]: `token_ids` int32, `sampled` bool, `logprobs` float32, `versions` int32, `turns` int16, as in the
+    ledgers, and `rewards` float32 (see `reward_spots`; over a trajectory's rows they sum to its reward). If a ledger has
+    `experts`: `experts` [N, T_i, routers, k], free (data/expert_routing.py) for tokens without any. If a ledger has images:
+    `images` of each row, in order. Row columns [N]: `group`, `member`, `trajectory` int64 (index into `trajectories`), `reward`
+    float32 and `truncated` bool (of the trajectory, on all of its rows).
 
-    `groups[i]` is the group number of `trajectories[i]`; by default trajectories of one task form a
-    group, numbered by first appearance (a member seen again opens a new one).
-
-    Raises ValueError for an unscored trajectory (reward None): an infrastructure failure is never a
-    reward and must be dropped before this point. With `allow_unscored` its rewards are NaN instead.
+    `groups[i]`: group number of `trajectories[i]`; by default trajectories of one task form a group, numbered by first appearance
+    (a repeated member begins a new one). Raises ValueError for an unscored trajectory: an infrastructure failure is never a
+    reward and must be dropped before. With `allow_unscored` its rewards are NaN instead.
     """
     numbers = list(groups) if groups is not None else number_groups(trajectories)
     if len(numbers) != len(trajectories):
@@ -464,8 +462,8 @@ def collate(
         if trajectory.reward is None and not allow_unscored:
             raise ValueError(f"trajectory {index} (task {trajectory.task.id!r}) is unscored; drop it before collating")
         reward = float("nan") if trajectory.reward is None else trajectory.reward
-        # Its rewards as (ledger, token, amount): those of turns and the rest of the episode's where `reward_spots` puts them.
-        # Ledgers without turns (transcripts) carry the whole on the last sampled token; without one, nothing can carry a reward.
+        # Rewards as (ledger, token, amount), placed by `reward_spots`. Without sampled turns (transcripts) the whole reward is on
+        # the last sampled token; without such a token, nowhere.
         spots: list[Spot] = []
         if any(turn.ledger >= 0 and turn.end >= 0 for turn in trajectory.turns):
             turns = {turn.index: turn.reward for turn in trajectory.turns if turn.reward is not None}
@@ -483,15 +481,14 @@ def collate(
 
 
 def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Group numbers by task, in order of first appearance; a (task, member) seen again opens a new group."""
+    """Number groups by task in order of first appearance; a repeated (task, member) begins a new group."""
     current: dict[tuple[str, str, int], int] = {}
     seen: set[tuple[int, int]] = set()
     numbers: list[int] = []
     fresh = itertools.count()
     for trajectory in trajectories:
         task = (trajectory.env or trajectory.env_id, trajectory.task.id, trajectory.task.seed)
-        # A task can be drawn twice in a batch. Two episodes with one member number cannot be of one group, so a repeated
-        # number starts the next.
+        # A task can be drawn twice in a batch, and member numbers are unique in a group: a repeated one begins the next group.
         if task not in current or (current[task], trajectory.member) in seen:
             current[task] = next(fresh)
         seen.add((current[task], trajectory.member))
@@ -509,7 +506,7 @@ def _batch(
     starts, total = offsets[:-1].tolist(), int(offsets[-1])
 
     def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A column of all ledgers, written in place: no second array of its size is allocated."""
+        """Join a column of all ledgers, written in place without a second array of its size."""
         values = torch.empty(total, dtype=dtype)
         flat = values.numpy()
         for start, ledger in zip(starts, ledgers, strict=True):
@@ -521,7 +518,7 @@ def _batch(
     with np.errstate(over="ignore"):  # a reward beyond float32 becomes infinite; the learner then names its row
         for token, amount in rewards:
             flat_rewards[token] = np.float64(amount)
-    # Experts of all tokens, [T, routers, k], if a ledger has any.
+    # Experts, [T, routers, k], if a ledger has any.
     kinds = {(ledger.experts.shape[1:], ledger.experts.dtype.name) for ledger in ledgers if ledger.experts is not None}
     if len(kinds) > 1:
         raise ValueError(f"ledgers with experts of several models in one batch: {sorted(kinds)}")

@@ -1,4 +1,4 @@
-"""Schedule rows over minibatches, ranks and micro-batches; share common prefixes; mark where rows come from."""
+"""Schedule rows over minibatches, ranks and micro-batches; find shared prefixes; mark the origin of rows."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from agentrl.data.packing import group_units, micro_batches, partition, unit_sum
 from agentrl.data.rows import Ragged, Rows
 from agentrl.utils.errors import ConfigError
 
-# Prefix sharing: members of a group that begin with the same tokens compute those tokens once.
+# Prefix sharing: rows of a group that begin with the same tokens compute those tokens once.
 #
-# A tree is a shared prefix followed by the suffix of every member. Each suffix attends to [prefix; itself],
-# so hidden states, and therefore logprobs and gradients, are those of the plain layout. The first token after
-# the prefix is predicted by the prefix's last token, which all members read.
+# A tree is a shared prefix followed by the suffix of every row. Each suffix attends to [prefix; itself], so hidden
+# states, logprobs and gradients are those of the plain layout. The last token of the prefix predicts the first
+# token of every suffix.
 
 PER_TREE, PER_ROW = 8.0, 4.0
-"""Extra cost of a tree, and of each of its rows, in tokens of the model: calls of the attention for the tree alone.
-Measured on a CPU with the smallest models, to which calls cost the most (benchmarks/cluster.py --only prefix)."""
+"""Extra cost of a tree, and of each of its rows, in tokens: separate attention calls. Measured on a CPU with the smallest models,
+for which calls are most expensive (benchmarks/cluster.py --only prefix)."""
 
-SHORTEST = 16
-"""Shorter common prefixes are not worth a tree."""
+MIN_PREFIX = 16
+"""Minimum tokens of a shared prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """`rows` (positions in the micro-batch) share their first `prefix` tokens; a row by itself has prefix 0."""
+    """Rows (positions in the batch or micro-batch) that share their first `prefix` tokens; a single row has prefix 0."""
 
     rows: tuple[int, ...]
     prefix: int
@@ -40,13 +40,13 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class SharedPack:
-    """A micro-batch with shared prefixes: U computed tokens stand for T plain ones.
+    """A micro-batch with shared prefixes: U computed tokens represent T plain ones.
 
     - `token_ids` (dtype of the batch), `position_ids` int64 [U]: the model's input (positions as in the plain rows).
     - `spans` int64 [S, 4]: (prefix start, prefix stop, start, stop); the tokens [start, stop) see the
       prefix and, causally, themselves. All spans together cover [0, U) in order.
-    - `at` int64 [T]: where the plain token t (rows end to end, as `pack` puts them) is computed. So
-      `hidden[at]` is the plain layout's hidden state, and autograd sums the gradients of shared tokens.
+    - `at` int64 [T]: position among the computed tokens of each plain token (rows end to end, as in `pack`). So
+      `hidden[at]` is the hidden state of the plain layout, and autograd sums the gradients of shared tokens.
     """
 
     token_ids: torch.Tensor
@@ -55,22 +55,21 @@ class SharedPack:
     at: torch.Tensor
 
 
-def find_trees(view: Ragged, shortest: int = SHORTEST) -> list[Tree]:
-    """Trees of a batch: rows of one group (column `group`) that begin with the same tokens.
+def find_trees(view: Ragged, shortest: int = MIN_PREFIX) -> list[Tree]:
+    """Find the trees of a batch: rows of one group (column `group`) that begin with the same tokens.
 
-    Of all ways to split a group's rows into trees, this is the one that saves the most tokens. A shared prefix is
-    the longest common one, but leaves every member at least one token of its own. Every row is in exactly
-    one tree.
+    Of all ways to split a group into trees, it saves the most tokens. A shared prefix is the longest common one that leaves at
+    least one token to every row. Every row is in exactly one tree.
     """
     texts = np.split(view.tokens("token_ids").numpy(), view.offsets.numpy()[1:-1])
     buckets: dict[Any, list[int]] = {}
     for row, group in enumerate(view.numbers("group").tolist()):
-        # Rows that differ in their first `shortest` tokens never share a tree, so only rows of one bucket are compared.
+        # Rows with different first `shortest` tokens never share a tree, so only rows of one bucket are compared.
         head = texts[row][:shortest]
         buckets.setdefault((group, head.tobytes()) if len(head) == shortest else ("alone", row), []).append(row)
     trees: list[Tree] = []
     for members in buckets.values():
-        # Sorted by their bytes, texts with a common prefix are adjacent, so every tree is a run of this order.
+        # Sorted by bytes, texts with a common prefix are adjacent, so every tree is a run in this order.
         members.sort(key=lambda row: texts[row].tobytes())
         for run, prefix in _best_runs([texts[row] for row in members], shortest):
             rows = tuple(sorted(members[run]))
@@ -79,18 +78,18 @@ def find_trees(view: Ragged, shortest: int = SHORTEST) -> list[Tree]:
 
 
 def _best_runs(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[slice, int]]:
-    """Sorted texts cut into runs, each with its common prefix (0 for a run of one), so that the most tokens are saved."""
-    common: list[int] = []  # the longest common prefix of each text and the next
+    """Cut sorted texts into runs, each with its common prefix (0 for a run of one), that save the most tokens."""
+    common: list[int] = []  # length of the common prefix of each text and the next
     for one, other in pairwise(texts):
         most = min(len(one), len(other))
         differ = np.flatnonzero(one[:most] != other[:most])
         common.append(int(differ[0]) if len(differ) else most)
     best: list[tuple[int, int, int]] = [(0, 0, 0)]  # up to text j: tokens saved, start and prefix of its run
     for stop in range(1, len(texts) + 1):
-        # Dynamic programming over where the last run begins: at the last text, or at an earlier one. Going backwards, the
-        # common prefix only shrinks, so the first start with less than `shortest` ends the search.
+        # Dynamic programming over the start of the last run. Going backwards, the common prefix only shrinks, so the first
+        # start with less than `shortest` ends the search.
         saved = (best[stop - 1][0], stop - 1, 0)
-        prefix = len(texts[stop - 1]) - 1  # a member keeps at least one token of its own: no suffix is empty
+        prefix = len(texts[stop - 1]) - 1  # no suffix is empty
         for start in range(stop - 2, -1, -1):
             prefix = min(prefix, common[start], len(texts[start]) - 1)
             if prefix < shortest:
@@ -107,7 +106,7 @@ def _best_runs(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[slice, 
 
 
 def share(view: Ragged, rows: Rows, trees: Sequence[Tree]) -> SharedPack:
-    """The shared layout of the rows `rows` of a batch (at least one row; see SharedPack)."""
+    """Build the shared layout of at least one row of a batch (see SharedPack)."""
     index = np.asarray(rows, dtype=np.int64)
     tokens, offsets = view.tokens("token_ids").numpy(), view.offsets.numpy()
     counts = view.lengths[index]
@@ -118,8 +117,8 @@ def share(view: Ragged, rows: Rows, trees: Sequence[Tree]) -> SharedPack:
     spans: list[tuple[int, int, int, int]] = []
     total = 0
 
-    # A tree is its prefix, then each member's suffix: positions continue from the prefix, so rotary embeddings are
-    # those of the plain rows, and `at` maps all members' prefix tokens to the one place where they are computed.
+    # A tree is its prefix, then each row's suffix: positions continue from the prefix, so rotary embeddings are those of the
+    # plain rows, and `at` maps the prefix tokens of all rows to the same computed tokens.
     for tree in trees:
         start = total
         pieces = [(tree.rows[0], 0, tree.prefix)] if tree.prefix else []
@@ -143,43 +142,41 @@ def share(view: Ragged, rows: Rows, trees: Sequence[Tree]) -> SharedPack:
 # Rows that are added to an update
 
 ORIGIN, FRESH = "origin", 0
-"""A row column: FRESH for a row that was played for the update, else the number of its loss term, from 1."""
+"""Row column: FRESH for a row that was played for the update, else the number of its loss term, from 1."""
 
 
 def origins(view: Ragged) -> np.ndarray:
-    """The origin of each row, int64 [N]."""
+    """Return the origin of each row, int64 [N]."""
     return view.numbers(ORIGIN) if ORIGIN in view else np.full(len(view), FRESH)
 
 
-# Where and when each row of a batch is computed: in which minibatch, on which rank, and in which micro-batch.
-#
-# All of it is decided here, in three steps; the decisions are written to row columns, which all other code reads.
+# The schedule of rows over minibatches, ranks and micro-batches, in three steps, written to row columns that other code reads.
 #
 # cut_minibatches      driver   episodes -> minibatches (optimizer steps), by seed and step
 # assign_ranks         driver   rows of each minibatch -> ranks; whether prefixes are shared
 # columns `minibatch`, `dp_rank`; if rows stay together, `together`, `prefix`
 # plan_micro_batches   worker   a rank's rows of each minibatch -> micro-batches under the token cap
 #
-# Minibatches come first and do not depend on the number of ranks, so neither does the content of an optimizer step, nor
-# its result. Ranks are balanced within a minibatch, because all ranks wait for each other at its end. Micro-batches come
-# last, and are planned on the worker: they do not change the result (losses have global denominators), all ranks then
-# search for a good packing in parallel, and the cap is that of the role that computes.
+# Minibatches come first and do not depend on the number of ranks, so neither do the content and result of an optimizer
+# step. Ranks are balanced within a minibatch, because all ranks wait for each other at its end. Micro-batches come last,
+# on the worker: they do not change the result (losses have global denominators), ranks search for a good packing in
+# parallel, and the cap is that of the computing role.
 #
 # Rows that begin with the same tokens (members of a group, ledgers of one prompt) can compute these once if they are
-# in one micro-batch. `with_trees` finds what could be shared; `plan_ranks` decides for the rows of one minibatch.
+# in one micro-batch. `with_trees` finds shared prefixes; `plan_ranks` decides whether a minibatch uses them.
 
 Mode = Literal["off", "auto", "on"]
-ADDED = 1
-"""Tells the random numbers by which added episodes are dealt out from those that shuffle the others."""
-FREE = 0.0
-"""The weight of a tree's own cost for `on`, which shares whenever that saves tokens; for `auto` it is 1."""
+ADDED_STREAM = 1
+"""Seed component that separates the random order of added episodes from the shuffle of the others."""
+NO_COST = 0.0
+"""Weight of the extra cost of trees for mode "on", which shares whenever that saves tokens; 1 for "auto"."""
 
 
 def cut_minibatches(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
-    """The rows of each minibatch: all rows of at most `algorithm.minibatch` episodes, shuffled by seed and step.
+    """Cut a batch into minibatches: all rows of at most `algorithm.minibatch` episodes, shuffled by seed and step.
 
-    Episodes that were added to those of this update are dealt out evenly to the parts, which the others are cut into as
-    without them: they change neither the number of optimizer steps nor what else is in one.
+    Added episodes are distributed evenly over the minibatches: they change neither the number of optimizer steps nor the other
+    episodes in each.
     """
     origin = origins(view)
     among = np.flatnonzero(origin == FRESH)
@@ -189,7 +186,7 @@ def cut_minibatches(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: i
     if algorithm.groups == "kept":
         groups = np.zeros(count, dtype=np.int64)
         groups[episode] = view.numbers("group")[among]
-    # By episode, not by row: aggregation and counts are per episode, so all its rows belong to one optimizer step.
+    # By episode, not by row: aggregation and counts are per episode, so all rows of one belong to one optimizer step.
     order = np.argsort(episode, kind="stable")
     rows = np.split(among[order], np.cumsum(np.bincount(episode, minlength=count))[:-1]) if count else []
     cut = shuffle_parts(count, algorithm.minibatch, seed, step, groups)
@@ -197,23 +194,23 @@ def cut_minibatches(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: i
     added = np.flatnonzero(origin != FRESH)
     if not len(added):
         return parts
-    # "kept": all episodes of a group that were added are in one minibatch.
+    # "kept": all added episodes of a group are in one minibatch.
     names = view.numbers("group") if algorithm.groups == "kept" else view.episode
     unit = np.unique(names[added], return_inverse=True)[1]
-    order = np.random.default_rng([seed, step, ADDED]).permutation(int(unit.max()) + 1)
+    order = np.random.default_rng([seed, step, ADDED_STREAM]).permutation(int(unit.max()) + 1)
     dealt = [added[np.isin(unit, order[number :: len(parts)])] for number in range(len(parts))]
     return [np.concatenate(pair) for pair in zip(parts, dealt, strict=True)]
 
 
 def shuffle_parts(count: int, size: int, seed: int, step: int, groups: np.ndarray | None = None) -> list[np.ndarray]:
-    """`count` episodes in random order, cut into the smallest number of nearly equal parts of at most `size`.
+    """Shuffle `count` episodes and cut them into the fewest nearly equal parts of at most `size`.
 
-    With `groups` (a number per episode), whole groups in random order fill parts of at most `size` episodes; only a
-    larger group is cut.
+    With `groups` (a number per episode), whole groups in random order fill parts of at most `size` episodes; only larger groups
+    are cut.
     """
     if count == 0:
         return []
-    # A generator of its own per step: a resumed run makes the same minibatches without replaying earlier steps.
+    # A separate generator per step: a resumed run makes the same minibatches without replaying earlier steps.
     rng = np.random.default_rng([seed, step])
     if groups is None:
         return np.array_split(rng.permutation(count), -(-count // size))
@@ -230,15 +227,15 @@ def shuffle_parts(count: int, size: int, seed: int, step: int, groups: np.ndarra
 
 
 def effective_mode(mode: Mode, gpus: bool) -> Mode:
-    """Meaning of "auto" for actors with or without `gpus`: "off" with, because sharing was measured to be faster on CPUs only."""
+    """Resolve mode "auto": "off" for actors with `gpus`, because sharing was measured to be faster on CPUs only."""
     return "off" if mode == "auto" and gpus else mode
 
 
 def with_trees(view: Ragged, mode: Mode) -> Ragged:
-    """The batch with row columns `tree` int64 (the number of the row's tree, -1 if it has none) and `tree_prefix` int64
-    (number of tokens that the tree shares), and the batch-wide `tree_cost` (how much a tree's own cost counts, see `plan_ranks`).
+    """Add the prefix trees of a batch, as columns; unchanged if `mode` is "off" or no rows of a group share a prefix.
 
-    Unchanged if `mode` is "off" or no rows of a group have a common prefix. Needs `token_ids` and `group`.
+    Row columns int64 `tree` (number of the row's tree, or -1) and `tree_prefix` (shared tokens); batch-wide `tree_cost` (weight
+    of the extra cost of trees, see `plan_ranks`). Needs `token_ids` and `group`.
     """
     if mode == "off" or len(view) < 2:
         return view
@@ -250,16 +247,15 @@ def with_trees(view: Ragged, mode: Mode) -> Ragged:
             prefix[list(shared.rows)] = shared.prefix
     if not bool((tree >= 0).any()):
         return view
-    return view.with_rows(tree=tree, tree_prefix=prefix).with_rows(tree_cost=1.0 if mode == "auto" else FREE)
+    return view.with_rows(tree=tree, tree_prefix=prefix).with_rows(tree_cost=1.0 if mode == "auto" else NO_COST)
 
 
 def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bool = False) -> Ragged:
-    """The batch with `minibatch` (the part of each row), `dp_rank` (balanced by tokens within each part; -1 for a
-    row of no part), and `together` and `prefix` if any rows stay together:
+    """Assign the rows of each part to ranks, balanced by tokens. Adds int64 row columns:
 
-    - `together` int64: rows with the same number, if it is not negative, are on one rank and, as far as the cap
-      allows, in one micro-batch;
-    - `prefix` int64: the number of their first tokens that are computed once for all of them; 0: none.
+    - `minibatch`: part of the row; `dp_rank`: its rank, -1 for a row in no part;
+    - if any rows stay together: `together`: rows with the same number >= 0 are on one rank and, as far as the cap allows, in one
+      micro-batch; `prefix`: number of their first tokens that are computed once, or 0.
 
     `kept`: all rows of a group in a minibatch stay on one rank.
     """
@@ -270,7 +266,7 @@ def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bo
         if len(rows) == 0:
             continue
         minibatch[rows] = number
-        trees, cost = None, FREE
+        trees, cost = None, NO_COST
         if "tree" in view:
             trees, cost = (view.numbers("tree")[rows], view.numbers("tree_prefix")[rows]), float(view.batch["tree_cost"])
         made = plan_ranks(view.lengths[rows], ranks, trees, cost, None if keep is None else keep[rows])
@@ -283,8 +279,7 @@ def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bo
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The rank of each row, the columns `together` and `prefix`, and the number of tokens that the slowest rank computes
-    (`load`)."""
+    """The rank of each row, the columns `together` and `prefix`, and `load`, the tokens of the slowest rank."""
 
     rank: np.ndarray
     together: np.ndarray
@@ -295,44 +290,43 @@ class RankPlan:
 def plan_ranks(
     tokens: np.ndarray, ranks: int, trees: tuple[np.ndarray, np.ndarray] | None, tree_cost: float, keep: np.ndarray | None = None
 ) -> RankPlan:
-    """The rank of each row, given its number of tokens, and whether the trees (numbers, prefixes) are used.
+    """Assign rows to ranks by their numbers of tokens, and decide whether to use `trees` (numbers, prefixes).
 
-    `keep[i]`: a group number; all rows of one group go to one rank, shared or not. Without it, a tree with
-    more work than a rank's even share is cut over ranks, and each of its parts computes the prefix.
+    `keep[i]`: group number; all rows of a group go to one rank, shared or not. Without it, a tree with more work than a rank's
+    even share is split over ranks, and each part computes the prefix.
 
-    Both layouts are planned, and the shared one is taken if the *slowest rank* is faster by it: fewer tokens, also with
-    `tree_cost` times the extra cost of its trees. The total over all ranks would be misleading: one large tree that must stay on
-    one rank saves tokens but makes that rank the slowest.
+    Both layouts are planned. The shared one is used if its *slowest rank* has fewer tokens, including `tree_cost` times the extra
+    cost of its trees. The total over ranks would mislead: one large tree on one rank saves tokens and makes it the slowest.
     """
     nothing = np.zeros(len(tokens), dtype=np.int64)
     apart = np.full(len(tokens), -1, dtype=np.int64) if keep is None else keep
-    plain, plain_load = _spread(tokens, ranks, apart, nothing, keep)
+    plain, plain_load = _balance(tokens, ranks, apart, nothing, keep)
     if trees is None:
         return RankPlan(plain, apart, nothing, plain_load)
     tree, prefix = trees
-    # Trees with at least two rows here: if a tree is cut over minibatches, a part of one row shares nothing.
+    # Only trees with at least two rows here: of a tree that is cut over minibatches, a single row shares nothing.
     count = np.bincount(tree[tree >= 0], minlength=1)
     used = (tree >= 0) & (count[np.maximum(tree, 0)] > 1)
     together, prefix = np.where(used, tree, -1), np.where(used, prefix, 0)
-    shared, shared_load = _spread(tokens, ranks, together, prefix, keep)
-    extra = 0.0  # of the trees on one rank, the most
+    shared, shared_load = _balance(tokens, ranks, together, prefix, keep)
+    extra = 0.0  # maximum over ranks
     for number in range(ranks):
         sizes = np.unique(together[used & (shared == number)], return_counts=True)[1]
         extra = max(extra, float(PER_TREE * len(sizes) + PER_ROW * sizes.sum()))
     if plain_load <= shared_load + tree_cost * extra:
         return RankPlan(plain, apart, nothing, plain_load)
     if keep is not None:
-        # Rows of a kept group without a tree still stay with their group, under a number that no tree has.
+        # Rows without a tree still stay with their kept group, under a number that no tree has.
         together = np.where(together >= 0, together, together.max() + 1 + keep)
     return RankPlan(shared, together, prefix, shared_load)
 
 
-def _spread(
+def _balance(
     tokens: np.ndarray, ranks: int, together: np.ndarray, prefix: np.ndarray, keep: np.ndarray | None
 ) -> tuple[np.ndarray, float]:
-    """The rank of each row, and the number of tokens that the busiest rank computes.
+    """Balance units over ranks: rows that stay together, with their prefix counted once.
 
-    Units are balanced: rows that stay together, with their prefix counted once.
+    Returns the rank of each row, and the number of tokens of the busiest rank.
     """
     alone = keep is None and not bool((together >= 0).any())
     unit = np.arange(len(tokens)) if alone else group_units(tokens, together, np.inf, prefix)
@@ -344,7 +338,7 @@ def _spread(
         home[unit] = group
         unit, cost = group, np.bincount(home, weights=cost)
     elif ranks > 1 and not alone:
-        # A unit larger than a rank's even share would make its rank the slowest in any assignment, so it is cut at that size.
+        # A unit larger than a rank's even share would always make its rank the slowest, so cut it at that size.
         unit = group_units(tokens, together, -(-float(cost.sum()) // ranks), prefix)
         cost = unit_sums(unit, tokens, prefix)
     owner = partition(cost, ranks)
@@ -352,7 +346,7 @@ def _spread(
 
 
 def token_ratio(view: Ragged) -> float:
-    """Plain tokens of a batch per token that remains if every tree computes its prefix once."""
+    """Return the ratio of a batch's tokens to its computed tokens, if every tree computes its prefix once."""
     if "tree" not in view:
         return 1.0
     tree, prefix = view.numbers("tree"), view.numbers("tree_prefix")
@@ -361,15 +355,13 @@ def token_ratio(view: Ragged) -> float:
 
 
 def plan_micro_batches(view: Ragged, cap: int, engine: Any, parts: Sequence[np.ndarray] | None = None) -> list[list[list[int]]]:
-    """On a worker: micro-batches of each part of its rows: `[part][micro]` -> row numbers; equally many on all ranks. `engine`
-    (a BaseEngine) reduces over them, and says whether rows may share a pass. `parts`: by default the rows of each minibatch.
+    """Plan the micro-batches of a worker's rows: `[part][micro]` -> row numbers; equal numbers on all ranks.
 
-    An empty list is a dummy: a rank with fewer micro-batches than another must still take part in each of the collectives.
-    The cap counts the tokens that are computed: a shared prefix once. If the engine does not pack, each row is a
-    micro-batch of its own, longest first. Raises ConfigError, on all ranks, if a row
-    of any rank is longer than `cap` tokens.
+    `engine`: a BaseEngine. `parts`: default: the rows of each minibatch. `cap`: maximum computed tokens (a shared prefix counts
+    once). An empty list is a dummy: a rank with fewer micro-batches must still take part in the collectives. If the engine does
+    not pack, each row is a micro-batch, longest first. Raises ConfigError, on all ranks, if any row is longer than `cap`.
     """
-    # Reduced before it is checked: if only one rank raised, the others would hang in their next collective.
+    # Reduce before the check: if only one rank raised, the others would hang in their next collective.
     longest = int(engine.reduce(torch.tensor([int(view.lengths.max()) if len(view) else 0]), "max"))
     if longest > cap:
         raise ConfigError(
@@ -387,7 +379,7 @@ def plan_micro_batches(view: Ragged, cap: int, engine: Any, parts: Sequence[np.n
         together = prefix = None
         if "together" in view:
             together, prefix = view.numbers("together")[part], view.numbers("prefix")[part]
-        # For one rank: each row has its rank by now, and moving it would take another exchange.
+        # Rows already have their ranks; moving them would take another exchange.
         made = micro_batches(view.lengths[part], cap, groups=together, prefix=prefix)
         bins.append([part[micro].tolist() for micro in made])
     counts = engine.reduce(torch.tensor([len(micros) for micros in bins], dtype=torch.int64), "max")
@@ -395,15 +387,15 @@ def plan_micro_batches(view: Ragged, cap: int, engine: Any, parts: Sequence[np.n
 
 
 def trees_of(view: Ragged, rows: Rows) -> list[Tree]:
-    """On a worker: the trees of a micro-batch, read from its columns; empty if none of its rows share a prefix."""
+    """Read the trees of a worker's micro-batch from its columns; empty if no rows share a prefix."""
     if "prefix" not in view:
         return []
     index = np.asarray(rows, dtype=np.int64)
     prefix, together = view.numbers("prefix")[index], view.numbers("together")[index]
     trees: dict[int, list[int]] = {}
     for place, number in enumerate(together.tolist()):
-        # Rows may stay together without a prefix (a kept group): each is then a tree of its own, under a number of its own.
+        # Rows of a kept group may stay together without a prefix: each is then a separate tree, with a separate number.
         trees.setdefault(number if prefix[place] else -1 - place, []).append(place)
-    if len(trees) == len(index):  # each row by itself
+    if len(trees) == len(index):  # no tree with two rows
         return []
     return [Tree(tuple(p), int(prefix[p[0]]) if len(p) > 1 else 0) for p in trees.values()]

@@ -1,8 +1,7 @@
 """The data types of an episode: Message, ToolCall, Turn, TokenLedger, Trajectory, Group, StopReason.
 
-A policy's episode is deliberately kept twice: as messages and turns (what a person and a reward spec
-read) and as token ledgers (exactly what the model saw and sampled; the only thing the trainer reads).
-Neither is ever derived from the other afterwards.
+An episode is deliberately stored twice: as messages and turns (for people and reward specs) and as token ledgers (the exact
+tokens that the model saw and sampled, all that the trainer reads). Neither is ever derived from the other.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ Blame = Literal["policy", "infrastructure"]
 
 
 def kind_of_json(value: Any) -> str:
-    """The kind of a value in the words of JSON, with its article."""
+    """Return the JSON type of a value with its article, for messages."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 
 class StopReason(StrEnum):
-    """Why an episode ended. `terminated` is the task's own end; every other end is a truncation or a fault."""
+    """Reason for the end of an episode: the task's regular end (`Trajectory.terminated`), a truncation, or a fault."""
 
     DONE = "done"
     MAX_TURNS = "max_turns"
@@ -54,14 +53,14 @@ class StopReason(StrEnum):
 
     @property
     def blame(self) -> Blame | None:
-        """The one rule of who is to blame for an episode's end; None: the task's own end, or a budget of what the policy does.
+        """Return the cause of the end: None for the task's regular end or a budget of turns or tokens.
 
-        A policy is limited by its tokens, its turns, and the run time of its own code. Seconds of an engine are never its fault.
+        A policy is responsible for its tokens, turns, and the run time of its code, but never for the time of an engine.
         """
         match self:
             case StopReason.DONE | StopReason.MAX_TURNS | StopReason.MAX_TOKENS | StopReason.CONTEXT_FULL:
                 return None
-            # The run time of code that the policy wrote, in one call or in all; an agent whose failures the run blames on it.
+            # Run time of the policy's code, per call or in total; an external agent whose failures count as the policy's.
             case StopReason.MAX_TOOL_TIME | StopReason.MAX_EPISODE_TIME | StopReason.AGENT_FAILED:
                 return "policy"
             case _:
@@ -69,12 +68,12 @@ class StopReason(StrEnum):
 
     @property
     def infrastructure(self) -> bool:
-        """True if the episode is unscored (reward None, never 0) and tried again."""
+        """Return True if the episode is unscored (reward None, never 0) and retried."""
         return self.blame == "infrastructure"
 
     @classmethod
     def _missing_(cls, value: object) -> StopReason | None:
-        # Earlier versions cut a turn whose tokens came too slowly, and scored it: that was the engine's time.
+        # Earlier versions ended a turn with slow sampling by "max_turn_time" and scored it; that was time of the engine.
         return cls.ENGINE_TIMEOUT if value == "max_turn_time" else None
 
 
@@ -82,8 +81,7 @@ class StopReason(StrEnum):
 class ToolCall:
     """One function call of an assistant turn.
 
-    `arguments` is the parsed JSON object, or None if the call was malformed; `error` then says what
-    was wrong with it, and `raw` keeps the text as sampled.
+    `arguments`: the parsed JSON object, or None for a malformed call; then `error` describes the fault. `raw`: text as sampled.
     """
 
     name: str
@@ -99,8 +97,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message. Tool results are messages of role "tool" with `tool_call_id` and `name`. `images`: those whose lines
-    (`Image.line`) stand in `content`."""
+    """One chat message. Tool results have role "tool", `tool_call_id` and `name`.
+
+    `images`: images whose placeholder lines (`Image.line`) are in `content`."""
 
     role: Role
     content: str = ""
@@ -123,7 +122,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """A tool's answer: `content` and `images` as the model sees them; `error` is the error's kind, or None."""
+    """Result of a tool call: `content` and `images` as the model sees them; `error`: kind of the error, or None."""
 
     call_id: str
     name: str
@@ -140,12 +139,11 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class UserCall:
-    """One call that the simulated user made to a tool of its own; the policy sees neither the call nor its result.
+    """One tool call of the simulated user, which the policy never sees, nor its result.
 
-    `turn`: index of the policy's turn that the user was answering (-1: it was opening the conversation), so the call stands
-    between that turn's message and the user's own. `step`: which of the user's messages in that answer, from 0; calls of one
-    message share it. `text`: the user's text next to the calls of that message, which nobody sees. `result` is None if
-    the call got none (its tool failed, or the episode was cut).
+    `turn`: index of the policy's turn that the user answers (-1: before the first), so the call is between that turn's message
+    and the user's. `step`: index of the user's message within that answer, from 0; calls of one message share it. `text`: the
+    hidden text of that message. `result`: None if its tool failed or the episode was cut.
     """
 
     turn: int
@@ -159,11 +157,9 @@ class UserCall:
 class Turn:
     """One policy turn: its assistant message, the results of its calls, and its cost.
 
-    `ledger` and `end` are the position of the turn's last sampled token (ledger index, token index), so
-    that a reward for this turn is put on that token; -1 until the turn was sampled by an engine.
-    `seconds` is the time of the sampling and of its tool calls; `usd` is what an API charged for it,
-    None if unknown. `value`: the share of sampled continuations from before this turn that succeed (`agentrl rollout --values`);
-    None if none was played.
+    `ledger`, `end`: position of the turn's last sampled token (ledger index, token index), which gets the turn's reward; -1 if
+    no engine sampled the turn. `seconds`: time of sampling and tool calls. `usd`: charge of an API, None if unknown. `value`:
+    success rate of continuations sampled from before this turn (`agentrl rollout --values`), None if not sampled.
     """
 
     index: int
@@ -182,7 +178,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem instance. `data` may reach the policy; `gold` never does (no observation, no info)."""
+    """One problem instance. The policy may see `data`, never `gold` (in no observation or info)."""
 
     id: str
     seed: int
@@ -191,7 +187,7 @@ class Task:
     gold: Mapping[str, Json] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if type(self.id) is not str or type(self.seed) is not int:  # numbers of numpy, say
+        if type(self.id) is not str or type(self.seed) is not int:  # e.g. numpy numbers
             if not isinstance(self.id, str | SupportsIndex) or not isinstance(self.seed, SupportsIndex):
                 raise TypeError(f"task: id = {self.id!r:.80}, seed = {self.seed!r:.80}; expected a text and a whole number")
             object.__setattr__(self, "id", str(self.id))
@@ -202,12 +198,12 @@ class Task:
                 form = json_form(given if isinstance(given, dict) else dict(given))
             except (TypeError, ValueError) as problem:
                 raise TypeError(f"task {self.id!r}: {name} = {given!r:.80}, expected a dict of JSON values: {problem}") from None
-            if form is not given:  # numbers of numpy, say, which equal no number in a policy's answer
+            if form is not given:  # e.g. numpy numbers, which never equal a number in a policy's answer
                 object.__setattr__(self, name, form)
 
     def copied(self) -> Task:
-        """Deep copy of the task, which its receiver may change."""
-        made = copy(self)  # not by `replace`, which would check what was checked
+        """Return a deep copy, which the receiver may change."""
+        made = copy(self)  # `replace` would check the fields again
         for name in ("data", "gold"):
             object.__setattr__(made, name, deep_copy_json(dict(getattr(self, name))))
         return made
@@ -215,23 +211,21 @@ class Task:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One complete episode: enough to train on it, to score it again offline, and to read it.
+    """One complete episode: sufficient to train on it, to rescore it offline, and to read it.
 
-    `env`: the name of its environment in the run ("" in older files, from when a run had only one); `env_id`: the id of the
-    environment. `reward` is None if the episode could not be scored (see StopReason.infrastructure); it is never replaced by 0.
-    `success` is whether it solved its task, as decided by the reward spec; None if unknown (unscored, or recorded before specs
-    said so). `state` is the environment's final state as JSON, for state-based reward leaves. `cause`: if the episode ended by a
-    fault or a clock, who is to blame ("policy" or "infrastructure") and, for a clock, the seconds that each of the two had used.
-    `tools` are the function schemas that the policy was offered, for schema-based leaves. `user_calls`: the calls that the
-    simulated user made to tools of its own, in the order in which they were made; their results are not among `messages`.
-    `parting`: the user's last words as it left, which nobody sees, so they are not among `messages` either; "" if nothing, or
-    recorded before it was kept. `rewrites`: one entry per rewrite of the conversation by a context policy: before which turn, the
-    ledger that begins with it, its tokens, and the messages that were inserted. `agent`: of an episode that an external agent
-    played (docs/agents.md), the end of its program and its output; else None. `horizon`: how many calls the task's
-    gold solution has (`ToolEnv.horizon`), by which success is broken down; None if unknown. `given`: the number of first turns
-    that are those of the gold solution (`rollout.start`), which are context of the ledgers and earn the policy nothing. `parent`:
-    of a branch (`rollout.branch`), the member of its group that it was forked from, and `branch_turn` the turn before which; the
-    turns before are the parent's, and context here. None of an episode that was played from its beginning.
+    `env`: name of the environment in the run ("" in older files of runs with one environment); `env_id`: id of the environment.
+    `reward`: None if unscored (StopReason.infrastructure), never replaced by 0. `success`: True if the task was solved, by the
+    reward spec; None if unscored or recorded by older versions. `state`: final state of the environment as JSON, for state-based
+    leaves. `cause`: after a fault or a timeout, the responsible side ("policy" or "infrastructure") and, for a timeout, the
+    seconds that both sides used. `tools`: function schemas offered to the policy, for schema-based leaves. `user_calls`: tool
+    calls of the simulated user in order; their results are not in `messages`. `parting`: last words of the simulated user, which
+    the policy does not see and `messages` lacks; "" if none or not recorded. `rewrites`: one entry per rewrite of the messages by
+    a context policy: the turn after it, the ledger that begins with it, its tokens, and the inserted messages. `agent`: exit
+    and output of the external agent's program (docs/agents.md), else None. `horizon`: number of calls of the task's gold solution
+    (`ToolEnv.horizon`), None if unknown; success is reported by it. `given`: number of first turns taken from the gold solution
+    (`rollout.start`), which are context in the ledgers and earn no reward. `parent`, `branch_turn`: for a branch
+    (`rollout.branch`), the member from which and the turn before which it was forked; the parent's turns are context here.
+    `parent`: None for an episode played from its beginning.
     """
 
     env_id: str
@@ -265,7 +259,7 @@ class Trajectory:
 
     @property
     def images(self) -> dict[str, Image]:
-        """All images of its messages, results and ledgers, each once, by digest."""
+        """Return all images of messages, results and ledgers by digest."""
         held = [item.images for items in (self.messages, self.ledgers) for item in items if item.images]
         held += [result.images for turn in self.turns for result in turn.results if result.images]
         held += [made.result.images for made in self.user_calls if made.result is not None and made.result.images]
@@ -281,37 +275,38 @@ class Trajectory:
 
     @property
     def task_key(self) -> str:
-        """Key of its task: an author may give many one id, also in several environments, and the same one to several seeds."""
+        """Return a unique key of the task: ids may repeat over tasks, environments and seeds."""
         task = self.task
         content = [task.data, task.gold] if task.data or task.gold else [task.seed]
         return json.dumps([self.env or self.env_id, task.id, *content], sort_keys=True, default=str)
 
     def calls(self) -> Iterator[tuple[Turn, ToolCall, ToolResult | None]]:
-        """Every tool call in order, with its turn and its result (None if it has none)."""
+        """Yield the tool calls in order with their turn and result (None if missing)."""
         for turn in self.turns:
             answers = {result.call_id: result for result in turn.results}
             for call in turn.message.tool_calls:
                 yield turn, call, answers.get(call.id)
 
     def to_json(self) -> dict[str, Json]:
-        """A JSON object, its ledgers as `TokenLedger.to_packed_json`; `from_json` is the inverse."""
+        """Return a JSON object, with ledgers as in `TokenLedger.to_packed_json`; `from_json` is the inverse."""
         row: dict[str, Json] = json.loads("".join(self.json_chunks()))
         return row
 
     def json_chunks(self) -> Iterator[str]:
-        """`to_json` as JSON text, piece by piece, so that a writer needs no more memory than one ledger column. The first piece
-        is all before the ledgers."""
+        """Yield the JSON text of `to_json` in pieces of at most one ledger column, to save memory.
+
+        The first piece is all text before the ledgers."""
         row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ledgers"}
         row["stop"] = self.stop.value
         for name in ("agent", "horizon", "parent"):
-            if row[name] is None:  # the rows of all other episodes stay as they are
+            if row[name] is None:  # keeps the rows of other episodes unchanged
                 del row[name]
         for name in ("user_calls", "parting", "given", "branch_turn"):
             if not row[name]:
                 del row[name]
         if images := self.images:
             row["images"] = {sha256: asdict(image) for sha256, image in images.items()}
-        yield json_text(row, default=_fields)[:-1] + ', "ledgers": ['
+        yield json_text(row, default=_json_fields)[:-1] + ', "ledgers": ['
         for place, ledger in enumerate(self.ledgers):
             if place:
                 yield ", "
@@ -320,7 +315,7 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Json]) -> Trajectory:
-        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for a row of another shape."""
+        """Parse a row of `to_json`. Raises KeyError, TypeError or ValueError for any other row."""
         fields = dict(row)
         fields["task"] = _build(Task, row["task"])
         images = by_digest(fields.pop("images", {}))
@@ -339,22 +334,22 @@ class Trajectory:
         return made
 
 
-def _fields(item: object) -> dict[str, Json]:
-    """The fields of a nested dataclass, for `json.dumps`: `asdict` copies recursively, which takes longer than all the rest.
+def _json_fields(item: object) -> dict[str, Json]:
+    """Return the fields of a nested dataclass for `json.dumps`; `asdict` would copy recursively, which is far slower.
 
-    Images are their digests, since a record has each image once, however often it is in it; without images: without the field."""
+    Images become digests, since a record stores each image once; an empty `images` is omitted."""
     if not isinstance(item, Task | Message | ToolCall | Turn | ToolResult | UserCall):
         raise TypeError(f"Object of type {type(item).__name__} is not JSON serializable")
     row = {name: getattr(item, name) for name in item.__dataclass_fields__}
     if images := row.pop("images", None):
         row["images"] = [image.sha256 for image in images]
-    if isinstance(item, Turn) and item.value is None:  # the rows of all other episodes stay as they are
+    if isinstance(item, Turn) and item.value is None:  # keeps the rows of other episodes unchanged
         del row["value"]
     return row
 
 
 def as_row(item: Message | Turn | ToolResult | ToolCall | UserCall) -> dict[str, Json]:
-    """A part of an episode as JSON, with its images in full; a field `images` that is empty is left out."""
+    """Convert a part of an episode to JSON with full images; an empty `images` is omitted."""
     return asdict(item, dict_factory=lambda pairs: {name: value for name, value in pairs if name != "images" or value})
 
 
@@ -362,8 +357,8 @@ T = TypeVar("T")
 
 
 @cache
-def _kinds(cls: type) -> list[tuple[str, tuple[type, ...]]]:
-    """The fields of a dataclass whose types `isinstance` knows, with these."""
+def _field_types(cls: type) -> list[tuple[str, tuple[type, ...]]]:
+    """Return the fields of a dataclass that `isinstance` can check, with their types."""
     found = []
     for name, hint in get_type_hints(cls).items():
         kinds = tuple(get_origin(part) or part for part in (get_args(hint) if isinstance(hint, UnionType) else (hint,)))
@@ -373,9 +368,9 @@ def _kinds(cls: type) -> list[tuple[str, tuple[type, ...]]]:
 
 
 def _build(cls: type[T], row: Mapping[str, Any]) -> T:
-    """A dataclass of its fields. Raises TypeError for a field of another type than the annotated one."""
+    """Build a dataclass from its fields. Raises TypeError for a field that does not have the annotated type."""
     made = cls(**row)
-    for name, kinds in _kinds(cast(Any, cls)):
+    for name, kinds in _field_types(cast(Any, cls)):
         if not isinstance(value := getattr(made, name), kinds):
             expected = " or ".join(kind.__name__ for kind in kinds).replace("NoneType", "null")
             raise TypeError(f"{cls.__name__}.{name} = {value!r:.80}; expected {expected}")
@@ -383,27 +378,31 @@ def _build(cls: type[T], row: Mapping[str, Any]) -> T:
 
 
 _Images = Mapping[str, Image]
-_ALONE: _Images = {}
+_NO_IMAGES: _Images = {}
 
 
-def message_of(row: Mapping[str, Json], images: _Images = _ALONE) -> Message:
-    """Inverse of `as_row`; `images`: those that the row has by digest. Raises KeyError, TypeError or ValueError."""
-    return _build(Message, {**_found(row, images), "tool_calls": tuple(_build(ToolCall, call) for call in row["tool_calls"])})
+def message_of(row: Mapping[str, Json], images: _Images = _NO_IMAGES) -> Message:
+    """Parse a row of `as_row` to a message. `images`: images that the row refers to by digest.
+
+    Raises KeyError, TypeError or ValueError, like the functions below."""
+    return _build(
+        Message, {**_with_images(row, images), "tool_calls": tuple(_build(ToolCall, call) for call in row["tool_calls"])}
+    )
 
 
-def result_of(row: Mapping[str, Json], images: _Images = _ALONE) -> ToolResult:
-    """Likewise."""
-    return _build(ToolResult, _found(row, images))
+def result_of(row: Mapping[str, Json], images: _Images = _NO_IMAGES) -> ToolResult:
+    """Parse a row of `as_row` to a tool result."""
+    return _build(ToolResult, _with_images(row, images))
 
 
-def turn_of(row: Mapping[str, Json], images: _Images = _ALONE) -> Turn:
-    """Likewise."""
+def turn_of(row: Mapping[str, Json], images: _Images = _NO_IMAGES) -> Turn:
+    """Parse a row of `as_row` to a turn."""
     results = [result_of(result, images) for result in row["results"]]
     return _build(Turn, {**row, "message": message_of(row["message"], images), "results": results})
 
 
-def user_calls_of(rows: Sequence[Mapping[str, Json]], images: _Images = _ALONE) -> list[UserCall]:
-    """Likewise, of several calls."""
+def user_calls_of(rows: Sequence[Mapping[str, Json]], images: _Images = _NO_IMAGES) -> list[UserCall]:
+    """Parse rows of `as_row` to user calls."""
     found = []
     for row in rows:
         result = None if row["result"] is None else result_of(row["result"], images)
@@ -411,8 +410,8 @@ def user_calls_of(rows: Sequence[Mapping[str, Json]], images: _Images = _ALONE) 
     return found
 
 
-def _found(row: Mapping[str, Json], images: _Images) -> Mapping[str, Json]:
-    """The row with its images, which it has by digest or in full."""
+def _with_images(row: Mapping[str, Json], images: _Images) -> Mapping[str, Json]:
+    """Replace images of a row, given by digest or in full, by Image objects."""
     held = {**row}.get("images")
     if held is None:
         return row
@@ -423,8 +422,8 @@ def _found(row: Mapping[str, Json], images: _Images) -> Mapping[str, Json]:
 class Group:
     """The trajectories of one task under one policy: the unit of admission and of advantage estimation.
 
-    `baseline` is a greedy episode of the same task, if the advantage estimator needs one (ReMax): it
-    is scored and never trained on. `env`: the name of its environment in the run, as in its trajectories.
+    `baseline`: a greedy episode of the same task, if the advantage estimator needs one (ReMax); it is scored, never trained on.
+    `env`: name of the environment in the run, as in the trajectories.
     """
 
     index: int
@@ -434,12 +433,12 @@ class Group:
     env: str = ""
 
     def to_json(self) -> dict[str, Json]:
-        """A JSON object; `from_json` is the inverse."""
+        """Return a JSON object; `from_json` is the inverse."""
         row: dict[str, Json] = json.loads("".join(self.json_chunks()))
         return row
 
     def json_chunks(self) -> Iterator[str]:
-        """`to_json` as JSON text, chunk by chunk; see `Trajectory.json_chunks`."""
+        """Yield the JSON text of `to_json` in pieces, like `Trajectory.json_chunks`."""
         yield json.dumps({"index": self.index, "task_seed": self.task_seed, "env": self.env})[:-1] + ', "trajectories": ['
         for place, member in enumerate(self.trajectories):
             if place:
@@ -451,7 +450,7 @@ class Group:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Json]) -> Group:
-        """Inverse of `to_json`. Raises what `Trajectory.from_json` raises."""
+        """Parse a row of `to_json`. Raises as `Trajectory.from_json`."""
         greedy = row.get("baseline")
         return cls(
             row["index"],
@@ -462,29 +461,27 @@ class Group:
         )
 
     def scored(self) -> list[Trajectory]:
-        """Members that have a reward; the others are dropped before any baseline is computed."""
+        """Return the members with a reward; the others are dropped before any baseline is computed."""
         return [trajectory for trajectory in self.trajectories if trajectory.reward is not None]
 
 
 Spot = tuple[int, int, float]
-"""Ledger, token, and the reward at that token."""
+"""Ledger index, token index, reward at that token."""
 
 
 def terminal_reward(value: float, turns: Mapping[int, float]) -> float:
-    """`value` minus the rewards of turns; exactly 0 if only a rounding error is left."""
+    """Return `value` minus the rewards of turns; exactly 0 if only a rounding error is left."""
     rest = math.fsum([value, *(-amount for amount in turns.values())])
     return 0.0 if abs(rest) <= 1e-12 * math.fsum(map(abs, turns.values())) else rest
 
 
 def reward_spots(trajectory: Trajectory, terminal: float | None, turns: Mapping[int, float]) -> list[Spot]:
-    """The tokens that receive the rewards of a trajectory, at most one reward per token; their sum is the
-    episode's reward. `turns`: turn index -> reward; `terminal`: the rest of the episode's.
+    """Place the rewards of a trajectory on sampled tokens, at most one spot per token; they sum to its reward.
 
-    A turn's reward is at the last token that the policy sampled in that turn (`Turn.ledger`, `Turn.end`),
-    the terminal reward at that of the last sampled turn. The reward of a turn without sampled tokens goes to
-    the next turn that has some, else to the last one before it, so that nothing is lost.
-    Raises ValueError without a `terminal`, and if a reward would be at a token that was not sampled
-    or in a trajectory without sampled turns.
+    `turns`: turn index -> reward; `terminal`: the rest of the episode's reward. A turn's reward is at its last sampled token
+    (`Turn.ledger`, `Turn.end`), the terminal reward at that of the last sampled turn. The reward of a turn without sampled tokens
+    goes to the next turn with some, else to the last one before it, so that none is lost. Raises ValueError without a `terminal`,
+    for a reward at a token that was not sampled, or for one in a trajectory without sampled turns.
     """
     if terminal is None:
         raise ValueError("an unscored trajectory has no rewards; it leaves the batch")

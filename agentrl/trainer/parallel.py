@@ -92,7 +92,7 @@ class Ulysses:
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def to_heads(self, local: Tensor) -> Tensor:
-        """Exchange tokens of this rank [T / size, H, D] for heads [T, H / size, D]. Raises ModelError if size does not divide H."""
+        """Exchange tokens [T / size, H, D] for heads [T, H / size, D]. Raises ModelError if size does not divide H."""
         tokens, heads, width = local.shape
         if heads % self.size:
             raise ModelError(f"{heads} attention heads cannot be shared by sequence_parallel={self.size} ranks")

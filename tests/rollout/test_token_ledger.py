@@ -150,9 +150,9 @@ def test_a_ledger_that_grows_token_by_token_is_copied_a_few_times_only() -> None
     """By a quarter each time: log(20,000 / 64) / log(1.25) = 26 times."""
     ledger, copies = TokenLedger(), 0
     for token in range(20_000):
-        before = ledger._room["token_ids"]
+        before = ledger._buffers["token_ids"]
         ledger.append_context([token], 0)
-        copies += ledger._room["token_ids"] is not before
+        copies += ledger._buffers["token_ids"] is not before
     assert copies <= 40 and ledger.ids() == list(range(20_000))
 
 

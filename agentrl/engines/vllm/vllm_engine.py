@@ -14,7 +14,7 @@ import ray
 import torch
 
 from agentrl.config.schema import VllmConfig
-from agentrl.data.token_ledger import own
+from agentrl.data.token_ledger import copy_ids
 from agentrl.engines.token_text import LazyTokenizer, check_request
 from agentrl.engines.vllm.options import UNUSED_IDS, engine_options
 from agentrl.engines.vllm.replica_calls import InReplica, ReplicaDeadError
@@ -149,7 +149,7 @@ class VllmEngine(StreamingEngine, WeightTarget):
                 if self._unfit is not None:
                     raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
                 check_request(token_ids, sampling, self._context, expected.vocab)
-                request = own(token_ids), sampling, request_key, request_id
+                request = copy_ids(token_ids), sampling, request_key, request_id
                 replica = await self._replicas.route(request)
                 answer = await self._replicas.generate(replica, request, None if emit is None else tell)
                 return answer
