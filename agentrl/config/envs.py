@@ -34,8 +34,8 @@ def warm_start_envs(envs: tuple[EnvConfig, ...], sft: SftConfig | None) -> list[
 
 
 def check_envs(envs: tuple[EnvConfig, ...], sft: SftConfig | None) -> None:
-    """Raise ConfigError for environments with equal names, weights that leave nothing to train on or to compare by, a schedule
-    with unsorted steps, and unknown names in `sft.envs`."""
+    """Check the environments of a config. Raises ConfigError for equal names, weights that leave nothing to train on or to
+    compare by, a schedule with unsorted steps, and unknown names in `sft.envs`."""
     if not envs:
         return
     names = [env.called for env in envs]

@@ -134,8 +134,8 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument (or an item of a container) of another type than annotated, and Python's TypeError for a
-    missing or unknown argument."""
+    """Raise ConfigError for an argument (or an item of a container) of a type other than annotated. A missing or unknown argument
+    raises Python's TypeError."""
     signature, hints = _signature_of(function)
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         several = signature.parameters[name].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)

@@ -62,8 +62,8 @@ def say(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = 
 
 
 def console(*, gone: str = "", **options: Any) -> Console:
-    """Create a rich console that escapes control characters (except rich's own), does not replace ":one:" by emoji, and wraps no
-    output outside a terminal (`| grep`, a job's log) unless COLUMNS is set: rich would assume 80 columns there and split names.
+    """Create a rich console that escapes control characters, except rich's own. It does not replace ":one:" by emoji. Outside a
+    terminal (`| grep`, a job's log) it wraps no lines unless COLUMNS is set: rich would assume 80 columns there and split names.
     `gone`: the message for a closed pipe."""
     found: Console = _console_class()(**{"emoji": False, **options})
     found.gone = gone  # type: ignore[attr-defined]

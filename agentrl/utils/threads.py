@@ -100,8 +100,8 @@ def at_once(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R
 
 
 async def by_size(size: int, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call the function on the event loop if `size` (characters) is small, else, or if that turns out slow (TooLongError), in a
-    thread."""
+    """Call the function on the event loop if `size` (characters) is small, else in a thread. A call on the loop that turns out
+    slow (TooLongError) is repeated in a thread."""
     if size < LONG_TEXT:
         try:  # not `suppress`: this runs twice per tool call
             return at_once(function, *args, **kwargs)

@@ -354,8 +354,8 @@ class AgentEpisode:
             raise RequestError("the episode is over", status=404, code="episode_over")
 
     def _room(self, prompt: int, held: int) -> tuple[int, StopReason]:
-        """Return how many tokens a turn may sample after a prompt of which the ledger has `held` tokens, and the stop reason if
-        there are none left."""
+        """Return the tokens left for a turn, and the stop reason without any. `held`: tokens of the prompt that are in the
+        ledger already."""
         assert self.session is not None
         taken = sum(map(len, self.session.ledgers)) + self._reserved
         episode = self.limits.max_episode_tokens - taken - (prompt - held)

@@ -92,8 +92,8 @@ class Fork(EpisodeHook):
 
 
 class Places(EpisodeHook):
-    """Keeps the forks of a running episode that may become branch points, and not more than needed where the best so far are
-    known ("entropy", "failure"). Never of the first turn: a branch there would be another episode."""
+    """Keeps the forks of a running episode that may become branch points. Keeps no more than needed where the best so far are
+    known ("entropy", "failure"), and never the first turn's: a branch there would be another episode."""
 
     def __init__(self, config: BranchConfig, branches: int) -> None:
         """`branches`: number of branches of the episode."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @SERVICES.register("judge")
 class Judges(Service):
-    """Routes "engine:NAME" to the run's own judges, and other models to one client, whose budget and concurrency limit are those
+    """Routes "engine:NAME" to the run's own judges, and other models to one client. Its budget and concurrency limit are those
     of the whole run."""
 
     def __init__(self, config: RewardConfig) -> None:

@@ -219,8 +219,8 @@ def openenv_app(build: Callable[..., ToolEnv], scorer: ScorerLike | None = None,
 
 
 class OpenEnv(ToolEnv):
-    """An environment behind an OpenEnv server, played through one tool, `act`, or through the server's tools if its actions are
-    tool calls (MCP environments).
+    """An environment behind an OpenEnv server, played through one tool, `act`. If the server's actions are tool calls (MCP
+    environments), it is played through the server's tools.
 
     The parameters of `act` are the fields of the server's action type. The state sums the rewards.
     """
