@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import LoraSection, ModelConfig, OptimConfig
-from agentrl.trainer.memory import RoleMemory, count, numbers, shell
+from agentrl.trainer.memory import RoleMemory, count, numel, shell
 
 GIB = 1 << 30
 CARDS = (1, 2, 4, 8, 16, 64)
@@ -58,7 +58,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
             (folder / "config.json").write_text(json.dumps(table))
-            size = numbers(shell(ModelConfig(path=place)).parameters())
+            size = numel(shell(ModelConfig(path=place)).parameters())
             found = [counted(folder, ranks, tokens) for ranks in CARDS]
             found.append(counted(folder, 1, tokens, lora=LoraSection()))
         print(f"| {name} | {size / 1e9:.1f}B |", " | ".join(f"{(one.resident + one.turn) / GIB:,.0f}" for one in found), "|")

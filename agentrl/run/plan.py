@@ -36,7 +36,7 @@ from agentrl.run.role_placement import (
 )
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.families import packing_of
-from agentrl.trainer.memory import MASTER, numbers, shell, width
+from agentrl.trainer.memory import MASTER, numel, shell, width
 from agentrl.trainer.minibatch import kl_kind
 from agentrl.trainer.optim import optims_of, state_bytes
 from agentrl.trainer.pretrained import head_dim, model_context, shape_folder
@@ -236,7 +236,7 @@ class Planner:
         if config.critic is not None:
             shells["critic"] = shell(config.model, "value", config.critic.path)
         parameters = [
-            Parameters(name, numbers(module.parameters()), numbers(p for p in module.parameters() if p.requires_grad))
+            Parameters(name, numel(module.parameters()), numel(p for p in module.parameters() if p.requires_grad))
             for name, module in shells.items()
         ]
         optims, dtype = optims_of(config), config.model.computes_in(cuda)
@@ -246,7 +246,7 @@ class Planner:
             for name, p in module.named_parameters()
             if p.requires_grad
         ]
-        plain = numbers(p for name, p in shells["actor"].named_parameters() if ".lora_" not in name)
+        plain = numel(p for name, p in shells["actor"].named_parameters() if ".lora_" not in name)
         # Of each environment what it is, how its episodes are scored, and its limits; of several also its share of the groups.
         environments, how = [], {}
         several = len(config.envs) > 1

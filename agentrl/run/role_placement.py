@@ -31,7 +31,7 @@ from agentrl.run.services import RunServices
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.attention import varlen_takes_groups
 from agentrl.trainer.language_model import Role
-from agentrl.trainer.memory import RoleMemory, numbers, shell, token_bytes, width
+from agentrl.trainer.memory import RoleMemory, numel, shell, token_bytes, width
 from agentrl.trainer.optim import optims_of
 from agentrl.trainer.pretrained import model_context
 from agentrl.trainer.train_engine import TRAIN_ENGINES, mesh_of, offloads_when_idle, separate_reference
@@ -289,7 +289,7 @@ class RunMemory:
         maker.room = self.bytes_for_engine(others, card_of_engine(self.choice.traits, self.card))
         model = shell(config.model.model_copy(update={"lora": None}))
         assert dtype is not None
-        return maker, maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), self.card)
+        return maker, maker.memory(numel(model.parameters()) * width(dtype), token_bytes(model, dtype), self.card)
 
     def count_others(self, trains: bool) -> list[RolePlacement]:
         """As `_others`, for the size of the engine's cache."""
@@ -331,7 +331,7 @@ class RunMemory:
             own = one.model
             maker = one.make(model_context(str(own.path), own.trust_remote_code))
             dtype, processes, side = own.computes_in(self.card is not None), maker.processes(), shell(own)
-            taken = maker.memory(numbers(side.parameters()) * width(dtype), token_bytes(side, dtype), self.card)
+            taken = maker.memory(numel(side.parameters()) * width(dtype), token_bytes(side, dtype), self.card)
             memory = RoleMemory() if taken is None else RoleMemory(weights=taken.weights, cache=taken.cache)
             ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
             # A pool is of all with the role; without one each that has processes has places of its own.

@@ -1,7 +1,7 @@
-"""Attention over packed rows: no padding reaches the model, and no row sees another.
+"""Attention over packed rows, without padding in the model and within each row.
 
 Blocks of rows of similar length, FlashAttention over packed rows, attention over shared prefixes, the attention
-function itself, and row boundaries for recurrent layers and short convolutions."""
+function, and row boundaries for recurrent layers and short convolutions."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from agentrl.engines.exact_attention import NOT_GIVEN, AttentionForm, NotGiven, 
 from agentrl.trainer.parallel import Ulysses, layout
 from agentrl.utils.errors import ModelError
 
-# Blocks: rows of similar length, padded to one width, and the suffixes of a shared prefix behind it. Prefixes are computed as
-# plain causal rows; all suffixes of one prefix in one call, each over [prefix; itself], without a mask over all tokens.
+# Blocks: rows of similar length, padded to one width, and the suffixes of a shared prefix. Prefixes are computed as plain
+# causal rows; all suffixes of one prefix in one call, each over [prefix; itself], without a mask over all tokens.
 
 WASTE = 1.25
-"""The most cells of a block of rows, padding included, as a multiple of its tokens."""
+"""Maximum ratio of a block's cells, including padding, to its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of similar length, computed in one call: `gather` [n * width] maps a cell of the padded block to its token
-    (a cell past a row's end repeats the row's last token), `cells` [tokens] are the cells that are not padding,
-    `tokens` [tokens] the positions of their results, and `exact` says that no cell is padding.
+    """Rows of similar length, computed in one call.
 
-    Of suffixes, `prefix` [first, last) are the tokens that each of them also sees, and `mask` bool [width, prefix + width] is the
-    causal mask after them."""
+    `gather` [n * width]: token of each cell of the padded block (a cell after a row's end repeats its last token); `cells`
+    [tokens]: cells that are not padding; `tokens` [tokens]: positions of their results; `exact`: True without padding. For
+    suffixes, `prefix` [first, last): tokens that each of them also sees; `mask` bool [width, prefix + width]: the causal mask."""
 
     rows: int
     width: int
@@ -48,38 +47,38 @@ class Block:
     mask: Tensor | None = None
 
     def pad(self, tensor: Tensor) -> Tensor:
-        """[T, ...] -> [rows, width, ...]: the block's tokens, each row's last one repeated up to the width."""
+        """Gather and pad the block's tokens: [T, ...] -> [rows, width, ...]; padding repeats a row's last token."""
         return tensor.index_select(0, self.gather).view(self.rows, self.width, *tensor.shape[1:])
 
     def unpad(self, cells: Tensor) -> Tensor:
-        """[rows, width, ...] -> [tokens, ...]."""
+        """Remove padding: [rows, width, ...] -> [tokens, ...]."""
         flat = cells.flatten(0, 1)
         return flat if self.exact else flat.index_select(0, self.cells)
 
 
 def row_block(rows: Tensor, device: torch.device, prefix: tuple[int, int] = (0, 0)) -> Block:
-    """The block of rows (start, stop), int64 [n, 2], or of the suffixes of a prefix."""
+    """Build the block of rows (start, stop), int64 [n, 2], or of the suffixes of a prefix."""
     starts, stops = rows.unbind(1)
     width, before = int((stops - starts).max()), prefix[1] - prefix[0]
     positions = starts[:, None] + torch.arange(width)
     valid = (positions < stops[:, None]).reshape(-1)
-    # Padding cells repeat the row's last token, so that they hold finite values; their results are dropped.
+    # Padding cells repeat the row's last token, so that they have finite values; their results are dropped.
     gather = torch.minimum(positions, stops[:, None] - 1).reshape(-1)
     cells = valid.nonzero().squeeze(1)
     at, used, tokens = (on_device(part, device) for part in (gather, cells, gather[cells]))
-    # Query i sees the whole prefix and the first i + 1 tokens of its own suffix; padding comes after those, so is never seen.
+    # Query i sees the whole prefix and the first i + 1 tokens of its suffix, and never padding, which comes later.
     mask = on_device(torch.ones(width, before + width, dtype=torch.bool).tril(before), device) if before else None
     return Block(len(starts), width, at, used, tokens, bool(valid.all()), prefix, mask)
 
 
 def row_blocks(rows: Tensor, device: torch.device) -> tuple[Block, ...]:
-    """The rows (start, stop), int64 [n, 2] on the host, in blocks with little padding."""
-    return tuple(row_block(rows[chosen], device) for chosen in similar((rows[:, 1] - rows[:, 0]).tolist()))
+    """Divide rows (start, stop), int64 [n, 2] on the host, into blocks with little padding."""
+    return tuple(row_block(rows[chosen], device) for chosen in group_by_length((rows[:, 1] - rows[:, 0]).tolist()))
 
 
-def similar(lengths: list[int]) -> list[list[int]]:
-    """Rows grouped, in order of length, into blocks with little padding."""
-    # Longest first: a block is then as wide as its first row, so each further row's padding is known when it is considered.
+def group_by_length(lengths: list[int]) -> list[list[int]]:
+    """Group rows by length into blocks with little padding; returns row numbers."""
+    # Longest first: a block is as wide as its first row, so the padding of each further row is known.
     order = [row for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True) if lengths[row]]
     groups: list[list[int]] = []
     used = 0
@@ -94,11 +93,11 @@ def similar(lengths: list[int]) -> list[list[int]]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, block: Block, form: AttentionForm) -> Tensor:
-    """[T, H, D], [T, G, D], [T, G, E] -> [tokens of the block, H, E]."""
+    """Compute the attention of a block: [T, H, D], [T, G, D], [T, G, E] -> [tokens of the block, H, E]."""
     first, last = block.prefix
-    # Of a prefix longer than the window no suffix sees the beginning.
+    # No suffix sees the beginning of a prefix that is longer than the window.
     seen = first if form.window is None else max(first, last - form.window + 1)
-    # An exact block of all tokens has them in their order.
+    # An exact block of all tokens has them in order.
     whole = block.exact and len(q) == len(block.gather)
     query, key, value = (
         (tensor.view(block.rows, block.width, *tensor.shape[1:]) if whole else block.pad(tensor)).transpose(1, 2)
@@ -110,8 +109,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block, form: AttentionForm) -
     if not form.plain_up_to(last - first + block.width):
         return block.unpad(exact_attention(query, key, value, form).transpose(1, 2))
     heads, wide = query.shape[1], value.shape[-1]
-    # Of torch's kernels only the one for half precision on GPUs, and that without a mask, reads each key head once for its whole
-    # group of query heads; all others would fall back to the slow one that keeps every score.
+    # Only torch's half-precision GPU kernel without a mask supports grouped heads; with others, `enable_gqa` would fall back to
+    # the slow kernel that stores all scores.
     grouped = query.is_cuda and query.dtype != torch.float32 and block.mask is None and heads != key.shape[1]
     if heads != key.shape[1] and not grouped:
         key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
@@ -121,10 +120,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block, form: AttentionForm) -
 
 
 def same_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The heads with zeros after their features, so that those of keys and values are equally wide, as kernels want them
-    (latent attention has wider keys): neither scores nor the first features of a result change."""
+    """Pad heads with zeros to equal widths of keys and values, as kernels require (latent attention has wider keys).
+
+    Neither scores nor the first features of a result change."""
     more = query.shape[-1] - value.shape[-1]
-    if not more:  # a pad by nothing copies
+    if not more:  # F.pad by 0 would copy
         return query, key, value
     return F.pad(query, (0, max(0, -more))), F.pad(key, (0, max(0, -more))), F.pad(value, (0, max(0, more)))
 
@@ -133,14 +133,14 @@ def same_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 def varlen_takes(width: int) -> bool:
-    """Return True if the varlen kernel, FlashAttention's, takes heads of that dimension. It pads no others, as the kernels for
-    blocks do."""
+    """Return True if FlashAttention's varlen kernel takes heads of that width; unlike block kernels it does not pad."""
     return width % 8 == 0 and width <= 256
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, form: AttentionForm) -> Tensor:
-    """[T, H, D], [T, G, D], [T, G, E] -> [T, H, E] within the rows that `cu` int32 [N + 1] delimits, of at most `longest` tokens.
-    The form has no cap."""
+    """Compute attention within rows by FlashAttention: [T, H, D], [T, G, D], [T, G, E] -> [T, H, E].
+
+    `cu` int32 [N + 1]: row offsets; `longest`: tokens of the longest row. `form` must not have a cap."""
     from torch.nn.attention.varlen import varlen_attn
 
     wide = v.shape[2]
@@ -151,16 +151,16 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, 
             grouped = {"enable_gqa": True}
         else:
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-    # The kernel counts how far back a query looks, itself not included; -1: any distance. None ahead, which is causal.
+    # The kernel's window excludes the query itself; -1 is unlimited, and 0 tokens ahead is causal.
     back = -1 if form.window is None or form.window >= longest else form.window - 1
     if form.sinks is None:
         out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=form.scale, window_size=(back, 0), **grouped)
         assert isinstance(out, Tensor)
         return out[..., :wide]
-    # The two passes as the operators that `varlen_attn` is made of, which alone give and take lse.
+    # The operators that `varlen_attn` calls, because only they return and take the lse.
     rows: dict[str, Any] = {"cu_seq_q": cu, "cu_seq_k": cu, "max_q": longest, "max_k": longest}
     seen: dict[str, Any] = {"is_causal": back == -1, "scale": form.scale, "window_size": [back, 0]}
-    state = torch.zeros(2, dtype=torch.uint64, device=cu.device)  # of a dropout that there is not
+    state = torch.zeros(2, dtype=torch.uint64, device=cu.device)  # RNG state of dropout, unused
     forward = partial(torch.ops.torch_attn._varlen_attn, **rows, **seen, **grouped)
     backward = partial(torch.ops.torch_attn._varlen_attn_backward, **rows, **seen, rng_state=state)
     call: Callable[..., Tensor] = WithSinks.apply
@@ -169,20 +169,20 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, 
 
 @cache
 def varlen_takes_groups() -> bool:
-    """Return True if this torch's kernel takes fewer key heads than query heads; torch 2.11's does not say that it does."""
+    """Return True if torch's varlen kernel takes fewer key heads than query heads (torch 2.11 has no such argument)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class WithSinks(torch.autograd.Function):
-    """Attention whose softmax has a sink s a head: out' = out e^(lse - lse'), lse' = log(e^lse + e^s).
+    """Attention with a sink s per head in the softmax: out' = out e^(lse - lse'), lse' = log(e^lse + e^s).
 
-    `passes`: a kernel's two, (q, k, v) -> out [T, H, D], the lse of the scores, float32 [H, T], and whatever else; and (gradient
-    of out, q, k, v, out, lse) -> the gradients of q, k and v.
+    `passes`: forward (q, k, v) -> (out [T, H, D], lse of the scores, float32 [H, T], ...) and backward (gradient of out, q, k, v,
+    out, lse) -> gradients of q, k and v of a kernel.
 
-    A kernel's backward pass takes p = e^(score - lse) and do . o from what it is given, so that with out' and lse' in their
-    place it computes the gradients of attention with sinks. Those of the sinks are - sum of e^(s - lse') (do . o').
+    The backward pass computes p = e^(score - lse) and do . o from its arguments, so with out' and lse' it returns the gradients
+    of attention with sinks. The gradient of a sink is - sum of e^(s - lse') (do . o').
     """
 
     @staticmethod
@@ -217,19 +217,21 @@ class SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scale: float | None) -> Tensor:
         blocks, runs = packed.parts
-        sums_in = torch.float64 if q.dtype == torch.float64 else torch.float32  # as the kernel has them
+        sums_in = torch.float64 if q.dtype == torch.float64 else torch.float32  # like the kernel's
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=sums_in)
         for block in blocks:
             found, sums = _FORWARD(*(block.pad(tensor).transpose(1, 2) for tensor in (q, k, v)), 0.0, True, scale=scale)
             out.index_copy_(0, block.tokens, block.unpad(found.transpose(1, 2)))
             lse.index_copy_(0, block.tokens, block.unpad(sums.transpose(1, 2)))
         for first, last, start, stop in runs:
-            rest, sums = _FORWARD(_one(q[start:stop]), _one(k[first:last]), _one(v[first:last]), 0.0, False, scale=scale)
+            rest, sums = _FORWARD(
+                _as_batch(q[start:stop]), _as_batch(k[first:last]), _as_batch(v[first:last]), 0.0, False, scale=scale
+            )
             before = lse[start:stop]
             joined = torch.logaddexp(before, sums[0].transpose(0, 1))
             part = out[start:stop]
             share = (before - joined).exp().unsqueeze(-1).to(out.dtype)
-            # Shares add up to one: out + (rest - out) * share of the rest.
+            # Shares sum to one: out + (rest - out) * share of the rest.
             part.lerp_(rest[0].transpose(0, 1), 1 - share)
             before.copy_(joined)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -244,15 +246,15 @@ class SharedAttention(torch.autograd.Function):
         found = tuple(torch.empty_like(tensor) for tensor in (q, k, v))
         for block in blocks:
             given = [block.pad(tensor).transpose(1, 2) for tensor in (grad, q, k, v, out)]
-            if not block.exact:  # the padding repeats a token, whose gradient must count once
+            if not block.exact:  # padding repeats a token, whose gradient must count once
                 keep = torch.zeros(block.rows * block.width, dtype=given[0].dtype).index_fill_(0, block.cells, 1)
                 given[0] = given[0] * keep.view(block.rows, 1, block.width, 1)
             parts = _BACKWARD(*given, block.pad(lse).transpose(1, 2), 0.0, True, scale=ctx.scale)
             for whole, part in zip(found, parts, strict=True):
                 whole.index_copy_(0, block.tokens, block.unpad(part.transpose(1, 2)))
         for first, last, start, stop in runs:
-            prefix = [_one(tensor[first:last]) for tensor in (k, v)]
-            own = [_one(tensor[start:stop]) for tensor in (grad, q, out, lse)]
+            prefix = [_as_batch(tensor[first:last]) for tensor in (k, v)]
+            own = [_as_batch(tensor[start:stop]) for tensor in (grad, q, out, lse)]
             parts = _BACKWARD(own[0], own[1], *prefix, own[2], own[3], 0.0, False, scale=ctx.scale)
             where: Sequence[slice] = (slice(start, stop), slice(first, last), slice(first, last))
             for whole, at, part in zip(found, where, parts, strict=True):
@@ -260,8 +262,8 @@ class SharedAttention(torch.autograd.Function):
         return (*found, None, None)  # type: ignore[return-value]
 
 
-def _one(tensor: Tensor) -> Tensor:
-    """[n, H, ...] -> [1, H, n, ...]."""
+def _as_batch(tensor: Tensor) -> Tensor:
+    """Add a batch dimension: [n, H, ...] -> [1, H, n, ...]."""
     return tensor.transpose(0, 1)[None]
 
 
@@ -272,14 +274,13 @@ PACKED, HOST = "agentrl_packed", torch.device("cpu")
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """The layout of the rows: `spans` int64 [N, 4] on the host (first, last, start, stop): the tokens [start, stop) see
-    themselves causally and all of the prefix [first, last), which is empty unless rows share one (`spans` of data/schedule.py).
-    `cu_seqlens` int32 [N + 1] are their ends on the device, and `longest` counts a row's prefix.
+    """The layout of packed rows.
 
-    `shares`: whether there are prefixes; `fused`: whether `SharedAttention` may compute them. `ulysses`: the group of ranks that
-    shares the tokens, if there is one. `experts`: where routers are to send the tokens of this rank (Micro.experts).
-
-    Blocks are made when something asks for them: which, depends on device and layer."""
+    `spans` int64 [N, 4] on the host (first, last, start, stop): the tokens [start, stop) see themselves causally and all of the
+    prefix [first, last), which is empty unless rows share one (`SharedPack.spans`). `cu_seqlens` int32 [N + 1]: their ends on the
+    device; `longest`: tokens of the longest row, including its prefix. `shares`: True with prefixes; `fused`: True if
+    `SharedAttention` may compute them. `ulysses`: group of ranks that shares the tokens, or None. `experts`: experts to replay
+    for this rank's tokens (Micro.experts). Blocks are created on demand, because device and layer decide which are needed."""
 
     cu_seqlens: Tensor
     longest: int
@@ -292,8 +293,8 @@ class PackedSequences:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Blocks of the spans without a prefix before them, the prefixes among them, and one of the suffixes of each prefix."""
-        # From the host, because block sizes become shapes: reading them from a GPU would synchronize with it for each block.
+        """Return blocks of the spans without a prefix (including prefixes), and one block of suffixes per prefix."""
+        # From the host, because block sizes become shapes: reading them from a GPU would synchronize for each block.
         device, behind = self.cu_seqlens.device, self.spans[:, 0] < self.spans[:, 1]
         groups: dict[tuple[int, int], list[list[int]]] = {}
         for first, last, *suffix in self.spans[behind].tolist():
@@ -303,7 +304,7 @@ class PackedSequences:
 
     @cached_property
     def parts(self) -> tuple[tuple[Block, ...], list[list[int]]]:
-        """Blocks of all spans, each causal over itself; and the suffixes, those in a row behind one prefix as one."""
+        """Return blocks of all spans, each causal over itself, and the runs of consecutive suffixes of one prefix."""
         runs: list[list[int]] = []
         for first, last, start, stop in self.spans[self.spans[:, 0] < self.spans[:, 1]].tolist():
             if runs and runs[-1][:2] == [first, last] and runs[-1][3] == start:
@@ -314,16 +315,15 @@ class PackedSequences:
 
     @property
     def positions(self) -> Tensor:
-        """The position of each token in its row, which counts a shared prefix: int64 [T]."""
+        """Return the position of each token in its row, including a shared prefix: int64 [T]."""
         first, last, start, stop = self.spans.unbind(1)
         before = (start - (last - first)).repeat_interleave(stop - start)
         return on_device(torch.arange(len(before)) - before, self.cu_seqlens.device)
 
     def cut(self, chunk: int) -> PackedSequences:
-        """The layout in which each run of `chunk` tokens of a row, counted from its start, is a row of its own: attention
-        within runs."""
-        if chunk not in self._cut:  # made once for all layers
-            # The first run after a prefix sees the prefix's last, unfinished run.
+        """Return the layout with each chunk of `chunk` tokens of a row, from its start, as a row, for chunked attention."""
+        if chunk not in self._cut:  # once for all layers
+            # The first chunk after a prefix sees the last, incomplete chunk of the prefix.
             found = []
             for first, last, start, stop in self.spans.tolist():
                 over = (last - first) % chunk
@@ -335,7 +335,7 @@ class PackedSequences:
 
 
 def packed_rows(rows: Tensor, device: torch.device = HOST) -> PackedSequences:
-    """The layout on `device` of rows; on the host, `rows` are their offsets int64 [N + 1], or spans if they share prefixes."""
+    """Create the layout of rows on `device`. `rows`, on the host: offsets int64 [N + 1], or spans [N, 4] with prefixes."""
     spans = rows if rows.ndim == 2 else torch.stack([rows[:-1], rows[:-1], rows[:-1], rows[1:]], dim=1)
     prefixes = spans[:, 1] - spans[:, 0]
     shares, longest = bool(prefixes.any()), int((prefixes + spans[:, 3] - spans[:, 2]).max()) if len(spans) else 0
@@ -356,10 +356,10 @@ def packed_attention(
     sliding_window: int | NotGiven | None = NOT_GIVEN,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row. Shapes as in transformers: query [1, H, T, D], value [1, G, T, E] -> [1, T, H, E].
+    """Compute causal attention within each row: query [1, H, T, D], value [1, G, T, E] -> [1, T, H, E], as in transformers.
 
     Exact with sliding windows, chunks, soft-capped scores, sinks, and values of another width than keys, also after shared
-    prefixes and with heads split over ranks. Raises ModelError for whatever else a layer asks for (`attention_form`).
+    prefixes and with heads split over ranks. Raises ModelError for any other request of a layer (`attention_form`).
     """
     packed = packed or layout()
     if packed is None:
@@ -376,8 +376,8 @@ def packed_attention(
         packed = packed.cut(form.chunk)
     if group is None:
         return _attention(q, k, v, packed, form)[None], None
-    # During attention the group's ranks split the heads. If they cannot split the key heads evenly, these are first
-    # repeated to the number of query heads.
+    # The group's ranks split the heads during attention. Key heads that do not divide evenly are first repeated to the number
+    # of query heads.
     if k.shape[1] % group.size:
         repeat = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
@@ -388,8 +388,8 @@ def packed_attention(
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: AttentionForm) -> Tensor:
-    """[T, H, D], [T, G, D], [T, G, E] -> [T, H, E]."""
-    # The varlen kernel needs half precision on a GPU and supports neither a prefix that several rows share nor a cap.
+    """Choose a kernel and compute attention: [T, H, D], [T, G, D], [T, G, E] -> [T, H, E]."""
+    # The varlen kernel needs half precision on a GPU, and supports neither shared prefixes nor a cap.
     half = q.dtype in (torch.bfloat16, torch.float16)
     if q.is_cuda and half and not packed.shares and form.cap is None and varlen_takes(max(q.shape[2], v.shape[2])):
         return varlen_attention(q, k, v, packed.cu_seqlens, packed.longest, form)
@@ -402,33 +402,34 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: A
         return call(*same_width(q, k, v), packed, form.scale)[..., :wide]
     if len(packed.blocks) == 1 and packed.blocks[0].exact:
         return attend(q, k, v, packed.blocks[0], form)
-    # One index_copy for all: each call allocates a whole new tensor.
+    # One index_copy for all blocks, because each call allocates a new tensor.
     parts = [attend(q, k, v, block, form) for block in packed.blocks]
     out = q.new_empty(*q.shape[:2], wide)
     return out.index_copy(0, torch.cat([block.tokens for block in packed.blocks]), torch.cat(parts))
 
 
 def register_packed_attention() -> None:
-    """Make `PACKED` known to transformers; idempotent. Turns off cuDNN's attention for this process."""
+    """Register `PACKED` with transformers; idempotent. Disables cuDNN's attention in this process."""
     from transformers import AttentionInterface
 
-    # torch prefers it on Hopper cards, and it prepares itself for each new shape: here every micro-batch has its own.
+    # torch prefers cuDNN on Hopper GPUs, where it compiles for each new shape, i.e. for every micro-batch here.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # No mask function under that name: transformers then makes no mask, and does not search the positions for packed rows.
+    # Without a mask function of that name, transformers builds no mask and does not search positions for packed rows.
     AttentionInterface.register(PACKED, packed_attention)
 
 
 # Other mixers
 
 STATE = frozenset({"cache_params", "past_key_values", "past_key_value", "layer_past", "state"})
-"""Arguments by which a module that mixes tokens is given what it kept of earlier ones."""
+"""Arguments of a token mixer for the state of earlier tokens."""
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-"""What the attention of a model reads the attention function from that its config names."""
+"""Name in transformers from which a model's attention reads the configured attention function."""
 
 
 def mixers_of(backbone: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model that mix tokens and do not do it through the attention function, by name: those that take a state
-    or have a convolution over tokens, the innermost ones."""
+    """Find the token mixers of a model without the attention function, by name.
+
+    They are the innermost modules that take a state or have a convolution over tokens."""
     parts = dict(backbone.named_modules())
     attends, mixing = set[str](), set[str]()
     for name, part in parts.items():
@@ -439,7 +440,7 @@ def mixers_of(backbone: nn.Module) -> dict[str, nn.Module]:
             convolves = any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in part.children())
             if convolves or STATE & set(inspect.signature(forward).parameters):
                 mixing.add(name)
-    # And all that those are in. A block around a mixer in one layer and around an MLP in another mixes nothing itself.
+    # Modules around mixers or attention, which do not mix themselves, nor do others of their types (blocks around an MLP).
     outer = {name[:at] for name in attends | mixing for at, sign in enumerate(name) if sign == "."}
     outer |= {""} if attends | mixing else set()
     around = {type(parts[name]) for name in outer}
@@ -447,17 +448,17 @@ def mixers_of(backbone: nn.Module) -> dict[str, nn.Module]:
 
 
 def keep_rows_apart(backbone: nn.Module) -> list[str]:
-    """Have the mixers of a model compute row by row; their names. Parameters keep theirs."""
+    """Make the mixers of a model compute row by row; returns their names. Parameter names do not change."""
     found = mixers_of(backbone)
     for module in found.values():
-        # On the instance: its class, and with it every other model of this process, stays as it is.
-        module.forward = partial(_by_rows, module.forward)
+        # On the instance: the class, and so other models of this process, do not change.
+        module.forward = partial(_forward_by_rows, module.forward)
     return list(found)
 
 
 @torch.compiler.disable  # blocks differ from one micro-batch to the next
-def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The module's results on the tokens of the layout, each row by itself."""
+def _forward_by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute a module's results on the tokens of the layout, each row separately."""
     packed = layout()
     if packed is None or not packed.blocks:
         return forward(*args, **kwargs)
@@ -466,7 +467,7 @@ def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 2).shape[1]
     if group is not None:
         gather: Callable[..., Tensor] = _Gathered.apply
-        args, kwargs = _each((args, kwargs), tokens, lambda own: gather(own, group))
+        args, kwargs = _map_tokens((args, kwargs), tokens, lambda own: gather(own, group))
         tokens *= group.size
     blocks, results = mixer_blocks(packed), list[Any]()
     for block in blocks:
@@ -474,14 +475,14 @@ def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def pad_to_block(tensor: Tensor, block: Block = block) -> Tensor:
             return block.pad(tensor[0])
 
-        inner, named = _each((args, kwargs), tokens, pad_to_block)
+        inner, named = _map_tokens((args, kwargs), tokens, pad_to_block)
         results.append(forward(*inner, **named))
     out = _join_blocks(results, blocks, tokens)
-    return out if group is None else _each(out, tokens, lambda t: t[:, group.slice_of(tokens)])
+    return out if group is None else _map_tokens(out, tokens, lambda t: t[:, group.slice_of(tokens)])
 
 
 def _join_blocks(results: list[Any], blocks: list[Block], tokens: int) -> Any:
-    """Join the blocks' results to [1, T, ...]; results that are not over tokens (a state) are left out."""
+    """Join the blocks' results to [1, T, ...]; results that are not over tokens (a state) become None."""
     first = results[0]
     if isinstance(first, tuple):
         return tuple(_join_blocks([result[place] for result in results], blocks, tokens) for place in range(len(first)))
@@ -492,34 +493,34 @@ def _join_blocks(results: list[Any], blocks: list[Block], tokens: int) -> Any:
     return out.index_copy(0, torch.cat([block.tokens for block in blocks]), torch.cat(cells))[None]
 
 
-def _each(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """Arguments or results with every tensor over tokens, [1, T, ...], changed."""
+def _map_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `change` to every tensor over tokens, [1, T, ...], in arguments or results."""
     if isinstance(value, Tensor):
         return change(value) if value.dim() > 1 and value.shape[:2] == (1, tokens) else value
     if type(value) in (tuple, list):
-        return type(value)(_each(part, tokens, change) for part in value)
+        return type(value)(_map_tokens(part, tokens, change) for part in value)
     if type(value) is dict:
-        return {name: _each(part, tokens, change) for name, part in value.items()}
+        return {name: _map_tokens(part, tokens, change) for name, part in value.items()}
     return value
 
 
 def mixer_blocks(packed: PackedSequences) -> list[Block]:
-    """The rows in blocks of similar length: those without a prefix before them, and the suffixes, each behind its prefix."""
+    """Return blocks of whole rows of similar length: rows without a prefix, and suffixes with a copy of their prefix."""
     device, found = packed.cu_seqlens.device, [block for block in packed.blocks if block.mask is None]
     spans = packed.spans[packed.spans[:, 0] < packed.spans[:, 1]]
-    for rows in similar((spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2]).tolist()):
+    for rows in group_by_length((spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2]).tolist()):
         first, last, start, stop = (spans[rows][:, place, None] for place in range(4))
         prefix, ends = last - first, last - first + stop - start
         steps = torch.arange(int(ends.max()))[None]
         at = torch.where(steps < prefix, first + steps, start + torch.minimum(steps, ends - 1) - prefix).reshape(-1)
-        cells = ((steps >= prefix) & (steps < ends)).reshape(-1).nonzero().squeeze(1)  # those with results: the suffixes'
+        cells = ((steps >= prefix) & (steps < ends)).reshape(-1).nonzero().squeeze(1)  # only suffixes have results
         gather, used, tokens = (on_device(part, device) for part in (at, cells, at[cells]))
         found.append(Block(len(rows), steps.shape[1], gather, used, tokens, False))
     return found
 
 
 class _Gathered(torch.autograd.Function):
-    """[1, T / size, ...] of each rank -> [1, T, ...] on all. Each rank uses all of it, so the gradients are summed over ranks."""
+    """All-gather of tokens: [1, T / size, ...] -> [1, T, ...]. All ranks use them, so gradients are summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: Ulysses) -> Tensor:

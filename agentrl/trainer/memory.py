@@ -1,4 +1,4 @@
-"""Memory of a role on each rank, counted from the model's architecture: no weights are read."""
+"""Estimate the memory of a role on each rank from the model's architecture, without reading weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from agentrl.trainer.pretrained import meta_model
 from agentrl.utils.errors import ModelError
 
 LARGE = 1_000_000_000
-"""Numbers from which memory is worth more than time. Kept whole, float32 gradients of 1B parameters are 4 GB on every card, and
-activations of 8,192 tokens of a 1.7B model without checkpointing about 30 GB. Below, both fit next to the rest on any card that
-trains, and the time counts: checkpointing adds a forward pass, a third of the products, and reducing every time as much
+"""Parameters from which saving memory is preferred to speed. Unsharded float32 gradients of 1B parameters take 4 GB per GPU, and
+activations of 8,192 tokens of a 1.7B model without checkpointing about 30 GB. Below, both fit on any training GPU, and speed
+matters: checkpointing adds a forward pass, a third of the products, and sharding gradients in each micro-batch as much
 communication as gathering the weights."""
 
 
 def by_size(asked: bool | None, size: int) -> bool:
-    """Value that the config asks for; if it leaves that open, whether there are at least LARGE numbers."""
+    """Return the configured value `asked`; without one, True for at least LARGE parameters."""
     return size >= LARGE if asked is None else asked
 
 
@@ -39,11 +39,11 @@ COUNTED = "agentrl_counted"
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of one micro-batch.
+    """Bytes of activations of one micro-batch.
 
-    `saved` in all; of that the layers save `layers`, the largest of them `layer`, and `largest` is the largest tensor. `inputs`:
-    what checkpointing keeps of the layers instead. `logits`: of one chunk in the head's backward pass, with the gradient
-    of its weights; `chunk`: of one in a forward pass alone.
+    `saved`: all saved tensors; `layers`: those of the layers; `layer`: of the largest layer; `largest`: the largest tensor.
+    `inputs`: layer inputs, which checkpointing saves instead. `logits`: of a chunk in the head's backward pass, with the gradient
+    of its weights; `chunk`: of a chunk in a forward pass alone.
     """
 
     saved: int
@@ -55,24 +55,26 @@ class Activations:
     chunk: int
 
     def working(self, checkpoints: bool) -> int:
-        """Peak of temporary memory on top of saved activations: a chunk of logits, or the gradients of a layer's results (two of
-        the largest at once), with checkpointing plus those results."""
+        """Return the peak of temporary memory on top of saved activations.
+
+        It is a chunk of logits, or two gradients of the largest tensor, with checkpointing plus a layer's activations."""
         return max(self.logits, 2 * self.largest + (self.layer if checkpoints else 0))
 
 
 def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Activations:
-    """Of a forward pass over `tokens` tokens, all of whose logprobs or values are wanted. `module` is on the meta device and
-    its attention is `COUNTED`. Raises what the model raises if it cannot run there."""
-    # First, as this gives the parameters other storages.
+    """Count the activations of a forward pass over `tokens` tokens that are all predicted.
+
+    `module`: on the meta device, with attention `COUNTED`. Raises the model's error if it cannot run there."""
+    # First, because it replaces the parameters' storages.
     module = module.to(dtype)
     layers, marks, kept = layers_of(module), [0], list[int]()  # bytes of the storages that autograd keeps, each once
     seen: dict[int, Any] = {p.untyped_storage()._cdata: None for p in module.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        # By storage, since a view that is kept keeps all of it.
+        # By storage, because a saved view keeps all of it.
         if storage._cdata not in seen:
-            seen[storage._cdata] = storage  # held, so that no other takes its place in memory
+            seen[storage._cdata] = storage  # referenced, so that its address is not reused
             kept.append(storage.nbytes())
         return tensor
 
@@ -80,7 +82,7 @@ def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Act
         marks.append(sum(kept))
 
     handles = [h for layer in layers for h in (layer.register_forward_pre_hook(mark), layer.register_forward_hook(mark))]
-    # One row of these tokens.
+    # One row of all tokens.
     positions = torch.zeros(tokens, dtype=torch.int64, device="meta")
     no_rows = torch.empty(0, 4, dtype=torch.int64)
     packed = PackedSequences(torch.zeros(2, dtype=torch.int32, device="meta"), tokens, no_rows)
@@ -97,8 +99,8 @@ def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Act
     inputs = len(layers) * tokens * int(model.config.get_text_config().hidden_size) * width
     logits = chunk = 0
     if isinstance(module, PolicyModule):
-        # As `_ChunkedLogprobs` has them at once: the logits as computed and as float32, and p; in the backward pass also two
-        # terms of the gradient, and the float32 gradient of the output embedding with its cast.
+        # At once in `_ChunkedLogprobs`: the logits as computed and as float32, and p; in the backward pass also two terms of
+        # the gradient, and the float32 gradient of the output embedding with its cast.
         weight = model.get_output_embeddings().weight
         cells = min(CHUNK, tokens) * len(weight)
         logits = cells * (4 * 4 + width) + (weight.numel() * (4 + width) if weight.requires_grad else 0)
@@ -107,7 +109,7 @@ def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Act
 
 
 class _CountedAttention(torch.autograd.Function):
-    """Keeps what the kernels keep, and computes nothing."""
+    """Attention that saves the tensors of the real kernels and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ class _CountedAttention(torch.autograd.Function):
 
 
 class _CountedProduct(torch.autograd.Function):
-    """Of tokens [S, D], by expert, and the experts' matrices [E, D, F]: [S, F], which keeps what the kernel keeps."""
+    """Grouped product of tokens [S, D], by expert, and matrices [E, D, F] -> [S, F] that saves the kernel's tensors."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, matrices: Tensor) -> Tensor:
@@ -126,7 +128,7 @@ class _CountedProduct(torch.autograd.Function):
 
 
 class _CountedProducts(TorchFunctionMode):
-    """On the meta device torch multiplies the tokens of experts in bfloat16 alone, where the kernels also take float32."""
+    """Replace grouped products by counted ones: on the meta device torch only supports bfloat16, kernels also float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.nn.functional.grouped_mm, torch._grouped_mm):
@@ -135,17 +137,19 @@ class _CountedProducts(TorchFunctionMode):
 
 
 MASTER = 4
-"""Bytes of a number of the weights and of their gradients: float32. What an optimizer keeps is in trainer/optim.py."""
+"""Bytes per element of master weights and their gradients: float32. trainer/optim.py has those of optimizer states."""
 GATHERED = 3
-"""Layers that FSDP2 has gathered at once: the one that computes, the next one, and the buffer that one arrives in."""
+"""Layers that FSDP2 holds unsharded at once: the current one, the next one, and the buffer of the communication."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
-    """Bytes on one rank. `weights`, `optimizer` and an engine's `cache` stay between the role's turns; the others exist during
-    a turn: `gathered` are unsharded layers and the buffers of their gradients' reduction, `activations` what a micro-batch
-    keeps for its backward pass, and `working` the most of what comes and goes in it (logits of a chunk, a layer that is
-    computed again). `host`: of host memory, with `model.offload` "always". `checkpoints`: whether layers are."""
+    """Bytes of a role on one rank.
+
+    `weights`, `optimizer` and an engine's `cache` stay between passes; the others exist during passes: `gathered`: unsharded
+    layers and buffers of gradient reduction; `activations`: saved for the backward pass of a micro-batch; `working`: peak of
+    temporary memory (logits of a chunk, a recomputed layer). `host`: host memory with `model.offload` "always". `checkpoints`,
+    `shards_gradients`: True if the role uses them."""
 
     weights: int = 0
     optimizer: int = 0
@@ -160,31 +164,31 @@ class RoleMemory:
 
     @property
     def resident(self) -> int:
-        """Memory that stays between turns."""
+        """Return the bytes that stay between passes."""
         return self.weights + self.optimizer + self.cache
 
     @property
     def turn(self) -> int:
-        """Memory that a turn needs in addition."""
+        """Return the additional bytes during passes."""
         return self.gradients + self.gathered + self.activations + self.working
 
 
 def shell(cfg: ModelConfig, role: Role = "policy", path: str | None = None, *, grouped: bool = True) -> nn.Module:
-    """The role's module on the meta device, with an attention that is only counted; `path` instead of `model.path` if given.
-    `grouped`: its kernel reads a key head once for all query heads of its group; else keys and values are repeated for each.
+    """Build a role's module on the meta device, with counted attention. `path` replaces `model.path`.
 
-    Raises ModelError, DependencyError."""
+    `grouped`: the kernel reads a key head once per group of query heads; else keys and values are repeated. Raises ModelError,
+    DependencyError."""
     from transformers import AttentionInterface
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
-        """[1, H, T, D], value [1, G, T, E] -> [1, T, H, E], as packed_attention."""
+        """Count attention: [1, H, T, D], value [1, G, T, E] -> [1, T, H, E], like packed_attention."""
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if not grouped and len(query[0]) != len(key[0]):
             k, v = (tensor.repeat_interleave(len(query[0]) // len(key[0]), dim=1) for tensor in (k, v))
         out: Tensor = _CountedAttention.apply(q, k, v)  # type: ignore[no-untyped-call]
         return out[None], None
 
-    # Without a mask function of that name transformers makes no mask; it would have to look at positions, which are not there.
+    # Without a mask function of that name transformers builds no mask, which would need the values of positions.
     AttentionInterface.register(COUNTED, attend)
     with torch.device("meta"):
         source = cfg if path is None else cfg.model_copy(update={"path": path, "init": None})
@@ -195,36 +199,40 @@ def shell(cfg: ModelConfig, role: Role = "policy", path: str | None = None, *, g
 
 
 Held = dict[int, Share]
-"""What a rank holds of each parameter, by its id."""
+"""A rank's share of each parameter, by the parameter's id."""
 
 
 def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: Sequence[OptimConfig]) -> RoleMemory:
-    """The memory of a role with `ranks` ranks, on one of them. `cfg.dtype` is set; `tokens`: of a micro-batch; `optims`: its
-    optimizers, used one after the other, so the largest counts; empty for a role that does not learn. Raises ModelError if the
-    model's forward pass cannot be counted."""
+    """Estimate the memory of a role with `ranks` ranks, on one of them.
+
+    `cfg.dtype` must be set. `tokens`: per micro-batch. `optims`: optimizers, used in turn, so the largest counts; empty for a
+    frozen role. Raises ModelError if the model's forward pass cannot be counted."""
     model: Any = module.hf
     parameters, split, trained = list(module.parameters()), dict[int, Share](), bool(optims)
     if cfg.tensor_parallel * cfg.expert_parallel > 1:
         inside = dict(model.named_parameters())
         split = {id(inside[name]): share for name, share in split_code().shares(model, cfg, ranks).items()}
-    alone = ranks // cfg.replicas // cfg.tensor_parallel  # what is outside the model is sharded by FSDP2 alone
+    alone = ranks // cfg.replicas // cfg.tensor_parallel  # only FSDP2 shards parameters outside of the model
     held: Held = {id(p): split.get(id(p)) or Share(tuple(p.shape), 0, alone) for p in parameters}
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad] if trained else []
     learning = [p for _, p in named]
-    # As FsdpEngine decides: checkpointing by the model without adapters, sharded gradients by what is trained.
-    size = numbers(p for name, p in module.named_parameters() if ".lora_" not in name)
-    checkpoints, shards_gradients = by_size(cfg.activation_checkpointing, size), by_size(cfg.shard_gradients, numbers(learning))
+    # As in FsdpEngine: checkpointing depends on the model without adapters, sharded gradients on trained parameters.
+    size = numel(p for name, p in module.named_parameters() if ".lora_" not in name)
+    checkpoints, shards_gradients = (
+        by_size(cfg.activation_checkpointing, size),
+        by_size(cfg.shard_gradients, numel(learning)),
+    )
     states = [sum(state_bytes(name, p, optim) * held[id(p)].most for name, p in named) for optim in optims]
-    # On the rank that holds the most.
+    # On the rank with the most elements.
     own = {"weights": MASTER * sum(held[id(p)].most for p in parameters), "optimizer": math.ceil(max(states, default=0.0))}
     sharded = MASTER * sum(held[id(p)].most for p in learning)
     whole = MASTER * _whole(learning, held)
     gathered = _gathered_bytes(module, cfg, held, trained) if ranks > 1 or cfg.dtype != "float32" else 0
     if cfg.offload == "always":
-        # In host memory then; gathered layers, and gradients that are not sharded, are still on the device.
+        # In host memory; gathered layers and unsharded gradients are still on the device.
         own, sharded = {"host": sum(own.values()) + sharded}, 0
-    # Layers get the shapes that they have on a rank: matrices are split by tensor parallelism. Embeddings stay, since the head's
-    # tokens are split and not its vocabulary; experts too, as if each rank got as many tokens as it sends.
+    # Layers get their shapes on a rank: tensor parallelism splits matrices. Embeddings keep theirs, because the head splits
+    # tokens, not its vocabulary; so do experts, as if each rank received as many tokens as it sends.
     for parameter in (p for layer in layers_of(module) for p in layer.parameters() if p.ndim < 3):
         parameter.data = parameter.new_empty(held[id(parameter)].shape)
     try:
@@ -237,15 +245,15 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
         gradients=sharded if shards_gradients else whole,
         gathered=gathered,
         activations=kept if trained else 0,
-        # Without a backward pass nothing is kept, and at most about one layer's results are there at once.
+        # Without a backward pass nothing is saved, and about one layer's results exist at once.
         working=found.working(checkpoints) if trained else max(found.layer, found.chunk),
         checkpoints=checkpoints and trained,
         shards_gradients=shards_gradients and trained,
     )
 
 
-def numbers(parameters: Iterable[nn.Parameter]) -> int:
-    """Number of the parameters' elements."""
+def numel(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the number of elements of the parameters."""
     return sum(parameter.numel() for parameter in parameters)
 
 
@@ -260,7 +268,7 @@ def _gathered_bytes(module: nn.Module, cfg: ModelConfig, held: Held, trained: bo
         taken += size * module.hf.get_output_embeddings().weight.numel()  # gathered over the ranks of tensor parallelism too
     if not trained:
         return taken
-    # Gradients of a layer, as computed and as float32 in the buffer of their reduction; those outside of layers until the end.
+    # Gradients of a layer, as computed and as float32 in the reduction buffer; gradients outside of layers until the end.
     learning = [[p for p in part if p.requires_grad] for part in (largest, root)]
     return taken + (size + MASTER) * _whole(learning[0], held) + size * _whole(learning[1], held)
 
@@ -270,8 +278,9 @@ def _whole(parameters: Iterable[nn.Parameter], held: Held) -> int:
 
 
 def token_bytes(module: nn.Module, dtype: str) -> int:
-    """Bytes of a token in the cache of an engine that keeps a key and a value in each layer, all as wide as the widest; 0 for a
-    model without attention. `module`: as `shell` makes it, in any type."""
+    """Estimate the bytes per token of an engine's KV cache, with all heads as wide as the widest; 0 without attention.
+
+    `module`: from `shell`, in any dtype."""
     model: Any = module.hf
     text = model.config.get_text_config()
     queries = getattr(text, "num_attention_heads", None)
@@ -279,7 +288,7 @@ def token_bytes(module: nn.Module, dtype: str) -> int:
         return 0
     heads = getattr(text, "num_key_value_heads", None) or queries
     heads = max(heads) if isinstance(heads, list) else heads  # of each layer
-    # The parts that a key, or a value, consists of, as families name them; latent attention has keys of two.
+    # Config names of the parts of a key or value; keys of latent attention have two.
     kinds = ("head_dim",), ("global_head_dim",), ("v_head_dim",), ("qk_nope_head_dim", "qk_rope_head_dim")
     widths = (sum(getattr(text, name, None) or 0 for name in names) for names in kinds)
     widest = max(widths) or text.hidden_size // queries
@@ -287,5 +296,5 @@ def token_bytes(module: nn.Module, dtype: str) -> int:
 
 
 def width(dtype: str | None) -> int:
-    """Bytes of a number of the computation."""
+    """Return the bytes per element of the compute dtype."""
     return 4 if dtype == "float32" else 2

@@ -50,7 +50,7 @@ def leaking(backbone: Any) -> list[str]:
     """In place of `keep_rows_apart`: forgets the first mixer."""
     found = list(mixers.mixers_of(backbone).values())[1:]
     for module in found:
-        module.forward = partial(mixers._by_rows, module.forward)
+        module.forward = partial(mixers._forward_by_rows, module.forward)
     return []
 
 
