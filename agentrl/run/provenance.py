@@ -20,7 +20,7 @@ from agentrl.run.digests import contents_of
 from agentrl.run.folder import DRIVER, RunFolder, lock_folder, stored_object
 from agentrl.trainer.checkpoint import Checkpoints, check_model
 from agentrl.trainer.learner import policy_updates
-from agentrl.trainer.model_folder import export_run, start_model, while_chosen
+from agentrl.trainer.model_folder import export_run, retry_if_removed, start_model
 from agentrl.trainer.optim import rate
 from agentrl.utils.errors import CatalogError, CheckpointError, ConfigError, ModelError, RewardSpecError, RunFolderError
 from agentrl.utils.files import atomic_write, read_plain
@@ -224,7 +224,7 @@ def model_of(folder: RunFolder, which: str) -> RunModel:
 
     Raises CheckpointError if there is no such checkpoint, ConfigError if `which` is not one of these.
     """
-    return while_chosen(lambda: _model_of(folder, str(which)), named=which not in ("last", "best"))
+    return retry_if_removed(lambda: _model_of(folder, str(which)), named=which not in ("last", "best"))
 
 
 def _model_of(folder: RunFolder, which: str) -> RunModel:

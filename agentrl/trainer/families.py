@@ -1,4 +1,4 @@
-"""Model families: how the rows of a run are computed, by a probe of its models' families (agentrl/contrib/families)."""
+"""Choose packing and prefix sharing for a run by probing its model families (agentrl/contrib/families)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNUSED = ("classifier", "summary", "hidden_dropout_prob_", "droppath")
 
 
 def parts_of(config: Any) -> Iterator[Any]:
-    """The config, and the configs in it."""
+    """Yield the config and all nested configs."""
     yield config
     for value in list(vars(config).values()):
         if hasattr(value, "model_type") and hasattr(value, "to_dict"):
@@ -29,7 +29,7 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 
 def dropouts(config: Any) -> dict[str, float]:
-    """The keys of a config by which activations are dropped, or routers shaken, at random in training."""
+    """Return the keys of a config with dropout or router noise above 0, which make training random."""
     found = {}
     for part in parts_of(config):
         for name, value in vars(part).items():
@@ -39,8 +39,8 @@ def dropouts(config: Any) -> dict[str, float]:
     return found
 
 
-def switches(model: Any) -> Iterator[tuple[str, int]]:
-    """The rotary embeddings of a model's config that change with the length, each with the length up to which it does not."""
+def length_dependent_ropes(model: Any) -> Iterator[tuple[str, int]]:
+    """Yield the length-dependent rotary embeddings of a config: type, and length up to which they are constant."""
     text = model.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
@@ -56,14 +56,13 @@ def switches(model: Any) -> Iterator[tuple[str, int]]:
 
 Kind = Literal["policy", "value", "score"]
 TOLERANCE = 3e-3
-"""The largest error of a logprob that passes; if logprobs differ by less than 1 among themselves, as a part of that. Rounding
-gives 1e-6 to 1e-5, and 1e-3 in Gemma 4, whose attention has no scale; rows that see each other 0.1 to 5, a soft cap that is
-left out 7e-3."""
+"""Maximum error of a logprob, relative to the range of logprobs if that is below 1. Rounding gives 1e-6 to 1e-5, 1e-3 in Gemma 4
+(attention without a scale); rows that see each other give 0.1 to 5, an ignored soft cap 7e-3."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The largest error of a way to compute rows, or why it cannot be computed (its error is then infinite)."""
+    """Maximum error of a way to compute rows; infinite with a reason `why` if it fails."""
 
     error: float
     why: str = ""
@@ -78,8 +77,9 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The probe's findings about a model: of each way to compute rows, its largest error. `one_row` and `eager` (the same with
-    eager attention) are None where they are not needed."""
+    """Findings of the probe about a model: the maximum error of each way to compute rows.
+
+    `one_row` and `eager` (one row per pass with eager attention) are None if not needed."""
 
     name: str
     packed: Measured
@@ -89,15 +89,14 @@ class Probed:
 
 
 FAMILIES: Registry[Callable[[Any, Kind, str, bool], Probed]] = Registry("model.packing", "FAMILIES", "agentrl.trainer", given=4)
-"""(config, kind, name in messages, whether one row a pass is asked for) -> findings. Raises ModelError for a family that cannot
-be right in any way."""
+"""(config, kind, name in messages, True to probe one row per pass) -> findings. Raises ModelError if no way is right."""
 PROBE = "small_cut"
-"""Name of the probe that tries a small cut of the model."""
+"""Registered name of the probe, which runs a reduced model."""
 KNOWN = {
     "gemma2", "gemma3_text", "glm4", "granite", "lfm2", "llama", "mistral", "mixtral", "olmo2", "olmo3", "phi", "phi3",
     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3",
 }  # fmt: skip
-"""Families that the probe finds right in every way, and that are taken where it is missing."""
+"""Families that the probe finds right in every way, accepted if the probe is not installed."""
 
 # The choice
 
@@ -108,20 +107,20 @@ _probed: dict[str, Probed] = {}
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """`way`: the value of `model.packing`; `shares`: whether prefixes may be shared; `reason`: one line for the log."""
+    """Choice for a run: `way`, a value of `model.packing`; `shares`: True if prefixes may be shared; `reason`, for the log."""
 
     way: Literal["packed", "one_row", "one_row_eager"]
     shares: bool
     reason: str
 
     def sections(self, model: ModelConfig, optim: OptimConfig) -> dict[str, Any]:
-        """Both with what `model.packing = "auto"` stands for, and no prefix sharing where that is wrong."""
+        """Return [model] with the chosen packing and [optim], without prefix sharing if it is wrong."""
         own = optim if self.shares else optim.model_copy(update={"prefix_sharing": "off"})
         return {"model": model.model_copy(update={"packing": self.way}), "optim": own}
 
 
 def packing_of(config: TrainConfig) -> Packing:
-    """Method by which the run's rows are computed."""
+    """Choose how to compute the run's rows. Raises ConfigError, ModelError if the models or settings allow no right way."""
     if "families" not in TRAIN_ENGINES.entry(config.model.engine).traits:
         return Packing("packed", True, f"model.engine = {config.model.engine} has models of its own")
     asked = config.model.packing
@@ -133,13 +132,13 @@ def packing_of(config: TrainConfig) -> Packing:
     if config.sft is not None and config.optim.micro_tokens > longest:
         longest, key = config.optim.micro_tokens, "optim.micro_tokens"
     trust = config.model.trust_remote_code
-    # The models that the run computes with: the key that names each, its head, and its transformers config.
+    # The run's models: config key, head, and transformers config.
     models: list[tuple[str, Kind, Any]] = [("model.path", "policy", policy)]
     if config.critic is not None and config.critic.path is None:
         models.append(("critic.path", "value", policy))
     models += [(key, HEADS[key], load_model_config(path, trust)) for key, path in config.other_models().items()]
     for label, _, model in models:
-        for rope, limit in switches(model):
+        for rope, limit in length_dependent_ropes(model):
             if longest > limit:
                 raise ConfigError(
                     f"{key} = {longest}: the rotary embedding of {label} (rope_type {rope!r}) has other frequencies in a pass "
@@ -173,7 +172,7 @@ def packing_of(config: TrainConfig) -> Packing:
 
 
 def _one_row(cfg: ModelConfig, optim: OptimConfig, found: list[Probed], why: str) -> Packing:
-    """One row a pass: with the attention that transformers chooses if that is right, else with its eager one."""
+    """Choose one row per pass: with transformers' default attention if that is right, else with eager attention."""
     slow = cfg.packing == "one_row_eager" or any(one.one_row is None or not one.one_row.right for one in found)
     for one in found:
         if slow and (one.eager is None or not one.eager.right):
@@ -192,8 +191,9 @@ def _one_row(cfg: ModelConfig, optim: OptimConfig, found: list[Probed], why: str
 
 
 def probe_family(config: Any, kind: Kind, label: str, *, one_row: bool = False) -> Probed:
-    """The probe's findings about a model; of the same config only once in a process. Raises ModelError if it cannot be right in
-    any way: it is not causal, random in training, or cannot be tried."""
+    """Probe a model, once per config and process, and return the findings.
+
+    Raises ModelError if no way is right: it is not causal, random in training, or cannot be probed."""
     key = json.dumps([config.to_dict(), kind, one_row], sort_keys=True, default=str)
     if key in _probed:
         return _probed[key]

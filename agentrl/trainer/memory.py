@@ -226,7 +226,7 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
     # On the rank with the most elements.
     own = {"weights": MASTER * sum(held[id(p)].most for p in parameters), "optimizer": math.ceil(max(states, default=0.0))}
     sharded = MASTER * sum(held[id(p)].most for p in learning)
-    whole = MASTER * _whole(learning, held)
+    whole = MASTER * _gathered_numel(learning, held)
     gathered = _gathered_bytes(module, cfg, held, trained) if ranks > 1 or cfg.dtype != "float32" else 0
     if cfg.offload == "always":
         # In host memory; gathered layers and unsharded gradients are still on the device.
@@ -262,18 +262,18 @@ def _gathered_bytes(module: nn.Module, cfg: ModelConfig, held: Held, trained: bo
     layers = [list(layer.parameters()) for layer in layers_of(module)]
     inside = {id(p) for layer in layers for p in layer}
     root = [p for p in module.parameters() if id(p) not in inside]
-    largest = max(layers, key=lambda layer: _whole(layer, held))
-    taken = size * (_whole(root, held) + GATHERED * _whole(largest, held))
+    largest = max(layers, key=lambda layer: _gathered_numel(layer, held))
+    taken = size * (_gathered_numel(root, held) + GATHERED * _gathered_numel(largest, held))
     if cfg.tensor_parallel > 1 and isinstance(module, PolicyModule):
         taken += size * module.hf.get_output_embeddings().weight.numel()  # gathered over the ranks of tensor parallelism too
     if not trained:
         return taken
     # Gradients of a layer, as computed and as float32 in the reduction buffer; gradients outside of layers until the end.
     learning = [[p for p in part if p.requires_grad] for part in (largest, root)]
-    return taken + (size + MASTER) * _whole(learning[0], held) + size * _whole(learning[1], held)
+    return taken + (size + MASTER) * _gathered_numel(learning[0], held) + size * _gathered_numel(learning[1], held)
 
 
-def _whole(parameters: Iterable[nn.Parameter], held: Held) -> int:
+def _gathered_numel(parameters: Iterable[nn.Parameter], held: Held) -> int:
     return sum(held[id(p)].whole for p in parameters)
 
 

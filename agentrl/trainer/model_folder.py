@@ -1,4 +1,4 @@
-"""Model folders: load shards from one, save one from full tensors, export a checkpoint, convert a GGUF file."""
+"""Model folders: load shards, save full tensors, export a checkpoint, convert a GGUF file."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from agentrl.utils.terminal import quiet_libraries
 log = logging.getLogger(__name__)
 
 Places = dict[str, tuple[nn.Module, str]]
-"""By name, where a model has a tensor: module and attribute. Modules stay the same objects when adapters or FSDP wrap them."""
-LOADED = "_is_hf_initialized"  # transformers' mark of a tensor or module that its weight initialization leaves alone
+"""Module and attribute of each tensor, by name. Adapters and FSDP wrap modules, which stay the same objects."""
+LOADED = "_is_hf_initialized"  # transformers' mark of a tensor or module that weight initialization skips
 
 
 class Loader:
-    """Fills a model that was built on the meta device. Make it before the model is wrapped, as names change then."""
+    """Loader of weights into a model on the meta device. Create it before wrapping the model, which changes names."""
 
     def __init__(self, path: str, model: Any) -> None:
-        """Raises ModelError for quantized weights."""
+        """Record the model's tensors. Raises ModelError for quantized weights."""
         quantized = getattr(model.config, "quantization_config", None)
         if quantized is not None:
             raise ModelError(f"{path}: its weights are quantized; training needs plain ones (bfloat16, float16 or float32)")
@@ -60,29 +60,26 @@ class Loader:
 
     @torch.no_grad()
     def fill(self, module: nn.Module, device: torch.device, parameters: torch.device | None = None) -> None:
-        """Give every meta tensor of `module`, which holds the model or a part of it, memory on `device` and its value.
+        """Allocate the meta tensors of `module`, the model or a part of it, on `device`, and load their values.
 
-        `parameters`: the device for parameters if it is another one (host memory, for offloading). Raises ModelError if the
-        checkpoint lacks a tensor, or has one of another shape.
+        `parameters`: another device for parameters (host memory, for offloading). Raises ModelError if the checkpoint lacks a
+        tensor, or has one of another shape.
         """
         materialize(module, parameters or device)
-        # That gave each name a tensor of its own, so tied ones have come apart.
+        # Tie weights again: each name got a separate tensor.
         self._model.tie_weights()
         self._read({id(part) for part in module.modules()})
-        # Also those that nothing was read into, such as shards without rows: else they would be drawn at random.
+        # Also tensors without values, such as shards without rows, which would be initialized at random.
         for tensor in self._model.parameters():
             setattr(tensor, LOADED, True)
-        self._model.initialize_weights()  # what no file holds: buffers that a config determines, such as rotary frequencies
+        self._model.initialize_weights()  # buffers that the config determines, such as rotary frequencies: no file has them
         for part in module.modules():
             for name, buffer in part.named_buffers(recurse=False):
                 setattr(part, name, buffer.to(device))
 
     @torch.no_grad()
     def read_into(self, tensors: Places) -> None:
-        """Read the values of the model's tensors into those of another one, given by the names that they have in this model.
-
-        Raises ModelError as `fill` does.
-        """
+        """Load the values into the tensors of another model, given by their names in this model. Raises as `fill`."""
         self._tensors = tensors
         self._read({id(module) for module, _ in tensors.values()})
 
@@ -105,7 +102,7 @@ class Loader:
             raise ModelError(f"{self._path}: the checkpoint has no weights for {missing[0]} ({len(missing)} missing)")
 
     def _fill_one(self, conversion: Conversion, files: WeightFiles, held: set[int]) -> Iterable[str]:
-        """Read a conversion's results into the model's tensors; their names."""
+        """Load the results of a conversion into the model's tensors; returns their names."""
         module, leaf = self._tensors[conversion.name]
         if id(module) not in held:
             return [conversion.name]
@@ -118,7 +115,7 @@ class Loader:
         region = region_of(target)
         mine = None if region is None else conversion.rows(region[0].start, region[0].stop)
         if mine is not None and region is not None:
-            # Ranks beyond the last row hold nothing, and a converter cannot run without a source.
+            # Ranks after the last row have no rows, and a converter cannot run without a source.
             if local(target).numel():
                 rows = mine.make(files.read, self._model)[conversion.name]
                 self._put(conversion.name, rows[(slice(None), *region[1:])])
@@ -135,7 +132,7 @@ class Loader:
         target = local(tensor)
         if source.shape != target.shape:
             raise ModelError(f"{self._path}: {name}: a part has shape {tuple(source.shape)}, expected {tuple(target.shape)}")
-        # Filled already, by another name: tied names are one tensor here and may be two in the files.
+        # Already loaded by another name: tied names are one tensor here, but may be two in the files.
         if getattr(tensor, LOADED, False) and not torch.equal(target, source.to(target)):
             raise ModelError(f"{self._path}: the config ties {name} to another tensor, and the checkpoint has two that differ")
         target.copy_(source)
@@ -147,15 +144,15 @@ class Loader:
 
 
 def region_of(tensor: Tensor) -> Region | None:
-    """The region of a sharded tensor that is this rank's, one slice a dimension; None for one that is not sharded.
+    """Return this rank's region of a sharded tensor, one slice per dimension; None if it is not sharded.
 
-    Raises ModelError if it is more than one region: rows of two matrices that are kept as one.
+    Raises ModelError for more than one region: rows of two matrices in one tensor.
     """
     if not isinstance(tensor, DTensor):
         return None
     mesh, placements = tensor.device_mesh, tensor.placements
     for axis, placement in enumerate(placements):
-        # FSDP2 shards what tensor parallelism has split: of the same dimension, the outer axis then has parts of each inner part.
+        # FSDP2 shards the splits of tensor parallelism: in the same dimension, the outer axis has parts of each inner part.
         inner = (a for a in range(axis + 1, mesh.ndim) if placements[a].is_shard(getattr(placement, "dim", None)))
         if isinstance(placement, _StridedShard) and placement.split_factor != math.prod(mesh.size(a) for a in inner):
             raise ModelError(f"a tensor of shape {tuple(tensor.shape)} is sharded as {placements}: not one region a rank")
@@ -164,14 +161,14 @@ def region_of(tensor: Tensor) -> Region | None:
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Memory for every meta parameter, on `device`, and every meta buffer, on the host. The others stay as they are."""
+    """Allocate meta parameters on `device` and meta buffers on the host; move other parameters to `device`."""
 
     def real(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
             return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
-    module._apply(real)  # type: ignore[no-untyped-call]  # as nn.Module.to_empty does; FSDP notices, and takes the new tensors as its shards
+    module._apply(real)  # type: ignore[no-untyped-call]  # like nn.Module.to_empty; FSDP then uses the new tensors as shards
 
 
 # Saving
@@ -188,13 +185,12 @@ def save_model(
     classifier: bool = False,
     chat_template: str | None = None,
 ) -> None:
-    """Write config, weights (files of at most `max_bytes`) and the tokenizer of `source` to `folder`, as transformers does; the
-    tokenizer with `chat_template` (`model.chat_template`), if one is given.
+    """Write config, weights (files of at most `max_bytes`) and the tokenizer of `source` to `folder`, as transformers does.
 
-    `tensors`: every weight of the causal language model (or of the sequence `classifier`), by the name that its module has, in
-    any order; floating-point ones are written in `dtype`. Each is written as soon as all that its part of the checkpoint needs
-    have come (fused experts are written one by one), and then let go. `trust`: code of the model's own may run; it is written
-    next to the weights. Raises ModelError if one is missing or unknown.
+    `tensors`: every weight of the causal language model (or sequence `classifier`) by module name, in any order; floating-point
+    ones are written in `dtype`. Each is written and freed once all tensors of its conversion have arrived (fused experts are
+    written one by one). `trust`: run the model's code, which is copied next to the weights. `chat_template`
+    (`model.chat_template`): of the tokenizer. Raises ModelError if a weight is missing or unknown.
     """
     from transformers.dynamic_module_utils import custom_object_save
     from transformers.utils import GENERATION_CONFIG_NAME
@@ -203,7 +199,7 @@ def save_model(
     saving = Saving(shell)
     folder.mkdir(parents=True, exist_ok=True)
     with WeightWriter(folder, saving.expected, max_bytes) as writer:
-        # By its own type: a router's bias is float32 in a bfloat16 model.
+        # In the dtype of each tensor: a router's bias is float32 in a bfloat16 model.
         on_host = ((name, tensor.to("cpu", saving.held.get(name, tensor).dtype)) for name, tensor in tensors)
         for name, tensor in saving.tensors(on_host):
             writer.write(name, tensor)
@@ -213,7 +209,7 @@ def save_model(
         custom_object_save(shell, folder, config=shell.config)
     shell.config.save_pretrained(folder)
     if shell.can_generate():
-        # As it came: transformers would write one with the end token of the config alone, and no sampling defaults.
+        # Copied: transformers would write only the end token of the config, without sampling defaults.
         if (given := local_file(source, GENERATION_CONFIG_NAME)) is not None:
             shutil.copyfile(given, folder / GENERATION_CONFIG_NAME)
         else:
@@ -226,35 +222,36 @@ def save_model(
 # Exporting a checkpoint
 
 T = TypeVar("T")
-TRIES = 5
-"""Of the newest or best checkpoint of a run that goes on, which removes them."""
+ATTEMPTS = 5
+"""Attempts to read the newest or best checkpoint of an active run, which removes old ones."""
 REMOVING = 0.5
-"""Seconds in which one that a run has begun to remove is gone."""
+"""Seconds for an active run to finish removing a checkpoint."""
 
 
-class CheckpointGoneError(CheckpointError):
-    """The checkpoint was there, and was removed while it was read."""
+class CheckpointRemovedError(CheckpointError):
+    """The run removed the checkpoint while it was read."""
 
 
-MODEL = "model."  # how an engine's state names the model's part
+MODEL = "model."  # prefix of the model in an engine's state
 
 
 def export_run(run: str | Path, out: str | Path, step: int | None = None, *, best: bool = False, adapter: bool = False) -> int:
-    """Write the checkpoint of `step` (by default the newest, with `best` the one with the best evaluation) of
-    a run folder to `out`; returns its step. `adapter`: not the model but what `model.lora` trained, in peft's format.
+    """Export a checkpoint of a run folder to the model folder `out`; returns its step.
 
-    Raises CheckpointError if there is no such checkpoint or it is damaged, ModelError if `out` exists and is not an empty folder
-    or the run trained no adapters.
+    `step`: default: the newest, or with `best` the one with the best evaluation. `adapter`: write the trained adapter instead of
+    the model, in peft's format. Raises CheckpointError for a missing or damaged checkpoint, ModelError if `out` exists and is not
+    an empty folder, or the run trained no adapters.
     """
     quiet_libraries()
-    return while_chosen(lambda: _export_run(Path(run), Path(out), step, best=best, adapter=adapter), named=step is not None)
+    return retry_if_removed(lambda: _export_run(Path(run), Path(out), step, best=best, adapter=adapter), named=step is not None)
 
 
-def while_chosen(read: Callable[[], T], *, named: bool) -> T:
-    """Result of `read` on a checkpoint; again if the run removes it meanwhile, since another is the newest or best then, unless
-    the user `named` it. Raises as `read`."""
-    for _ in range(0 if named else TRIES - 1):
-        with suppress(CheckpointGoneError):
+def retry_if_removed(read: Callable[[], T], *, named: bool) -> T:
+    """Read a checkpoint, and retry with the then newest or best one if the run removes it. Raises as `read`.
+
+    `named`: the user chose the step, so do not retry."""
+    for _ in range(0 if named else ATTEMPTS - 1):
+        with suppress(CheckpointRemovedError):
             return read()
     return read()
 
@@ -280,10 +277,10 @@ def _export_run(folder: Path, target: Path, step: int | None, *, best: bool, ada
     try:
         check_intact(chosen)
         held, full = saved_model(chosen / "actor")
-        with explain_full_disk(target, "repeat the command"), made_or_removed(target):
+        with explain_full_disk(target, "repeat the command"), remove_on_error(target):
             if adapter and (lora := model.lora) is not None:
                 write_adapter(target, Adapter(lora.rank, lora.alpha, adapter_of(held, full)), source)
-                if model.chat_template is not None:  # else the base model's own serves it
+                if model.chat_template is not None:  # else the base model's template is used
                     load_tokenizer(source, model.trust_remote_code, model.chat_template).save_pretrained(target)
             else:
                 plain = ((name, full(name)) for name in held)
@@ -298,20 +295,20 @@ def _export_run(folder: Path, target: Path, step: int | None, *, best: bool, ada
                     chat_template=model.chat_template,
                 )
     except (CheckpointError, OSError):
-        # A run that goes on removes its older checkpoints; what then cannot be read is not damaged.
+        # An active run removes older checkpoints; those are not damaged.
         if chosen.is_dir():
             time.sleep(REMOVING)
         if chosen.is_dir():
-            raise  # it is there, and damaged, or it is something else
-        raise CheckpointGoneError(
+            raise  # it still exists: damaged, or another error
+        raise CheckpointRemovedError(
             f"{chosen}: it was removed while it was read, by the run, which keeps the newest checkpoint.keep of them"
         ) from None
     return int(chosen.name.rpartition("_")[2])
 
 
 @contextmanager
-def made_or_removed(folder: Path) -> Iterator[None]:
-    """Remove a model that is incomplete on an error, since it would keep the command from being repeated."""
+def remove_on_error(folder: Path) -> Iterator[None]:
+    """Remove an incomplete model folder after an error, because it would prevent a repetition of the command."""
     try:
         yield
     except BaseException:
@@ -320,13 +317,13 @@ def made_or_removed(folder: Path) -> Iterator[None]:
 
 
 def saved_model(folder: Path) -> tuple[list[str], Callable[[str], Tensor]]:
-    """`saved_tensors` of the model alone, by Hugging Face name."""
+    """Return `saved_tensors` of the model alone, by Hugging Face name."""
     names, read = saved_tensors(folder)
     return [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)], lambda name: read(MODEL + name)
 
 
 def start_model(folder: Path, config: TrainConfig) -> str:
-    """The model that a run's training started from. Raises ModelError if it no longer exists."""
+    """Return the model that a run's training started from. Raises ModelError if it no longer exists."""
     warmed = config.sft is not None and config.data is None
     for built in (folder / "classifier", folder / "warm_start", *(() if warmed else [folder / "model"])):
         if (built / "config.json").is_file():
@@ -343,11 +340,11 @@ def start_model(folder: Path, config: TrainConfig) -> str:
 def convert_gguf(
     file: str | Path, folder: Path, dtype: Literal["float32", "bfloat16"] = "float32", chat_template: str | None = None
 ) -> Any:
-    """Write the model of a GGUF file to `folder`, as transformers reads it: config, weights in `dtype`, tokenizer, generation
-    config; returns the tokenizer. `chat_template`: `model.chat_template`.
+    """Convert a GGUF file to a model folder, by transformers; returns the tokenizer.
 
-    Raises DependencyError without the package gguf, ModelError for a file that is damaged, cut off or of an unknown architecture,
-    ConfigError for a chat template that does not fit.
+    Writes config, weights in `dtype`, tokenizer, and generation config. `chat_template`: as `model.chat_template`. Raises
+    DependencyError without the package gguf, ModelError for a damaged file or an unknown architecture, ConfigError for an invalid
+    chat template.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -368,17 +365,17 @@ def convert_gguf(
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where)
         read, found = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype), output_loading_info=True)
-    except Exception as problem:  # of a file that ends too early: errors of struct and numpy, which are no kind of their own
+    except Exception as problem:  # truncated files raise various errors of struct and numpy
         raise ModelError(f"{file}: no model can be read from it ({problem}). Fetch it again, or take another file.") from problem
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
     if missing := sorted(found["missing_keys"]) or sorted(found["mismatched_keys"]):
         raise ModelError(f"{file}: it lacks weights of its architecture: {', '.join(map(str, missing[:3]))}. Take another file.")
-    del read.config.quantization_config  # the saved config must not say that the weights were quantized
+    del read.config.quantization_config  # the saved weights are not quantized
     model = empty_model(None, read.config, dtype=read.dtype)
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
-    with explain_full_disk(folder, "repeat the command"), made_or_removed(folder):
+    with explain_full_disk(folder, "repeat the command"), remove_on_error(folder):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return tokenizer

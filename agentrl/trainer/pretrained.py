@@ -1,6 +1,6 @@
-"""Pretrained models: tokenizers and causal language models from a folder or a hub name, with clear errors.
+"""Load tokenizers, configs and models from a folder or hub name, with clear errors.
 
-The packaged tokenizer, tiny random models, loading, classifiers, and shapes of published models."""
+Also the packaged tokenizer, tiny random models, and shapes of published models."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ VOCABULARY = 400
 
 
 def packaged_tokenizer(context: int, vision: bool = False, chat_template: str | None = None) -> Any:
-    """The frozen tokenizer as a `PreTrainedTokenizerFast` with its chat template, or with `chat_template`
-    (`model.chat_template`); with `vision` it has those of images too.
+    """Create the packaged tokenizer, a `PreTrainedTokenizerFast`, with its chat template or `chat_template`.
 
-    All seven control tokens are special: plain text that spells one is encoded as ordinary tokens with
-    `split_special_tokens=True`, so a tool's output cannot forge a turn.
+    `vision`: add the control tokens of images. All control tokens are special: with `split_special_tokens=True`, text that spells
+    one is encoded as ordinary tokens, so a tool's output cannot forge a turn.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -69,9 +68,9 @@ def packaged_tokenizer(context: int, vision: bool = False, chat_template: str | 
 
 
 def init_model(cfg: InitModelConfig, folder: str | Path, seed: int, chat_template: str | None = None) -> Path:
-    """Write config, weights, tokenizer and chat template (`model.chat_template`) to `folder`; the same seed gives the same bytes.
+    """Write a random model to `folder`: config, weights, tokenizer, chat template; equal seeds give equal bytes.
 
-    Embeddings are tied; every matrix is drawn from a normal distribution with standard deviation `cfg.init_std`.
+    Embeddings are tied; matrices are normal with standard deviation `cfg.init_std`. `chat_template`: as `model.chat_template`.
     Raises ConfigError if the head counts do not fit, ModelError if `folder` is a file.
     """
     import torch
@@ -93,7 +92,7 @@ def init_model(cfg: InitModelConfig, folder: str | Path, seed: int, chat_templat
 
 
 def architecture(cfg: InitModelConfig) -> Any:
-    """The transformers config of such a model. Raises ConfigError if the head counts do not fit."""
+    """Return the transformers config of a random model. Raises ConfigError if the head counts do not fit."""
     from transformers import Qwen3Config
 
     if cfg.heads % cfg.kv_heads:
@@ -121,26 +120,27 @@ def architecture(cfg: InitModelConfig) -> Any:
 # Loading
 
 REACH_S = 8.0
-"""For the hub's answer whether it has a model."""
+"""Timeout in seconds for asking the hub about a model."""
 
 
 def named_anywhere(model: str) -> str:
-    """A model as processes with other working directories can name it: a folder by its absolute path, a hub's as it is."""
+    """Return a model name that is valid in other working directories: the absolute path of a folder, or a hub name."""
     return str(Path(model).absolute()) if Path(model).is_dir() else model
 
 
 def load_tokenizer(path: str, trust: bool = False, chat_template: str | None = None) -> Any:
-    """The tokenizer of a model, with `model.chat_template` if one is given. `trust`: the model's own code may run
-    (`model.trust_remote_code`). Raises ModelError without a tokenizer, or if it needs code that is not trusted; ConfigError for a
-    chat template that does not fit."""
+    """Load the tokenizer of a model, with `chat_template` (`model.chat_template`) if given.
+
+    `trust`: run the model's code (`model.trust_remote_code`). Raises ModelError without a tokenizer, or if it needs code that is
+    not trusted; ConfigError for an invalid chat template."""
     from transformers import AutoTokenizer
 
     check_path(path, trust)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
-    except Exception as error:  # of a damaged file: a KeyError, or what the Rust library raises, which is no kind of its own
+    except Exception as error:  # damaged files raise a KeyError, or a plain Exception of the Rust library
         raise ModelError(f"{path}: no tokenizer can be loaded from it: {_brief(error)}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # without files some classes make an empty one
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # without files, some classes create an empty tokenizer
         raise ModelError(f"{path}: no tokenizer can be loaded from it: its files are missing. Copy them, such as tokenizer.json")
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
@@ -149,7 +149,7 @@ def load_tokenizer(path: str, trust: bool = False, chat_template: str | None = N
 
 
 def _ends_of(path: str) -> list[int]:
-    """Ids that end a text by the model's generation config or, as for transformers, if that has none by its config."""
+    """Return the end-of-text ids of the model's generation config, or without any those of its config, as transformers does."""
     from transformers import GenerationConfig, PretrainedConfig
 
     found: Any = None
@@ -163,49 +163,47 @@ def _ends_of(path: str) -> list[int]:
 
 
 def load_model_config(path: str, trust: bool = False) -> Any:
-    """The transformers config of a model. `trust` as for `load_tokenizer`. Raises ModelError without a config."""
+    """Load the transformers config of a model. `trust`: as for `load_tokenizer`. Raises ModelError without a config."""
     from transformers import AutoConfig
 
     check_path(path, trust)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    except Exception as error:  # whatever a wrong value of config.json ends in
+    except Exception as error:  # wrong values in config.json raise any error
         raise ModelError(f"{path}: no model config can be loaded from it: {_brief(error)}") from error
     if not trust and hasattr(config, "auto_map"):
-        del config.auto_map  # transformers' own classes are used, and a saved model must not name code that is not beside it
+        del config.auto_map  # transformers' classes are used, and a saved model must not name code that its folder lacks
     return config
 
 
 def model_config(cfg: ModelConfig) -> Any:
-    """The transformers config of the model of `path` or `init`. Raises ModelError, ConfigError."""
+    """Return the transformers config of `cfg.path`, or of a random model. Raises ModelError, ConfigError."""
     return architecture(cfg.init or InitModelConfig()) if cfg.path is None else load_model_config(cfg.path, cfg.trust_remote_code)
 
 
 def empty_model(path: str | None, config: Any, *, classifier: bool = False, dtype: Any = None, **options: Any) -> Any:
-    """A model of that config on the meta device, without weights: a causal language model, or a sequence `classifier`. `path`:
-    its name in an error.
+    """Create a model on the meta device, without weights: a causal language model, or a sequence `classifier`.
 
-    Float32 by default, whatever the computing type: these are the master weights. A step at a learning rate of 1e-6 is far below
-    what bfloat16 resolves (2^-8 of the weight) and would be rounded away.
-
-    Raises ModelError for a config of another kind.
+    `path`: name for errors. `dtype`: of the weights; default float32 for any compute dtype, because these are master weights: a
+    step at a learning rate of 1e-6 is far below the resolution of bfloat16 (2^-8 of the weight). Raises ModelError for a config
+    of another kind.
     """
     import torch
     from transformers import AutoModelForSequenceClassification
 
     kind: Any = AutoModelForSequenceClassification if classifier else auto_class(config)
-    options["trust_remote_code"] = hasattr(config, "auto_map")  # `load_model_config` leaves it to those that are trusted
+    options["trust_remote_code"] = hasattr(config, "auto_map")  # `load_model_config` deletes it if it is not trusted
     try:
         with torch.device("meta"):
-            # A copy, because from_config writes its attention implementation into the config that it is given.
+            # A copy, because from_config writes the attention implementation into its argument.
             return kind.from_config(copy.deepcopy(config), dtype=dtype or torch.float32, **options)
-    except Exception as error:  # whatever a wrong value of config.json ends in
+    except Exception as error:  # wrong values in config.json raise any error
         what = "a classifier" if classifier else "a causal language model"
         raise ModelError(f"{path}: not {what}: {_brief(error)}") from error
 
 
 def model_context(path: str, trust: bool = False) -> int:
-    """The longest sequence, in tokens, that a model supports. Raises ModelError if its config does not say."""
+    """Return the maximum sequence length of a model in tokens. Raises ModelError if its config has none."""
     context = positions_of(load_model_config(path, trust))
     if context is None:
         raise ModelError(f"{path}: its config.json has no max_position_embeddings")
@@ -213,12 +211,12 @@ def model_context(path: str, trust: bool = False) -> int:
 
 
 def unused_ids(tokenizer: Any, path: str, trust: bool = False) -> list[int]:
-    """The ids of a model's vocabulary that its tokenizer has no token for: the embedding is often padded. Raises ModelError."""
+    """Return the ids of a model's vocabulary without a token, because embeddings are often padded. Raises ModelError."""
     return sorted(set(range(vocabulary(path, trust))) - set(tokenizer.get_vocab().values()))
 
 
 def vocabulary(path: str, trust: bool = False) -> int:
-    """The number of ids that a model has an embedding for. Raises ModelError."""
+    """Return the vocabulary size of a model, i.e. of its embedding. Raises ModelError."""
     size = getattr(load_model_config(path, trust).get_text_config(), "vocab_size", None)
     if not isinstance(size, int) or size < 1:
         raise ModelError(f"{path}: its config.json has no vocab_size")
@@ -226,7 +224,7 @@ def vocabulary(path: str, trust: bool = False) -> int:
 
 
 def head_dim(path: str, trust: bool = False) -> int | None:
-    """The dimension of an attention head; None if the model's config does not say. Raises ModelError."""
+    """Return the dimension of an attention head; None if the config has none. Raises ModelError."""
     text = load_model_config(path, trust).get_text_config()
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     size = getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
@@ -234,13 +232,14 @@ def head_dim(path: str, trust: bool = False) -> int | None:
 
 
 def count_parameters(path: str, trust: bool = False) -> int:
-    """Number of parameters of a causal language model, from its config alone (tied ones count once). Raises ModelError."""
+    """Count the parameters of a causal language model from its config (tied ones once). Raises ModelError."""
     return sum(parameter.numel() for parameter in meta_model(ModelConfig(path=path, trust_remote_code=trust)).parameters())
 
 
 def meta_model(cfg: ModelConfig, *, classifier: bool = False, **options: Any) -> Any:
-    """The model of `path` or `init` without weights, on the meta device: a causal language model, or a `classifier` with one
-    label. Raises ModelError, ConfigError."""
+    """Create the model of `cfg` on the meta device, without weights; a `classifier` has one label.
+
+    Raises ModelError, ConfigError."""
     config = model_config(cfg)
     if classifier:
         config.num_labels = 1
@@ -248,12 +247,11 @@ def meta_model(cfg: ModelConfig, *, classifier: bool = False, **options: Any) ->
 
 
 _OBJECTS = ("config", "generation_config", "tokenizer_config", "preprocessor_config")
-"""JSON files of a model folder that transformers and the engines read as one object, each if it is there."""
+"""Optional JSON files of a model folder, each a single object, that transformers and the engines read."""
 
 
 def check_path(path: str, trust: bool = False) -> None:
-    """Raise ModelError if `path` looks like a folder but does not exist, is a folder without a model, is a name that the hub does
-    not give, or if the model needs code of its own that is not trusted."""
+    """Raise ModelError if `path` is a missing folder, a folder without a model, an unknown hub name, or needs untrusted code."""
     folder = Path(path)
     if folder.is_dir():
         if (folder / "adapter_config.json").is_file():  # transformers would add it to the model, and the trainer would not
@@ -293,7 +291,7 @@ def check_path(path: str, trust: bool = False) -> None:
 
 
 def own_code(path: str) -> list[str]:
-    """The code that a model brings along for parts that transformers has no class for: "config.json names y.Z" each."""
+    """Describe the model's code for parts without a transformers class: "config.json names y.Z" each."""
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
@@ -322,9 +320,9 @@ def own_code(path: str) -> list[str]:
 
 @cache
 def check_hub(path: str) -> None:
-    """Raise ModelError if a hub name can be read neither from this machine's cache nor, within `REACH_S`, from the hub.
+    """Raise ModelError if a hub name is neither in this machine's cache nor, within `REACH_S`, on the hub.
 
-    transformers tries for a minute, with a line for each try, and does not say what the name is."""
+    transformers would retry for a minute, log each try, and not name the model."""
     import httpx
     from huggingface_hub import constants, get_session, get_token, hf_hub_url, try_to_load_from_cache
 
@@ -364,7 +362,7 @@ def _brief(error: BaseException) -> str:
 
 
 def is_classifier(path: str, model: ModelConfig) -> bool:
-    """Return True if the model at `path` is a sequence classifier already."""
+    """Return True if the model at `path` is a sequence classifier."""
     config = load_model_config(path, model.trust_remote_code)
     return any("SequenceClassification" in kind for kind in config.architectures or [])
 
@@ -389,12 +387,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     **{name: {**_QWEN3, **dict(zip(_NAMES, sizes, strict=True))} for name, sizes in _DENSE.items()},
     "Qwen/Qwen3-30B-A3B-Instruct-2507": {**_COMMON, **_SPARSE},
 }
-"""By hub name, what matters for a plan of each config.json, as the model cards have it."""
+"""config.json by hub name, with the keys that a plan needs, from the model cards."""
 
 
 @contextmanager
 def shape_folder(model: str | None) -> Iterator[str | None]:
-    """A folder with the config.json of a model of `SHAPES` that is neither a folder nor in the hub's cache; else None."""
+    """Provide a temporary folder with the config.json of a model of `SHAPES` that is not on this machine; else None."""
     from huggingface_hub import try_to_load_from_cache
 
     known = model is not None and model in SHAPES and not Path(model).is_dir()

@@ -1,4 +1,4 @@
-"""Training state: saved and loaded by torch.distributed.checkpoint for any number of ranks, without pickles."""
+"""Save and load training state by torch.distributed.checkpoint, for any number of ranks, without running pickles."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from agentrl.trainer.train_engine import BaseEngine
 from agentrl.utils.errors import CheckpointError
 from agentrl.utils.parsing import json_text, read_json
 
-# Read the index of torch's distributed checkpoints, which is a pickle, without running anything that is in it.
+# Safe reader for the index of torch's distributed checkpoints, which is a pickle.
 #
-# Who writes a checkpoint's folder writes its manifest too, so sums do not tell who wrote it. An ordinary unpickler calls what
-# a pickle names. This one knows a closed list of names, and for each of them makes a record that holds values and does nothing;
-# torch's own classes are built afterwards, from values whose types were looked at.
+# The author of a checkpoint folder also writes its manifest, so sums do not prove its origin. An ordinary unpickler calls
+# functions that a pickle names. This one knows a closed list of names, and creates an inert record for each; torch's classes
+# are built afterwards, from values with checked types.
 
 MOST_BYTES = 1 << 30
-"""Of the index: one of a model with 100,000 tensors on 1,000 ranks has less."""
+"""Maximum bytes of the index; a model with 100,000 tensors on 1,000 ranks has less."""
 _METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _CLASSES = {(_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")} | {
     (_METADATA, "MetadataIndex"),
@@ -53,15 +53,16 @@ _CLASSES = {(_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", 
 
 
 class PlainReader(FileSystemReader):
-    """Torch's reader of a checkpoint's folder, with an index that is only data. What tensors are stored in is read by torch with
-    `weights_only`; entries that are no tensors, which it would unpickle, are refused."""
+    """Torch's reader of a checkpoint folder, with a safe reader of the index.
+
+    torch reads tensors with `weights_only`; other entries, which it would unpickle, are refused."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read once. Raises ValueError for an index that is damaged, or that holds anything else than tensors of this folder."""
+        """Read the index once. Raises ValueError if it is damaged, or has entries other than tensors of this folder."""
         if self._index is None:
             path = Path(self.path) / ".metadata"
             if path.stat().st_size > MOST_BYTES:
@@ -72,25 +73,25 @@ class PlainReader(FileSystemReader):
 
 
 def metadata_of(content: bytes) -> Metadata:
-    """The index that torch pickled, without what only its writer uses (planner data). Raises ValueError for anything else."""
+    """Parse the index that torch pickled, without planner data, which only the writer uses. Raises ValueError."""
     try:
-        row = _of(_Unpickler(io.BytesIO(content)).load(), "Metadata")
+        row = _check_record(_Unpickler(io.BytesIO(content)).load(), "Metadata")
         tensors: dict[str, STORAGE_TYPES] = {
             _check_type(str, name): _tensor(name, entry)
             for name, entry in _check_type(dict, row.state.get("state_dict_metadata")).items()
         }
         stored = {}
         for key, entry in _check_type(dict, row.state.get("storage_data")).items():
-            at = _of(key, "MetadataIndex")
+            at = _check_record(key, "MetadataIndex")
             offset, index = at.state.get("offset"), at.state.get("index")
-            offset, index = None if offset is None else _size(offset), None if index is None else _whole(index)
-            info = _of(entry, "_StorageInfo")
+            offset, index = None if offset is None else _check_size(offset), None if index is None else _check_int(index)
+            info = _check_record(entry, "_StorageInfo")
             path = _check_type(str, info.state.get("relative_path"))
             if not path or PurePath(path).name != path or path.startswith("."):
                 raise ValueError(f"{path!r} is no file of this folder")
             if info.state.get("transform_descriptors"):
                 raise ValueError(f"{path}: stored in another form (transforms)")
-            place = _StorageInfo(path, _whole(info.state.get("offset")), _whole(info.state.get("length")))
+            place = _StorageInfo(path, _check_int(info.state.get("offset")), _check_int(info.state.get("length")))
             stored[MetadataIndex(_check_type(str, at.state.get("fqn")), offset, index)] = place
         version = row.state.get("version")
         return Metadata(tensors, storage_data=stored, version=version if isinstance(version, str) else None)
@@ -101,7 +102,7 @@ def metadata_of(content: bytes) -> Metadata:
 
 
 class _Record:
-    """Substitute for an instance of a class: how it was called, and its state."""
+    """Inert substitute for an instance of a class: its arguments and its state."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -112,7 +113,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Names are of the list, or refused; classes are made anew for each pickle, so that nothing it sets on one outlives it."""
+    """Unpickler for listed names only; classes are created per pickle, so that attributes set by one do not persist."""
 
     def __init__(self, content: Any) -> None:
         super().__init__(content)
@@ -127,7 +128,7 @@ class _Unpickler(pickle.Unpickler):
                 self._made[key] = found
             else:
                 raise pickle.UnpicklingError(
-                    f"it names {module}.{name}, which no checkpoint of tensors has; nothing of it was run"
+                    f"it names {module}.{name}, which no checkpoint of tensors has; no code of it was run"
                 )
         return self._made[key]
 
@@ -136,13 +137,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensor(name: str, made: Any) -> TensorStorageMetadata:
-    row = _of(made, "TensorStorageMetadata")
-    dtype = _of(row.state.get("properties"), "TensorProperties").state[0]
+    row = _check_record(made, "TensorStorageMetadata")
+    dtype = _check_record(row.state.get("properties"), "TensorProperties").state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name}: no dtype")
-    size, chunks = _size(row.state.get("size")), []
-    for chunk in (_of(part, "ChunkStorageMetadata") for part in _check_type(list, row.state.get("chunks"))):
-        offsets, sizes = _size(chunk.state.get("offsets")), _size(chunk.state.get("sizes"))
+    size, chunks = _check_size(row.state.get("size")), []
+    for chunk in (_check_record(part, "ChunkStorageMetadata") for part in _check_type(list, row.state.get("chunks"))):
+        offsets, sizes = _check_size(chunk.state.get("offsets")), _check_size(chunk.state.get("sizes"))
         if not len(offsets) == len(sizes) == len(size) or any(
             at + n > whole for at, n, whole in zip(offsets, sizes, size, strict=True)
         ):
@@ -151,7 +152,7 @@ def _tensor(name: str, made: Any) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
-def _of(value: Any, name: str) -> _Record:
+def _check_record(value: Any, name: str) -> _Record:
     if not isinstance(value, _Record) or type(value).__name__ != name:
         raise ValueError(f"expected {name}, found {type(value).__name__}")
     if not isinstance(value.state, dict if name != "TensorProperties" else tuple):
@@ -165,16 +166,16 @@ def _check_type(kind: type, value: Any) -> Any:
     return value
 
 
-def _whole(value: Any) -> int:
+def _check_int(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"expected a whole number, found {type(value).__name__}")
     return value
 
 
-def _size(made: Any) -> torch.Size:
+def _check_size(made: Any) -> torch.Size:
     if not isinstance(made, _Record) or type(made).__name__ != "Size" or len(made.args) != 1 or type(made.args[0]) is not tuple:
         raise ValueError(f"expected a size, found {type(made).__name__}")
-    found = torch.Size([_whole(n) for n in made.args[0]])
+    found = torch.Size([_check_int(n) for n in made.args[0]])
     if math.prod(found) >= 1 << 62:
         raise ValueError("a tensor of more elements than any machine has")
     return found
@@ -187,27 +188,26 @@ STATE = "state."  # torch joins the keys of nested dictionaries by dots
 
 
 def save_state(engine: BaseEngine, folder: Path, meta: dict[str, Any]) -> None:
-    """Write model, optimizer, every rank's RNG and `meta` (JSON) to `folder`. All ranks call it.
+    """Write model, optimizer, RNG states of all ranks and `meta` (JSON) to `folder`. All ranks call it.
 
     Raises CheckpointError if a rank could not write.
     """
-    _write_small(folder, meta)
-    _, alone = _place()
+    _write_rng_and_meta(folder, meta)
+    _, alone = _rank_alone()
     try:
         save({"state": engine.state()}, checkpoint_id=folder, no_dist=alone)
     except CheckpointException as error:
         raise _checkpoint_error(folder, error) from error
     if not alone:
-        # torch waits for its own files only; the random states of the other ranks must be there too when rank 0 seals the
-        # folder.
+        # torch only waits for its files; when rank 0 seals the folder, the RNG states of other ranks must be there too.
         dist.barrier()
 
 
 class BackgroundSave:
-    """`save_state` while training continues: the state is copied to host memory, then written by a thread.
+    """Background form of `save_state`: the state is copied to host memory, then a thread writes it.
 
-    One save at a time. The threads of all ranks communicate over a gloo group of their own: on the default
-    group their collectives would mix with those of training and hang.
+    One save at a time. The threads of all ranks use a separate gloo group: on the default group their collectives
+    would mix with those of training and hang.
     """
 
     def __init__(self) -> None:
@@ -216,24 +216,21 @@ class BackgroundSave:
         self._folder = Path()
 
     def begin(self, engine: BaseEngine, folder: Path, meta: dict[str, Any]) -> None:
-        """Copy the state and start to write it; returns when the copy is complete. All ranks call it.
+        """Copy the state and start writing it; returns when the copy is complete. All ranks call it.
 
-        Waits for an earlier save first. Raises CheckpointError if that one failed.
+        Waits for an earlier save first. Raises CheckpointError if the earlier save failed.
         """
         self._finish()
-        _, alone = _place()
+        _, alone = _rank_alone()
         if not alone and self._group is None:
             self._group = dist.new_group(backend="gloo")
-        _write_small(folder, meta)
+        _write_rng_and_meta(folder, meta)
         copied = async_save({"state": engine.state()}, checkpoint_id=folder, process_group=self._group, no_dist=alone)
-        assert isinstance(copied, Future)  # another type is returned only with a stager that copies in the background
+        assert isinstance(copied, Future)  # other types come only from stagers that copy in the background
         self._writing, self._folder = copied, folder
 
     def done(self) -> bool:
-        """Return True if no save is being written any more. On rank 0 that means that all ranks have written.
-
-        Raises CheckpointError once if the save failed.
-        """
+        """Return True if no save is in progress; on rank 0: of any rank. Raises CheckpointError once if the save failed."""
         if self._writing is not None and not self._writing.done():
             return False
         self._finish()
@@ -250,14 +247,14 @@ class BackgroundSave:
 
 
 def _checkpoint_error(folder: Path, error: CheckpointException) -> CheckpointError:
-    """An ordinary exception in place of torch's, which derives from BaseException and so escapes `except Exception`."""
+    """Convert torch's exception, a BaseException that `except Exception` misses, to a CheckpointError."""
     rank, (reason, _) = next(iter(error.failures.items()))
     return CheckpointError(f"{folder}: rank {rank} could not write its part: {type(reason).__name__}: {reason}")
 
 
-def _write_small(folder: Path, meta: dict[str, Any]) -> None:
-    """Every rank's RNG, and `meta` by rank 0."""
-    rank, _ = _place()
+def _write_rng_and_meta(folder: Path, meta: dict[str, Any]) -> None:
+    """Write this rank's RNG state, and on rank 0 `meta`."""
+    rank, _ = _rank_alone()
     folder.mkdir(parents=True, exist_ok=True)
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -268,16 +265,16 @@ def _write_small(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
-    """Load what `save_state` wrote into the engine's tensors, on any number of ranks; returns its `meta`.
+    """Load a folder of `save_state` into the engine's tensors, on any number of ranks; returns its `meta`.
 
-    A rank without an RNG state in the folder keeps its own. Nothing in the folder is run, whoever wrote it. Raises
-    CheckpointError if the folder is incomplete or damaged, or holds another model.
+    A rank without an RNG state in the folder keeps its own. No code in the folder is run. Raises CheckpointError if the folder
+    is incomplete, damaged, or of another model.
     """
-    rank, alone = _place()
+    rank, alone = _rank_alone()
     try:
         meta: dict[str, Any] = read_json((folder / META).read_text(encoding="utf-8"))
         reader = PlainReader(folder)
-        written = reader.read_metadata().state_dict_metadata  # of a bad index torch would print a traceback
+        written = reader.read_metadata().state_dict_metadata  # first, because torch would print a traceback for a bad index
         state = dict(engine.state())
         with torch.no_grad():
             # No optimizer has a state: "sgd" without momentum. With one from now on (`optim.betas`) it begins as in a first step.
@@ -286,7 +283,7 @@ def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
                     state.pop(name).zero_()
             load({"state": state}, storage_reader=reader, no_dist=alone)
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
-        # Of torch's error of several ranks that of the first, without its traceback.
+        # torch joins the errors of several ranks; report the first, without its traceback.
         failures = [failure[0] for failure in error.failures.values()] if isinstance(error, CheckpointException) else []
         first = failures[0] if failures else error
         reason = ": ".join([type(first).__name__, *str(first).strip().splitlines()[:1]])
@@ -298,15 +295,15 @@ def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
             torch.set_rng_state(state["cpu"])
             if "cuda" in state and torch.cuda.is_available():
                 torch.cuda.set_rng_state(state["cuda"])
-        except Exception as error:  # what a damaged or hostile pickle fails with has no common class
+        except Exception as error:  # damaged or hostile pickles raise errors of any class
             raise CheckpointError(f"{saved}: not a random state: {type(error).__name__}") from error
     return meta
 
 
 def saved_tensors(folder: Path) -> tuple[list[str], Callable[[str], Tensor]]:
-    """The names of the tensors that `save_state` wrote, with any number of ranks, and a function that reads one of them in full.
+    """Return the names of the tensors of `save_state`, and a function that reads a full tensor by name.
 
-    Raises CheckpointError if the folder is incomplete, at once or when a tensor is read.
+    Both raise CheckpointError if the folder is incomplete.
     """
     reader = PlainReader(folder)
     try:
@@ -329,7 +326,8 @@ def saved_tensors(folder: Path) -> tuple[list[str], Callable[[str], Tensor]]:
     return list(found), read
 
 
-def _place() -> tuple[int, bool]:
+def _rank_alone() -> tuple[int, bool]:
+    """Return the rank, and True without a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), False
     return 0, True

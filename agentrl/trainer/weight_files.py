@@ -1,4 +1,4 @@
-"""Weight files of a model: tensors read by region and written one by one, and what the headers hold and lack."""
+"""Weight files of a model: read tensors by region, write them one by one, and check headers against a config."""
 
 from __future__ import annotations
 
@@ -28,38 +28,39 @@ OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.index.json")
-"""Files that hold weights, or say which do."""
+"""Patterns of weight files and their indexes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A tensor of a file: its type, by the name that the file gives it, and its shape."""
+    """Dtype (as the file names it) and shape of a stored tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class WeightFiles(ExitStack):
-    """The weights of a model folder or hub name, mapped and not read: a tensor's bytes come from the page cache, which all
-    processes of a node share. Use it in a `with` block; what `read` returns must be copied within it."""
+    """Memory-mapped weights of a model folder or hub name; all processes of a node share the page cache.
+
+    Use it in a `with` block, and copy results of `read` within it."""
 
     def __init__(self, path: str, named: str | None = None, fetch: bool = True) -> None:
-        """Arguments and errors as for `weight_files`; also raises ModelError for a file that is damaged."""
+        """Map the files. Arguments and errors as for `weight_files`; also raises ModelError for a damaged file."""
         super().__init__()
         self._held: dict[str, Any] = {}  # a slice object of safetensors, or a tensor mapped by torch
         for file in weight_files(path, named, fetch):
             try:
                 if file.suffix == ".safetensors":
                     handle = self.enter_context(safe_open(str(file), framework="pt"))
-                    self._held |= {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # it is no mapping
-                else:  # weights_only: a pickle from elsewhere could run code. mmap: no tensor is read.
+                    self._held |= {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # not a mapping
+                else:  # weights_only: an untrusted pickle could run code. mmap: no tensor is read.
                     self._held |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             except (SafetensorError, OSError, ValueError, RuntimeError) as problem:
                 raise ModelError(
                     f"{file.name} ({file.stat().st_size} bytes) is damaged or cut off: "
                     f"{str(problem).strip().splitlines()[0]}; fetch it again"
                 ) from problem
-        self.callback(self._held.clear)  # before the files are closed that they point into
+        self.callback(self._held.clear)  # before closing the files, into which they point
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)
@@ -71,18 +72,17 @@ class WeightFiles(ExitStack):
         return Header(held.get_dtype(), tuple(held.get_shape()))
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """A tensor, or a region of it (one slice a dimension), in the type that the file has. A view of the mapped file."""
+        """Return a tensor or a region (one slice per dimension), in the file's dtype, as a view of the mapped file."""
         found: Tensor = self._held[name][region or ...]
         return found
 
 
 def weight_files(path: str, named: str | None = None, fetch: bool = True) -> list[Path]:
-    """The files that hold a model's weights. `named`: the file that the model's config names, if it names one. `fetch`: those of
-    a hub name that are not on this machine are downloaded.
+    """Return the weight files of a model. `named`: file named by its config. `fetch`: download missing ones of a hub name.
 
-    Raises ModelError, which leaves the path to the caller, if one is missing or the index of them is damaged.
+    Raises ModelError, to which callers add the path, if a file is missing or the index is damaged.
     """
-    # As transformers prefers them: a folder may have both kinds, and must be the same model here and there.
+    # The order of transformers: a folder may have both kinds, and must give the same model.
     for name in [named] if named else [SINGLE, INDEX, OLD_SINGLE, OLD_INDEX]:
         found = local_file(path, name, fetch)
         if found is None:
@@ -97,7 +97,7 @@ def weight_files(path: str, named: str | None = None, fetch: bool = True) -> lis
         missing = [part for part, file in files.items() if file is None]
         if missing:
             raise ModelError(
-                f"{len(missing)} of the {len(parts)} files that {name} names are not there: {name_first(missing)}; fetch them"
+                f"{len(missing)} of the {len(parts)} files that {name} names are not there: {list_names(missing)}; fetch them"
             )
         return [file for file in files.values() if file is not None]
     others = sorted({file.name for pattern in OTHER_WEIGHTS for file in Path(path).glob(pattern)})
@@ -108,7 +108,7 @@ def weight_files(path: str, named: str | None = None, fetch: bool = True) -> lis
     if ggufs := [name for name in others if name.endswith(".gguf")]:
         raise ModelError(f"it holds a GGUF file, which is read once: agentrl init-model FOLDER --from {Path(path) / ggufs[0]}")
     have = (
-        f", found {name_first(others)}; convert it with the script of the model's family" if others else "; fetch the whole model"
+        f", found {list_names(others)}; convert it with the script of the model's family" if others else "; fetch the whole model"
     )
     raise ModelError(
         f"it has no weights: expected {SINGLE} or {INDEX}{have}, or load it in transformers, and save_pretrained(FOLDER)"
@@ -116,8 +116,7 @@ def weight_files(path: str, named: str | None = None, fetch: bool = True) -> lis
 
 
 def local_file(path: str, name: str, fetch: bool = True) -> Path | None:
-    """A file of a model folder, or of a model of a hub, which is fetched or, without `fetch`, taken from the cache; None if it
-    is not there."""
+    """Return a file of a model folder or hub name, or None. `fetch`: download it, else look in the cache alone."""
     if Path(path).is_dir():
         return Path(path) / name if (Path(path) / name).is_file() else None
     from huggingface_hub import try_to_load_from_cache
@@ -143,15 +142,15 @@ _TYPES = {
 
 
 class WeightWriter:
-    """The weight files of a model folder, in the format of https://github.com/huggingface/safetensors: the length of a header,
-    the header (JSON), the bytes. Since it says where each tensor lies, they may come in any order.
+    """Writer of a model folder's weight files, in the format of https://github.com/huggingface/safetensors.
 
-    Files have temporary names until all tensors are there: a folder that was left half-written has no weights. Use it in a
-    `with` block.
+    A file is the length of the header, the header (JSON), and the bytes. The header has the position of each tensor, so tensors
+    may arrive in any order. Files have temporary names until all tensors are written: an incomplete folder has no weights. Use it
+    in a `with` block.
     """
 
     def __init__(self, folder: Path, expected: Mapping[str, Tensor], max_bytes: int = MAX_FILE_BYTES) -> None:
-        """`expected`: all tensors that will be written, in the order of files; meta tensors will do."""
+        """`expected`: all tensors to write, in the order of files; may be on the meta device."""
         self._folder, self._expected = folder, dict(expected)
         self._missing = set(expected)
         self._positions: dict[str, tuple[BinaryIO, int]] = {}  # where a tensor's bytes begin
@@ -159,7 +158,7 @@ class WeightWriter:
         self._split = split_torch_state_dict_into_shards(self._expected, max_shard_size=max_bytes)
         try:
             for part, group in self._split.filename_to_tensors.items():
-                # The largest elements first, so that each tensor begins at a multiple of its element's size; as safetensors does.
+                # Largest elements first, like safetensors: each tensor begins at a multiple of its element size.
                 header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
                 starts, end = {}, 0
                 for name in sorted(group, key=lambda name: (-self._expected[name].element_size(), name)):
@@ -168,10 +167,10 @@ class WeightWriter:
                     offsets = [starts[name], end]
                     header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
                 text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-                # Spaces up to a multiple of 8, so that the tensors begin aligned in a mapped file; the format allows them.
+                # Padded with spaces to a multiple of 8, as the format allows, so that tensors are aligned in a mapped file.
                 text += b" " * (-len(text) % 8)
-                self._files.enter_context(naming(self._aside(part)))
-                file = self._files.enter_context(self._aside(part).open("wb"))
+                self._files.enter_context(naming(self._temporary(part)))
+                file = self._files.enter_context(self._temporary(part).open("wb"))
                 file.write(len(text).to_bytes(8, "little") + text)
                 self._positions.update({name: (file, 8 + len(text) + start) for name, start in starts.items()})
         except BaseException:
@@ -187,7 +186,7 @@ class WeightWriter:
             raise ModelError(f"export: no weights for {min(self._missing)} ({len(self._missing)} missing)")
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor. Raises ModelError if it is not among the expected ones, or is unlike the one expected."""
+        """Write one tensor. Raises ModelError if it is not expected, or has another shape or dtype."""
         expected = self._expected.get(name)
         if expected is None or name not in self._missing:
             raise ModelError(f"export: no place for weights named {name}")
@@ -196,39 +195,39 @@ class WeightWriter:
         file, start = self._positions[name]
         with naming(Path(file.name)):
             file.seek(start)
-            # As bytes, since numpy has no bfloat16; flat, since a scalar cannot be viewed as bytes.
+            # As bytes, because numpy has no bfloat16; flat, because a scalar cannot be viewed as bytes.
             file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._missing.discard(name)
 
     def _end(self, publish: bool) -> None:
-        """Close the files, which flushes them, and give them their names, or remove them."""
+        """Close the files, then give them their final names, or remove them."""
         try:
             self._files.close()
             if not publish:
                 return
             for old in self._folder.glob("model*.safetensors*"):
                 if old.name in (SINGLE, INDEX) or re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", old.name):
-                    old.unlink()  # of an earlier export: a reader would prefer it, or take both
+                    old.unlink()  # of an earlier export: a reader would prefer it, or read both
             for name in self._split.filename_to_tensors:
-                self._aside(name).replace(self._folder / name)
+                self._temporary(name).replace(self._folder / name)
             if self._split.is_sharded:
                 total = {"total_parameters": sum(tensor.numel() for tensor in self._expected.values()), **self._split.metadata}
-                # The index last: files that it does not name yet are not a model to any reader.
+                # The index last: without it, no reader takes the files for a model.
                 index = {"metadata": total, "weight_map": dict(sorted(self._split.tensor_to_filename.items()))}
                 text = json.dumps(index, indent=2, sort_keys=True) + "\n"
                 (self._folder / INDEX).write_text(text, encoding="utf-8")
         finally:
             for name in self._split.filename_to_tensors:
-                self._aside(name).unlink(missing_ok=True)
+                self._temporary(name).unlink(missing_ok=True)
 
-    def _aside(self, name: str) -> Path:
+    def _temporary(self, name: str) -> Path:
         return self._folder / f".{name}.writing"
 
 
-# What files hold and lack
+# Checks of stored tensors
 
 SHOWN = 3
-"""Names of a list that an error shows; of the others it says how many there are."""
+"""Maximum names that an error lists; the others are counted."""
 PLAIN = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
 
 HARMLESS = {
@@ -239,19 +238,19 @@ HARMLESS = {
     r"|embed_vision|embed_audio|connector|talker|speech_\w+|perceiver\w*)\.",
     "heads for other tasks": r"^(score|classifier|v_head|value_head)\.",
 }
-"""Tensors in checkpoints outside the causal language model, by the reason to leave them out."""
+"""Patterns of checkpoint tensors outside of the causal language model, by the reason to ignore them."""
 
 
 def has_weights(path: str) -> bool:
-    """Return True if a folder has a file of weights, whole or not; True for a hub name."""
+    """Return True for a hub name, or a folder with a weight file, complete or not."""
     return not Path(path).is_dir() or any(any(Path(path).glob(pattern)) for pattern in OTHER_WEIGHTS)
 
 
 def stored_tensors(path: str, named: str | None = None) -> dict[str, Header]:
-    """The tensors of a model by name. `named`: the file that the model's config names, if it names one. Of a hub name that is not
-    on this machine, headers alone are fetched.
+    """Return the headers of a model's tensors by name. `named`: as for `weight_files`.
 
-    Raises ModelError: a file is missing, damaged, of another kind, or a git-LFS pointer.
+    For a hub name that is not on this machine, only headers are downloaded. Raises ModelError if a file is missing, damaged, of
+    another format, or a git-LFS pointer.
     """
     here = Path(path).is_dir()
     with suppress(ModelError):
@@ -272,14 +271,15 @@ def stored_tensors(path: str, named: str | None = None) -> dict[str, Header]:
 
 
 def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
-    """Raise ModelError if the stored tensors are not those of `model`, a transformers model on the meta device: some are missing,
-    have no place in it, have another shape, or are quantized. Returns the stored tensors that are left out, by reason."""
+    """Compare stored tensors with `model`, on the meta device. Returns descriptions of ignored tensors, by reason.
+
+    Raises ModelError if tensors are missing, unknown, of another shape, or quantized."""
     odd = sorted(name for name, tensor in stored.items() if tensor.dtype not in PLAIN)
     quantized = [name for name in odd if name.endswith(("weight", "weight_packed", "qweight", "_blocks"))]
     if quantized:
         verb = "is" if len(quantized) == 1 else "are"
         raise ModelError(
-            f"{name_first(quantized)} {verb} stored as {stored[quantized[0]].dtype}: the weights are quantized, and "
+            f"{list_names(quantized)} {verb} stored as {stored[quantized[0]].dtype}: the weights are quantized, and "
             "its config.json does not say how; take the checkpoint that they were made from (bfloat16, float16 or float32)"
         )
     wanted = dict(model.state_dict(keep_vars=True))
@@ -301,9 +301,9 @@ def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
     missing = [name for name, tensor in wanted.items() if id(tensor) not in filled and own[id(tensor)] == name]
     left_out, strange = _sort_tensors(model, unknown)
     problems = [
-        f"{len(wrong)} have another shape: {name_first(wrong)}" if wrong else "",
-        f"{len(missing)} of {len(own)} are not in its files: {name_first(missing)}" if missing and not wrong else "",
-        f"{len(strange)} of its files have no place in {type(model).__name__}: {name_first(strange)}" if strange else "",
+        f"{len(wrong)} have another shape: {list_names(wrong)}" if wrong else "",
+        f"{len(missing)} of {len(own)} are not in its files: {list_names(missing)}" if missing and not wrong else "",
+        f"{len(strange)} of its files have no place in {type(model).__name__}: {list_names(strange)}" if strange else "",
     ]
     if any(problems):
         raise ModelError(
@@ -314,11 +314,11 @@ def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
 
 
 def _sort_tensors(model: Any, unknown: Iterable[str]) -> tuple[Counter[str], list[str]]:
-    """Tensors without a place in the model: those known to be harmless, counted by reason, and the others."""
+    """Divide unknown tensors into harmless ones, counted by reason, and others."""
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     text = model.config.get_text_config()
     layers = getattr(text, "num_hidden_layers", None)
-    behind = getattr(text, "num_nextn_predict_layers", None) or 0  # that some families keep behind the model's own
+    behind = getattr(text, "num_nextn_predict_layers", None) or 0  # extra layers after the model's, in some families
     counts: Counter[str] = Counter()
     strange = []
     for name in unknown:
@@ -335,7 +335,7 @@ def _sort_tensors(model: Any, unknown: Iterable[str]) -> tuple[Counter[str], lis
     return counts, strange
 
 
-def name_first(names: list[str]) -> str:
-    """The first of them, and how many more there are."""
+def list_names(names: list[str]) -> str:
+    """List the first SHOWN names and count the rest."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
