@@ -67,7 +67,7 @@ class ModelRole(Worker):
         self._engine: BaseEngine | None = None
 
     def offload(self) -> None:
-        """Move parameters and optimizer state to host memory until the next call, and free those of the device."""
+        """Move parameters and optimizer state to host memory until the next call, and free the device memory."""
         self._ready(onload=False).offload()
 
     def onload(self) -> None:

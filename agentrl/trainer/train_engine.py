@@ -207,7 +207,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Move parameters and optimizer state to host memory (pinned for a GPU) and free those of the device.
+        """Move parameters and optimizer state to host memory (pinned for a GPU) and free the device memory.
 
         Call it between optimizer steps, without gradients. Until `onload`, only `state` and `tensors` may be called; `tensors`
         moves them back."""
