@@ -44,7 +44,7 @@ def arguments_of(given: Any, key: str) -> dict[str, Any]:
 
 
 def reasoning_of(item: Mapping[str, Any], key: str) -> str | None:
-    """Return the reasoning of an assistant message under any key of REASONING, or from reasoning blocks.
+    """Return the reasoning of an assistant message, by any key of REASONING or from blocks.
 
     Raises FormError if two keys differ, or a value is not text."""
     found: dict[str, str] = {}
@@ -81,10 +81,10 @@ def thought_of(part: Any) -> str:
 
 
 def pair_results(messages: Sequence[Message], key: str = "messages", *, strict: bool = True) -> tuple[Message, ...]:
-    """Give each turn's results the names, ids and order of their calls, for templates that render no ids.
+    """Give each turn's results the names, ids and order of their calls.
 
-    Results are matched by id, then by name, then by order. `strict` (data sets): each result must answer a call, in the order of
-    calls without a gap, and missing or repeated ids are replaced. Raises FormError.
+    Templates without ids need this. Results are matched by id, then by name, then by order. `strict` (data sets): each result
+    must answer a call, in the order of calls without a gap, and missing or repeated ids are replaced. Raises FormError.
     """
     found = list(messages)
     taken = {call.id for message in messages for call in message.tool_calls}

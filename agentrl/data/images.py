@@ -47,10 +47,10 @@ class Image:
 
     @classmethod
     def read(cls, data: bytes) -> Image:
-        """Create an image from the bytes of a PNG, JPEG, WebP or GIF file (first frame of an animation).
+        """Create an image from the bytes of a PNG, JPEG, WebP or GIF file.
 
-        Raises ImageError for anything else, for bytes that do not decode, and beyond `MOST_BYTES`, `MOST_PIXELS` or `MOST_RATIO`;
-        DependencyError without Pillow.
+        Of an animation, it is the first frame. Raises ImageError for anything else, for bytes that do not decode, and beyond
+        `MOST_BYTES`, `MOST_PIXELS` or `MOST_RATIO`; DependencyError without Pillow.
         """
         picture = _open_picture(data)
         kind = f"image/{str(picture.format).lower()}"

@@ -222,9 +222,9 @@ def pack(view: Ragged, rows: Rows) -> TensorDict:
 
 
 def unpack(view: Ragged, rows: Sequence[int], values: torch.Tensor, into: torch.Tensor) -> None:
-    """Write per-token `values` [T, ...] of packed `rows` into `into`, a flat token column of `view`.
+    """Write per-token `values` [T, ...] of packed `rows` into the column `into`.
 
-    Without rows (a dummy) nothing is written."""
+    `into`: a flat token column of `view`. Without rows (a dummy) nothing is written."""
     at = 0
     for row in rows:
         start, stop = int(view.offsets[row]), int(view.offsets[row + 1])
@@ -439,13 +439,13 @@ def following(column: Tensor, offsets: Tensor) -> Tensor:
 def collate(
     trajectories: Sequence[Trajectory], groups: Sequence[int] | None = None, *, allow_unscored: bool = False
 ) -> TensorDict:
-    """Collate trajectories to a batch of N rows (a row is a non-empty ledger), T_i tokens in row i.
+    """Collate trajectories to a batch of N rows, one per non-empty ledger.
 
-    Ragged columns [N, T_i]: `token_ids` int32, `sampled` bool, `logprobs` float32, `versions` int32, `turns` int16, as in the
-    ledgers, and `rewards` float32 (see `reward_spots`; over a trajectory's rows they sum to its reward). If a ledger has
-    `experts`: `experts` [N, T_i, routers, k], free (data/expert_routing.py) for tokens without any. If a ledger has images:
-    `images` of each row, in order. Row columns [N]: `group`, `member`, `trajectory` int64 (index into `trajectories`), `reward`
-    float32 and `truncated` bool (of the trajectory, on all of its rows).
+    Ragged columns [N, T_i], T_i tokens in row i: `token_ids` int32, `sampled` bool, `logprobs` float32, `versions` int32, `turns`
+    int16, as in the ledgers, and `rewards` float32 (see `reward_spots`; over a trajectory's rows they sum to its reward). If a
+    ledger has `experts`: `experts` [N, T_i, routers, k], free (data/expert_routing.py) for tokens without any. If a ledger has
+    images: `images` of each row, in order. Row columns [N]: `group`, `member`, `trajectory` int64 (index into `trajectories`),
+    `reward` float32 and `truncated` bool (of the trajectory, on all of its rows).
 
     `groups[i]`: group number of `trajectories[i]`; by default trajectories of one task form a group, numbered by first appearance
     (a repeated member begins a new one). Raises ValueError for an unscored trajectory: an infrastructure failure is never a
@@ -506,7 +506,7 @@ def _batch(
     starts, total = offsets[:-1].tolist(), int(offsets[-1])
 
     def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Join a column of all ledgers, written in place without a second array of its size."""
+        """Join a column of all ledgers in place, without a second array of its size."""
         values = torch.empty(total, dtype=dtype)
         flat = values.numpy()
         for start, ledger in zip(starts, ledgers, strict=True):

@@ -78,7 +78,7 @@ def find_trees(view: Ragged, shortest: int = MIN_PREFIX) -> list[Tree]:
 
 
 def _best_runs(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[slice, int]]:
-    """Cut sorted texts into runs, each with its common prefix (0 for a run of one), that save the most tokens."""
+    """Cut sorted texts into the runs that save the most tokens. Returns runs and common prefixes (0 for a run of one)."""
     common: list[int] = []  # length of the common prefix of each text and the next
     for one, other in pairwise(texts):
         most = min(len(one), len(other))
@@ -203,7 +203,7 @@ def cut_minibatches(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: i
 
 
 def shuffle_parts(count: int, size: int, seed: int, step: int, groups: np.ndarray | None = None) -> list[np.ndarray]:
-    """Shuffle `count` episodes and cut them into the fewest nearly equal parts of at most `size`.
+    """Shuffle `count` episodes into the fewest nearly equal parts of at most `size`.
 
     With `groups` (a number per episode), whole groups in random order fill parts of at most `size` episodes; only larger groups
     are cut.
@@ -279,7 +279,7 @@ def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bo
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The rank of each row, the columns `together` and `prefix`, and `load`, the tokens of the slowest rank."""
+    """Ranks of rows, the columns `together` and `prefix`, and `load`: tokens of the slowest rank."""
 
     rank: np.ndarray
     together: np.ndarray
@@ -290,7 +290,7 @@ class RankPlan:
 def plan_ranks(
     tokens: np.ndarray, ranks: int, trees: tuple[np.ndarray, np.ndarray] | None, tree_cost: float, keep: np.ndarray | None = None
 ) -> RankPlan:
-    """Assign rows to ranks by their numbers of tokens, and decide whether to use `trees` (numbers, prefixes).
+    """Assign rows to ranks by tokens, and decide whether to use `trees` (numbers, prefixes).
 
     `keep[i]`: group number; all rows of a group go to one rank, shared or not. Without it, a tree with more work than a rank's
     even share is split over ranks, and each part computes the prefix.
@@ -346,7 +346,7 @@ def _balance(
 
 
 def token_ratio(view: Ragged) -> float:
-    """Return the ratio of a batch's tokens to its computed tokens, if every tree computes its prefix once."""
+    """Return a batch's tokens per computed token, if every tree computes its prefix once."""
     if "tree" not in view:
         return 1.0
     tree, prefix = view.numbers("tree"), view.numbers("tree_prefix")

@@ -17,7 +17,7 @@ from agentrl.data.images import Image
 
 
 class PromptIds(list[int]):
-    """Token ids of a prompt or a part of it, with the `images` of their placeholders, in order.
+    """Token ids of a prompt or a part of it, with the `images` of their placeholders.
 
     Renderers of vision models create them, ledgers store them, engines read them; for all other code they are a list of ids."""
 
@@ -113,12 +113,12 @@ class LedgerColumn(Generic[Kind]):
 
 
 class TokenLedger:
-    """An append-only token sequence as the model saw it, in five columns of equal length (15 bytes per token).
+    """An append-only token sequence as the model saw it, in five columns of equal length.
 
-    Columns: `token_ids` int32, `sampled` bool (True exactly for tokens that the policy sampled), `logprobs` float32
-    (log softmax(z / T) of a sampled token, else 0), `versions` int32 (version of the weights that sampled the token, else -1),
-    `turns` int16 (index of the policy turn that the token belongs to or answers). A column is a read-only view of the tokens at
-    the time of access, without later appends. `oldest`: lowest version that sampled a token, or None; `sampled_tokens`: number
+    Columns (15 bytes per token): `token_ids` int32, `sampled` bool (True exactly for tokens that the policy sampled), `logprobs`
+    float32 (log softmax(z / T) of a sampled token, else 0), `versions` int32 (version of the weights that sampled the token, else
+    -1), `turns` int16 (index of the policy turn that the token belongs to or answers). A column is a read-only view of the tokens
+    at the time of access, without later appends. `oldest`: lowest version that sampled a token, or None; `sampled_tokens`: number
     of sampled tokens.
 
     `experts`: with router replay, the experts that the engine chose for the first tokens, [tokens, routers, k] uint8 or int16,
@@ -190,7 +190,7 @@ class TokenLedger:
         self.experts = fresh.copy() if self.experts is None else np.concatenate((self.experts, fresh))
 
     def append_context(self, token_ids: Sequence[int], turn: int) -> None:
-        """Append tokens that the policy did not sample (prompt, tool results, template text), and their images.
+        """Append context (prompt, tool results, template text), with its images.
 
         Raises ValueError if an id does not fit int32, or `turn` is negative or above `MAX_TURN`.
         """
@@ -260,7 +260,7 @@ class TokenLedger:
         return sum(column.nbytes for column in self._buffers.values()) + experts
 
     def ids(self) -> list[int]:
-        """Return a copy of the token ids as a list, the prompt of the next engine call."""
+        """Copy the token ids to a list, the prompt of the next engine call."""
         ids: list[int] = self.token_ids.tolist()
         return PromptIds(ids, self.images) if self.images else ids
 

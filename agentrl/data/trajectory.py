@@ -293,9 +293,9 @@ class Trajectory:
         return row
 
     def json_chunks(self) -> Iterator[str]:
-        """Yield the JSON text of `to_json` in pieces of at most one ledger column, to save memory.
+        """Yield the JSON text of `to_json` in pieces of at most one ledger column.
 
-        The first piece is all text before the ledgers."""
+        This saves memory. The first piece is all text before the ledgers."""
         row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ledgers"}
         row["stop"] = self.stop.value
         for name in ("agent", "horizon", "parent"):

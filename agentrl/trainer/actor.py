@@ -212,10 +212,11 @@ class Actor(TrainedRole):
         return {**metrics, "loss": metrics["loss"] / share}
 
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
-        """Take one optimizer step with the accumulated gradients, clipped as in `update`, at rate `lr` or the schedule's.
+        """Take one optimizer step with the accumulated gradients, clipped as in `update`.
 
-        `optimizer_steps` is 0 if a number was not finite; then weights and optimizer stay as they are. Raises AgentrlError
-        without gradients, BrokenWeightsError if the weights are not finite afterwards.
+        `lr`: learning rate, default: the schedule's. `optimizer_steps` is 0 if a number was not finite; then weights and
+        optimizer stay as they are. Raises AgentrlError without gradients, BrokenWeightsError if the weights are not finite
+        afterwards.
         """
         if self._pending is None:
             raise AgentrlError("optim_step: no gradients wait; call forward_backward first")

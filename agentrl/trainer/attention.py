@@ -57,7 +57,7 @@ class Block:
 
 
 def row_block(rows: Tensor, device: torch.device, prefix: tuple[int, int] = (0, 0)) -> Block:
-    """Build the block of rows (start, stop), int64 [n, 2], or of the suffixes of a prefix."""
+    """Build the block of rows (start, stop), int64 [n, 2], or suffixes of `prefix`."""
     starts, stops = rows.unbind(1)
     width, before = int((stops - starts).max()), prefix[1] - prefix[0]
     positions = starts[:, None] + torch.arange(width)
@@ -120,9 +120,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block, form: AttentionForm) -
 
 
 def same_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad heads with zeros to equal widths of keys and values, as kernels require (latent attention has wider keys).
+    """Pad heads with zeros to equal widths of keys and values, as kernels require.
 
-    Neither scores nor the first features of a result change."""
+    Latent attention has wider keys. Neither scores nor the first features of a result change."""
     more = query.shape[-1] - value.shape[-1]
     if not more:  # F.pad by 0 would copy
         return query, key, value
@@ -169,7 +169,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, 
 
 @cache
 def varlen_takes_groups() -> bool:
-    """Return True if torch's varlen kernel takes fewer key heads than query heads (torch 2.11 has no such argument)."""
+    """Return True if torch's varlen kernel takes fewer key heads than query heads; torch 2.11 lacks the argument."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -293,7 +293,7 @@ class PackedSequences:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Return blocks of the spans without a prefix (including prefixes), and one block of suffixes per prefix."""
+        """Return blocks of spans without a prefix (including prefixes), and one per prefix of its suffixes."""
         # From the host, because block sizes become shapes: reading them from a GPU would synchronize for each block.
         device, behind = self.cu_seqlens.device, self.spans[:, 0] < self.spans[:, 1]
         groups: dict[tuple[int, int], list[list[int]]] = {}
@@ -304,7 +304,7 @@ class PackedSequences:
 
     @cached_property
     def parts(self) -> tuple[tuple[Block, ...], list[list[int]]]:
-        """Return blocks of all spans, each causal over itself, and the runs of consecutive suffixes of one prefix."""
+        """Return causal blocks of all spans, and the runs of consecutive suffixes of one prefix."""
         runs: list[list[int]] = []
         for first, last, start, stop in self.spans[self.spans[:, 0] < self.spans[:, 1]].tolist():
             if runs and runs[-1][:2] == [first, last] and runs[-1][3] == start:
@@ -321,7 +321,7 @@ class PackedSequences:
         return on_device(torch.arange(len(before)) - before, self.cu_seqlens.device)
 
     def cut(self, chunk: int) -> PackedSequences:
-        """Return the layout with each chunk of `chunk` tokens of a row, from its start, as a row, for chunked attention."""
+        """Return the layout for chunked attention: chunks of `chunk` tokens, from a row's start, become rows."""
         if chunk not in self._cut:  # once for all layers
             # The first chunk after a prefix sees the last, incomplete chunk of the prefix.
             found = []

@@ -135,7 +135,7 @@ class Checkpoints:
         return aside
 
     def commit(self, step: int, score: float | None = None) -> None:
-        """Make the files written after `begin` the checkpoint of `step`, and delete checkpoints beyond the kept ones.
+        """Make the files written after `begin` the checkpoint of `step`, and prune old ones.
 
         Raises DiskFullError if the disk is full; after any error, older checkpoints stay.
         """
@@ -162,7 +162,7 @@ class Checkpoints:
         self._prune()
 
     def give_up(self, step: int, error: BaseException) -> NoReturn:
-        """Remove the files written after `begin` and raise `error`, or DiskFullError from it if the disk is full."""
+        """Remove the files written after `begin` and raise `error`; DiskFullError if the disk is full."""
         # PyTorch's zip writer does not report the reason of a failed write: "unexpected pos 704 vs 598".
         full = disk_full(error) or ("inline_container" in str(error) and shutil.disk_usage(self.root).free < _TOO_LITTLE)
         text = full_text(self.root, f"go on: checkpoint {step} was not written, older ones are intact") if full else ""
@@ -185,9 +185,10 @@ class Checkpoints:
         return next((path for _, path in sorted(self._steps(), reverse=True) if is_whole(path)), None)
 
     def newest_intact(self) -> tuple[Path | None, list[str]]:
-        """Return the newest intact checkpoint (None if none was ever completed) and the faults of newer ones.
+        """Return the newest intact checkpoint, and the faults of newer ones.
 
-        Those are renamed to `.damaged_step_NNNNNN`. Raises CheckpointError if checkpoints exist and none is intact."""
+        It is None if none was ever completed. Damaged ones are renamed to `.damaged_step_NNNNNN`. Raises CheckpointError if
+        checkpoints exist and none is intact."""
         wrong: dict[Path, CheckpointError] = {}
         for _, path in sorted(self._steps(), reverse=True):
             try:
@@ -205,7 +206,7 @@ class Checkpoints:
         return None, []
 
     def best(self) -> tuple[int, float] | None:
-        """Return step and score of the whole checkpoint with the highest score, or None without scores."""
+        """Return step and score of the best whole checkpoint, or None without scores."""
         rated = self._rated_steps()
         return (rated[0][1], rated[0][0]) if rated else None
 

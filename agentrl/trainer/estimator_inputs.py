@@ -77,12 +77,13 @@ def with_advantages(
 def with_estimator_inputs(
     batch: TensorDict, groups: Sequence[Group], advantage: Choice, own: Mapping[str, Choice] = MappingProxyType({})
 ) -> TensorDict:
-    """Add the columns that estimators read to the batch of the scored members of `groups`, in this order.
+    """Add the columns that estimators read to a batch of scored group members.
 
-    The estimator of a row is that of its environment in `own`, else `advantage`. `baseline` float32 [N]: reward of the group's
-    greedy episode, 0 if unused; `terms` float32 [N, K]: values of reward spec nodes, NaN if unscored or beyond those that the
-    estimator reads; with `own`, `estimator` int64 [N]: 0 for `advantage`, then numbers of `own` from 1; with branches, `parent`
-    and `branch_turn` int64 [N] as in `AdvantageInput`. Raises ConfigError if a needed greedy episode is not scored."""
+    Its rows are in the order of `groups`. The estimator of a row is that of its environment in `own`, else `advantage`.
+    `baseline` float32 [N]: reward of the group's greedy episode, 0 if unused; `terms` float32 [N, K]: values of reward spec
+    nodes, NaN if unscored or beyond those that the estimator reads; with `own`, `estimator` int64 [N]: 0 for `advantage`, then
+    numbers of `own` from 1; with branches, `parent` and `branch_turn` int64 [N] as in `AdvantageInput`. Raises ConfigError if a
+    needed greedy episode is not scored."""
     row = batch.get("trajectory")
     out: TensorDict = batch.copy()
     choices, members = [advantage, *own.values()], [(group, member) for group in groups for member in group.scored()]
@@ -151,7 +152,7 @@ def critic_rows(batch: TensorDict, advantage: Choice, own: Mapping[str, Choice])
 
 
 def needs_greedy(advantage: Choice) -> bool:
-    """Return True if the estimator needs a greedy episode per group, whose reward is its baseline."""
+    """Return True if the estimator's baseline is a greedy episode per group."""
     return "baseline" in ADVANTAGES.entry(advantage.name).needs
 
 

@@ -29,7 +29,7 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 
 def dropouts(config: Any) -> dict[str, float]:
-    """Return the keys of a config with dropout or router noise above 0, which make training random."""
+    """Return the keys of a config with dropout or router noise above 0."""
     found = {}
     for part in parts_of(config):
         for name, value in vars(part).items():

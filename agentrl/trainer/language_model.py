@@ -36,9 +36,9 @@ def shape_logits(logits: Tensor, bias: Tensor | None, cap: float | None) -> Tens
 def logits_stats(
     logits: Tensor, targets: Tensor, temperature: float, entropy: bool, bias: Tensor | None = None, cap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute logsumexp, the target's logit, and the entropy (0 if not wanted) of a chunk's logits [M, V]: float32 [M] each.
+    """Compute logsumexp, target logit and entropy of a chunk's logits [M, V]: float32 [M] each.
 
-    All are at `temperature`. Overwrites float32 logits, as `logits_gradient` does.
+    All are at `temperature`; entropy is 0 if not wanted. Overwrites float32 logits, as `logits_gradient` does.
     """
     z = shape_logits(logits, bias, cap).div_(temperature)
     lse = torch.logsumexp(z, dim=-1)
@@ -403,7 +403,7 @@ def split_indices(indices: Tensor, share: int, group: Ulysses) -> tuple[Tensor, 
 
 
 def share_tokens(micro: Micro, group: Ulysses) -> Micro:
-    """Pad a micro-batch to a multiple of the size of the group that shares its tokens, by a separate row."""
+    """Pad a micro-batch, by a separate row, for the group of ranks that shares its tokens."""
     end, packed = len(micro.input_ids), micro.packed
     missing = -end % group.size
     pad = micro.input_ids.new_zeros(missing)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def check_learner(config: TrainConfig) -> None:
-    """Raise ConfigError if settings of the algorithm and the roles contradict each other or have no effect."""
+    """Raise ConfigError if settings of algorithm and roles contradict each other or are unused."""
     optims = optims_of(config)
     for section, given, key in (("optim", config.optim, "optim.name"), ("sft", config.sft, "sft.optimizer")):
         if given is not None and optims[section].name != "muon":
@@ -130,7 +130,7 @@ class Learner:
         }
 
     async def open(self, path: str, folder: Path | None = None) -> None:
-        """Start the other roles from the model at `path`, in their pools or in the actors' processes.
+        """Start the other roles from the model at `path`, in pools or the actors' processes.
 
         `folder`: the run folder. Raises ConfigError if a process does not share it with the driver.
         """
@@ -173,7 +173,7 @@ class Learner:
         return group
 
     async def _offload_idle(self, role: str, group: WorkerGroup[Any]) -> None:
-        """Offload a role that is done with its pass, if the config asks for it, to free memory for the next role."""
+        """Offload a role after its pass, if configured, to free memory for the next role."""
         if offloads_when_idle(self.config, role):
             await group.arun(ModelRole.offload)
 
@@ -290,9 +290,10 @@ class Learner:
         return view, metrics
 
     async def _learn(self, view: Ragged, step: int, learns: bool) -> dict[str, float]:
-        """Update the critic and, if the policy `learns`, the actor, whose batch also has the rows that hooks add.
+        """Update the critic and, if the policy `learns`, the actor. Returns their metrics.
 
-        Returns their metrics. Both get the same batch and advantages: values were computed before either update."""
+        The actor's batch also has the rows that hooks add. Both get the same batch and advantages: values were computed before
+        either update."""
         metrics, seed = dict[str, float](), self.config.seed
         temperature = weight_at(self.config.rollout.temperature, step)
         added: list[tuple[Term, TensorDict]] = []

@@ -1,4 +1,4 @@
-"""Estimate the memory of a role on each rank from the model's architecture, without reading weights."""
+"""Estimate the memory of a role on each rank from the model's architecture, without weights."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class _CountedAttention(torch.autograd.Function):
 
 
 class _CountedProduct(torch.autograd.Function):
-    """Grouped product of tokens [S, D], by expert, and matrices [E, D, F] -> [S, F] that saves the kernel's tensors."""
+    """Grouped product that saves the kernel's tensors: tokens [S, D], by expert, x matrices [E, D, F] -> [S, F]."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, matrices: Tensor) -> Tensor:
@@ -278,9 +278,9 @@ def _gathered_numel(parameters: Iterable[nn.Parameter], held: Held) -> int:
 
 
 def token_bytes(module: nn.Module, dtype: str) -> int:
-    """Estimate the bytes per token of an engine's KV cache, with all heads as wide as the widest; 0 without attention.
+    """Estimate the bytes per token of an engine's KV cache; 0 without attention.
 
-    `module`: from `shell`, in any dtype."""
+    All heads count as the widest. `module`: from `shell`, in any dtype."""
     model: Any = module.hf
     text = model.config.get_text_config()
     queries = getattr(text, "num_attention_heads", None)

@@ -38,7 +38,7 @@ LogRatios = dict[int, npt.NDArray[np.float16]]
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """Advantages and log ratios of a step's sampled tokens, by row in the order of `collate`.
+    """Advantages and log ratios of a step's sampled tokens, by row of `collate`.
 
     `offsets` [N + 1] cut `advantages` float32 [M]. `log_ratios`: by row number, for the rows that were trained."""
 
@@ -168,9 +168,9 @@ def cut_update(
 
 
 def cut_steps(batch: TensorDict, count: int, ranks: int) -> TensorDict:
-    """Cut a batch, in order, into `count` supervised steps of nearly equal numbers of rows, each balanced over `ranks`.
+    """Cut a batch, in order, into `count` supervised steps, each balanced over `ranks`.
 
-    Raises DispatchError if a step would have no row.
+    Steps have nearly equal numbers of rows. Raises DispatchError if a step would have no row.
     """
     if not 1 <= count <= len(batch):
         raise DispatchError(f"a batch of {len(batch)} rows cannot be split into {count} steps. Give each step a row")
@@ -200,10 +200,11 @@ def proximal_of(view: Ragged) -> Tensor:
 
 
 def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
-    """Drop `old_logprobs` if the proximal policy is the behaviour policy, and add `weights` if tokens are weighted.
+    """Make `old_logprobs` and `weights` of a batch match the algorithm.
 
-    `weights` [T] come from an off-policy correction; masked truncated episodes have weight 0. Raises ConfigError if the column
-    `old_logprobs` or `truncated` is needed and missing, or a correction returns negative or non-finite weights.
+    `old_logprobs` are dropped if the proximal policy is the behaviour policy. `weights` [T] come from an off-policy correction;
+    masked truncated episodes have weight 0. Raises ConfigError if the column `old_logprobs` or `truncated` is needed and missing,
+    or a correction returns negative or non-finite weights.
     """
     if algorithm.proximal == "behaviour" and "old_logprobs" in view:
         # Else `proximal_of` would take it for the proximal policy.
@@ -329,7 +330,7 @@ def with_selection(view: Ragged, parts: list[np.ndarray], loss: Choice, seed: in
 
 
 def kl_kind(cfg: KlConfig) -> str:
-    """Return the configured KL estimator, by default k1 in the reward and k3 in the loss.
+    """Return the configured KL estimator; default: k1 in the reward, k3 in the loss.
 
     The expectation of k1 under the policy is the KL; PPO uses it in the reward (Ziegler et al. 2019, arXiv:1909.08593; Ouyang et
     al. 2022, arXiv:2203.02155). GRPO uses k3 in the loss (Shao et al. 2024, arXiv:2402.03300)."""

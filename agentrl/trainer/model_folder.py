@@ -60,10 +60,10 @@ class Loader:
 
     @torch.no_grad()
     def fill(self, module: nn.Module, device: torch.device, parameters: torch.device | None = None) -> None:
-        """Allocate the meta tensors of `module`, the model or a part of it, on `device`, and load their values.
+        """Allocate the meta tensors of `module` on `device`, and load their values.
 
-        `parameters`: another device for parameters (host memory, for offloading). Raises ModelError if the checkpoint lacks a
-        tensor, or has one of another shape.
+        `module`: the model or a part of it. `parameters`: another device for parameters (host memory, for offloading). Raises
+        ModelError if the checkpoint lacks a tensor, or has one of another shape.
         """
         materialize(module, parameters or device)
         # Tie weights again: each name got a separate tensor.
@@ -79,7 +79,7 @@ class Loader:
 
     @torch.no_grad()
     def read_into(self, tensors: Places) -> None:
-        """Load the values into the tensors of another model, given by their names in this model. Raises as `fill`."""
+        """Load the values into another model's tensors, by their names in this model. Raises as `fill`."""
         self._tensors = tensors
         self._read({id(module) for module, _ in tensors.values()})
 
@@ -185,12 +185,12 @@ def save_model(
     classifier: bool = False,
     chat_template: str | None = None,
 ) -> None:
-    """Write config, weights (files of at most `max_bytes`) and the tokenizer of `source` to `folder`, as transformers does.
+    """Write config, weights and the tokenizer of `source` to `folder`, as transformers does.
 
-    `tensors`: every weight of the causal language model (or sequence `classifier`) by module name, in any order; floating-point
-    ones are written in `dtype`. Each is written and freed once all tensors of its conversion have arrived (fused experts are
-    written one by one). `trust`: run the model's code, which is copied next to the weights. `chat_template`
-    (`model.chat_template`): of the tokenizer. Raises ModelError if a weight is missing or unknown.
+    Weight files have at most `max_bytes`. `tensors`: every weight of the causal language model (or sequence `classifier`) by
+    module name, in any order; floating-point ones are written in `dtype`. Each is written and freed once all tensors of its
+    conversion have arrived (fused experts are written one by one). `trust`: run the model's code, which is copied next to the
+    weights. `chat_template` (`model.chat_template`): of the tokenizer. Raises ModelError if a weight is missing or unknown.
     """
     from transformers.dynamic_module_utils import custom_object_save
     from transformers.utils import GENERATION_CONFIG_NAME
@@ -247,9 +247,9 @@ def export_run(run: str | Path, out: str | Path, step: int | None = None, *, bes
 
 
 def retry_if_removed(read: Callable[[], T], *, named: bool) -> T:
-    """Read a checkpoint, and retry with the then newest or best one if the run removes it. Raises as `read`.
+    """Read a checkpoint, and retry if the run removes it. Raises as `read`.
 
-    `named`: the user chose the step, so do not retry."""
+    A retry reads the then newest or best one. `named`: the user chose the step, so do not retry."""
     for _ in range(0 if named else ATTEMPTS - 1):
         with suppress(CheckpointRemovedError):
             return read()
@@ -308,7 +308,7 @@ def _export_run(folder: Path, target: Path, step: int | None, *, best: bool, ada
 
 @contextmanager
 def remove_on_error(folder: Path) -> Iterator[None]:
-    """Remove an incomplete model folder after an error, because it would prevent a repetition of the command."""
+    """Remove an incomplete model folder after an error; else the command could not be repeated."""
     try:
         yield
     except BaseException:

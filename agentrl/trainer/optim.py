@@ -102,7 +102,7 @@ def sgd(named: Named, cfg: OptimConfig) -> Optimizers:
 
 
 def muon(named: Named, cfg: OptimConfig) -> Optimizers:
-    """Muon (Jordan 2024) on the matrices inside the layers, AdamW without weight decay on embeddings, heads and vectors."""
+    """Muon (Jordan 2024) on matrices inside of layers; AdamW without weight decay on embeddings, heads and vectors."""
     inner = [p for n, p in named if moves_by_muon(n, p)]
     chosen = {id(p) for p in inner}
     groups = [{"params": part} for part in by_mesh(p for _, p in named if id(p) not in chosen)]
@@ -248,7 +248,7 @@ class Offloaded:
         self.away = False
 
     def where(self, tensor: Tensor) -> Tensor:
-        """Return the tensor or, while it is offloaded, a view of its bytes on the host, writable until `give_back`."""
+        """Return the tensor or, while it is offloaded, a view of its host copy, from which `give_back` restores it."""
         part = local(tensor)
         held = self._held.get(part.untyped_storage()._cdata) if self.away else None
         if held is None:

@@ -119,7 +119,7 @@ class Ulysses:
         return torch.cat(found)
 
     def sum_gradient(self, whole: Tensor) -> Tensor:
-        """Sum the gradient of a full tensor over ranks that each use a part of it. A DTensor is gathered first."""
+        """Sum the gradient of a full tensor over ranks that use parts of it. A DTensor is gathered first."""
         if isinstance(whole, DTensor):
             return whole.full_tensor(grad_placements=[Partial()])
 
@@ -141,7 +141,7 @@ def compute_divided(
     targets: Tensor,
     group: Ulysses,
 ) -> tuple[Tensor, Tensor]:
-    """Run `compute(hidden [M, E], head, targets [M])`, two results [M], with the tokens divided over a group.
+    """Run `compute(hidden [M, E], head, targets [M])` with the tokens divided over a group: two results [M].
 
     All ranks have `hidden` and `targets`. `head`: an output embedding (`weight` [V, E] and `bias`), which each rank gathers, as
     FSDP2 does anyway. Splitting the vocabulary instead would need sums over ranks for each chunk of tokens, and a separate

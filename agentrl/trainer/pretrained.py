@@ -251,7 +251,7 @@ _OBJECTS = ("config", "generation_config", "tokenizer_config", "preprocessor_con
 
 
 def check_path(path: str, trust: bool = False) -> None:
-    """Raise ModelError if `path` is a missing folder, a folder without a model, an unknown hub name, or needs untrusted code."""
+    """Raise ModelError for a missing folder, one without a model, an unknown hub name, or untrusted code."""
     folder = Path(path)
     if folder.is_dir():
         if (folder / "adapter_config.json").is_file():  # transformers would add it to the model, and the trainer would not
@@ -320,7 +320,7 @@ def own_code(path: str) -> list[str]:
 
 @cache
 def check_hub(path: str) -> None:
-    """Raise ModelError if a hub name is neither in this machine's cache nor, within `REACH_S`, on the hub.
+    """Raise ModelError if a hub name is neither cached nor, within `REACH_S`, on the hub.
 
     transformers would retry for a minute, log each try, and not name the model."""
     import httpx
@@ -392,7 +392,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def shape_folder(model: str | None) -> Iterator[str | None]:
-    """Provide a temporary folder with the config.json of a model of `SHAPES` that is not on this machine; else None."""
+    """Provide a temporary folder with the config.json of a model of `SHAPES`; None if the model is on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
     known = model is not None and model in SHAPES and not Path(model).is_dir()

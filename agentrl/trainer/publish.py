@@ -104,7 +104,7 @@ class Publisher:
             await self._target.resume()
 
     async def prove(self) -> None:
-        """Open the route of `send` before training, so that a route that cannot work fails early. Raises as `send`."""
+        """Open the route of `send` before training, so that a broken one fails early. Raises as `send`."""
         if self._cfg.lora != "adapter":
             await self._connect()
 

@@ -40,10 +40,10 @@ def open_engine(
     max_grad_norm: float = 1.0,
     role: Role = "policy",
 ) -> BaseEngine:
-    """Open the engine of one rank, with a process group unless it is a single rank in float32 and the engine can do without.
+    """Open the engine of one rank, with a process group if needed.
 
-    Raises ConfigError for an unknown `model.engine`, ModelError for a model that cannot be loaded, ResourceError if torch does
-    not find the GPU that Ray assigned to this rank.
+    A single rank in float32 needs none if the engine has the trait "alone". Raises ConfigError for an unknown `model.engine`,
+    ModelError for a model that cannot be loaded, ResourceError if torch does not find the GPU that Ray assigned to this rank.
     """
     device = own_device()
     worker.threads = None if model.threads == "auto" else model.threads
@@ -67,7 +67,7 @@ class ModelRole(Worker):
         self._engine: BaseEngine | None = None
 
     def offload(self) -> None:
-        """Move parameters and optimizer state to host memory until the next call, and free the device memory."""
+        """Move parameters and optimizer state to host memory until the next call."""
         self._ready(onload=False).offload()
 
     def onload(self) -> None:
@@ -139,7 +139,7 @@ POLICIES: WeakValueDictionary[str, BaseEngine] = WeakValueDictionary()
 
 
 def check_moving(algorithm: AlgorithmConfig, model: ModelConfig, cluster: ClusterConfig) -> None:
-    """Raise ConfigError for a moving reference without a KL penalty, with LoRA, with offload, or in other processes."""
+    """Raise ConfigError for a moving reference without KL penalty, with LoRA, offload, or other processes."""
     if algorithm.kl.reference != "moving":
         check_unread("algorithm.kl", algorithm.kl, ("decay",), 'algorithm.kl.reference = "moving"')
         return
@@ -314,7 +314,7 @@ def compute_scores(engine: BaseEngine, view: Ragged, cap: int) -> TensorDict:
 
 
 def with_scores(view: Ragged, scores: torch.Tensor, weight: float) -> tuple[Ragged, float]:
-    """Add `weight` times an episode's score to its reward and to the reward of its last sampled token.
+    """Add `weight` times an episode's score to its reward, and to its last sampled token's.
 
     `scores` [N] are per row; an episode of several rows has the score of its last row. An episode without sampled tokens gets
     no token reward. Returns the batch and the mean score over episodes.

@@ -35,9 +35,9 @@ from agentrl.utils.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """FLOPs of a forward pass per token (matrices), per pair of tokens (attention), and per predicted token (`head`).
+    """FLOPs of a forward pass per token, per pair of tokens (attention), per predicted token.
 
-    `passes`: cost of forward and backward together, in forward passes."""
+    `token`: matrices; `head`: output embedding; `passes`: cost of forward and backward together, in forward passes."""
 
     token: float
     pair: float
@@ -97,9 +97,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Return log pi and entropy of the tokens `micro.targets`, float32 [M], with gradient if grad mode is on.
+        """Return log pi and entropy of the tokens `micro.targets`: float32 [M] each.
 
-        Ranks that share rows (model.sequence_parallel, tensor_parallel) get the whole micro-batch and return all M values."""
+        They have a gradient if grad mode is on. Ranks that share rows (model.sequence_parallel, tensor_parallel) get the whole
+        micro-batch and return all M values."""
 
     def values(self, micro: Micro) -> Tensor:
         """Return the value before each of the tokens `micro.targets`, float32 [M]; only with role "value"."""
@@ -161,9 +162,10 @@ class BaseEngine(ABC):
         """Reduce element-wise over the data-parallel ranks, to the host; ranks that share rows count once."""
 
     def expert_load(self) -> Tensor | None:
-        """Return and reset the routing counts of experts in passes with gradient, float64 [layers, experts] on the host.
+        """Return and reset the routing counts of experts: float64 [layers, experts] on the host.
 
-        Summed over ranks that share rows; None for a dense model, or if the engine does not count."""
+        They count passes with gradient. Summed over ranks that share rows; None for a dense model, or if the engine does not
+        count."""
         return None
 
     def flops(self) -> Flops | None:
@@ -180,7 +182,7 @@ class BaseEngine(ABC):
         """
 
     def resident(self) -> list[Tensor]:
-        """Return the tensors of `tensors` that are the model's own memory at a fixed address, readable in place; default none."""
+        """Return the tensors of `tensors` at fixed addresses in the model's memory, readable in place; default: none."""
         return []
 
     @abstractmethod
@@ -207,10 +209,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Move parameters and optimizer state to host memory (pinned for a GPU) and free the device memory.
+        """Move parameters and optimizer state to host memory, pinned for a GPU.
 
-        Call it between optimizer steps, without gradients. Until `onload`, only `state` and `tensors` may be called; `tensors`
-        moves them back."""
+        The device memory is freed. Call it between optimizer steps, without gradients. Until `onload`, only `state` and `tensors`
+        may be called; `tensors` moves them back."""
 
     @abstractmethod
     def onload(self) -> None:
@@ -218,9 +220,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Return model ("model.NAME", Hugging Face names) and optimizer state by name, as DTensors, on the host while offloaded.
+        """Return model and optimizer state by name, as DTensors; on the host while offloaded.
 
-        A load writes into these tensors; any number of ranks can load a saved state."""
+        The model's are "model.NAME" by Hugging Face name. A load writes into these tensors; any number of ranks can load a saved
+        state."""
 
 
 TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
@@ -261,7 +264,7 @@ def compute_dtype(cfg: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def check_train_engine(config: TrainConfig) -> None:
-    """Raise ConfigError for an unknown engine or unsupported settings, DependencyError if one of its packages is missing."""
+    """Raise ConfigError for an unknown engine or unsupported settings, DependencyError for a missing package."""
     entry, model = TRAIN_ENGINES.entry(config.model.engine), config.model
     # By trait: the setting that needs it, and whether the config has this setting. ("alone" is missing: without this trait a
     # run gets a process group; see trainer/roles.py.)

@@ -301,7 +301,7 @@ def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
 
 
 def saved_tensors(folder: Path) -> tuple[list[str], Callable[[str], Tensor]]:
-    """Return the names of the tensors of `save_state`, and a function that reads a full tensor by name.
+    """Return the names of the tensors of `save_state`, and a reader of full tensors.
 
     Both raise CheckpointError if the folder is incomplete.
     """

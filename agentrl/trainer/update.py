@@ -331,7 +331,7 @@ class Steps:
         self.skipped = 0
 
     def take(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> None:
-        """Run the backward passes of minibatch `number` over its micro-batches (row numbers), then its optimizer step."""
+        """Run the backward passes of minibatch `number`, then its optimizer step. `micros`: row numbers."""
         sound = self.backward(number, micros, loss)
         norm = self._engine.step(sound)
         self.norms.append(norm)

@@ -106,7 +106,7 @@ def _label(hook: UpdateHook) -> str:
 
 
 def join_rows(view: Ragged, added: Sequence[tuple[Term, TensorDict]], sharing: Mode) -> Ragged:
-    """Append added rows to the rows of an update, with the columns that the actor reads.
+    """Append added rows to those of an update, with the columns for the actor.
 
     Defaults of added rows: `old_logprobs` are their `logprobs`, `ref_logprobs` are 0 (unused), experts are free."""
     fresh = view.batch.select(*(name for name in _ACTOR_COLUMNS if name in view))

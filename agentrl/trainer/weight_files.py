@@ -72,7 +72,7 @@ class WeightFiles(ExitStack):
         return Header(held.get_dtype(), tuple(held.get_shape()))
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """Return a tensor or a region (one slice per dimension), in the file's dtype, as a view of the mapped file."""
+        """Return a tensor or a region (one slice per dimension), as a view of the mapped file, in its dtype."""
         found: Tensor = self._held[name][region or ...]
         return found
 
@@ -242,7 +242,7 @@ HARMLESS = {
 
 
 def has_weights(path: str) -> bool:
-    """Return True for a hub name, or a folder with a weight file, complete or not."""
+    """Return True for a hub name or a folder with any weight file."""
     return not Path(path).is_dir() or any(any(Path(path).glob(pattern)) for pattern in OTHER_WEIGHTS)
 
 

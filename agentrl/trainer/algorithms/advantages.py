@@ -55,7 +55,7 @@ def of_episodes(batch: AdvantageInput, rule: Callable[[Episodes], Tensor]) -> Ad
 
 
 def of_groups(batch: AdvantageInput, rule: Callable[[Tensor], Tensor]) -> AdvantageOutput:
-    """Apply a rule to the rewards of one group at a time, then spread the values as `of_episodes` does."""
+    """Apply a rule to the rewards of each group, then spread values like `of_episodes`."""
 
     def by_group(e: Episodes) -> Tensor:
         out = torch.zeros_like(e.reward)
@@ -182,7 +182,7 @@ def pass_at_k(
 
 
 def _largest(n: int, k: int) -> Tensor:
-    """Return the probability that item j of n, in ascending order, is the maximum of a random k-subset, float64 [n]."""
+    """Return the probability of each item, in ascending order, to be a random k-subset's maximum: float64 [n]."""
     return torch.tensor([comb(j, k - 1) / comb(n, k) for j in range(n)], dtype=torch.float64)
 
 

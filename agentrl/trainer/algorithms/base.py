@@ -49,7 +49,7 @@ class AdvantageInput:
     branch_turn: Tensor | None = None
 
     def of(self, rows: Tensor, terms: int) -> tuple[AdvantageInput, Tensor]:
-        """Return the input for the rows marked in `rows` (bool [N]) and the first `terms` terms, and its token mask, bool [T]."""
+        """Select rows (bool [N]) and the first `terms` terms. Returns the input and the mask of its tokens, bool [T]."""
         tokens = spread(rows, self.offsets, len(self.mask))
         lengths = self.offsets.diff()[rows]
         per_token = {"token_rewards", "mask", "values", "turns", "anchors"}
@@ -175,7 +175,7 @@ def call_component(name: str, component: Callable[..., Any], *given: Any) -> Any
 
 
 def check_output(name: str, answer: Any, kind: type[Any], column: str, like: Tensor) -> None:
-    """Raise ConfigError unless component `name` returned a `kind` with a tensor shaped as `like` (in `column`, if given)."""
+    """Raise ConfigError unless component `name` returned a `kind` with a tensor like `like`: in `column`, or itself."""
     found = (getattr(answer, column, None) if column else answer) if isinstance(answer, kind) else None
     if isinstance(found, Tensor) and found.shape == like.shape:
         return
@@ -386,7 +386,7 @@ _PRIME, _MODULUS = 1_000_003, (1 << 31) - 1
 
 
 def anchors_of(token_ids: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """Hash the context tokens since the last turn (the answer of tools or user), int64 [T]; equal on a turn's tokens.
+    """Hash the context since the last turn (the answer of tools or user): int64 [T], equal on a turn's tokens.
 
     `token_ids`, `mask` (true where sampled) are [T].
     """
