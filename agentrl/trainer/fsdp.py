@@ -319,24 +319,24 @@ class FsdpEngine(BaseEngine):
 
     def offload(self) -> None:
         if any(parameter.grad is not None for parameter in self.module.parameters()):
-            raise AgentrlError("offload: gradients wait for an optimizer step")
+            raise AgentrlError("offload: gradients wait for an optimizer step. Call optim_step or drop_gradients first")
         for part in self._parts():
             part.reshard()  # a forward pass without backward leaves the outermost part unsharded
         optimizer = [] if self.optimizers is None else self.optimizers.tensors()
-        self._offloaded.take([*self.module.parameters(), *optimizer])
+        self._offloaded.offload([*self.module.parameters(), *optimizer])
 
     def onload(self) -> None:
-        if self._offloaded.away:
-            self._offloaded.give_back()
+        if self._offloaded.active:
+            self._offloaded.restore()
 
     def state(self) -> dict[str, Tensor]:
         held = self.module.state_dict()
         found = {f"model.{self.hf_name(name)}": held[name] for name in held if name not in self._left_out}
         optimizer = {} if self.optimizers is None else self.optimizers.state()
-        if self._offloaded.away:  # `state` may just have created tensors on the device
-            self._offloaded.take(optimizer.values())
+        if self._offloaded.active:  # `state` may just have created tensors on the device
+            self._offloaded.offload(optimizer.values())
         found |= {f"optimizer.{name}": tensor for name, tensor in optimizer.items()}
-        return {name: self._offloaded.where(tensor) for name, tensor in found.items()}
+        return {name: self._offloaded.view_of(tensor) for name, tensor in found.items()}
 
     def export(self, folder: Path) -> None:
         # Like `tensors`, but gathered one by one: slower, with at most one tensor unsharded.

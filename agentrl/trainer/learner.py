@@ -341,7 +341,7 @@ class Learner:
     def _skip(self, step: int, what: str) -> dict[str, float]:
         """Count a skipped step and return its metrics. Raises NonFiniteError after MAX_SKIPPED in a row."""
         self._skipped += 1
-        message = f"step {step} is skipped ({self._skipped} in a row), as there are numbers that are not finite: {what}"
+        message = f"step {step} is skipped ({self._skipped} in a row) because of non-finite numbers: {what}"
         log.error(message)
         if self._skipped > MAX_SKIPPED:
             raise NonFiniteError(f"{message}. The run ends; the weights are those of the last step that was not skipped")

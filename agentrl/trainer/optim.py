@@ -217,40 +217,40 @@ class Offloaded:
     def __init__(self) -> None:
         # A storage and its bytes on the host: uint8, pinned if they came from a GPU.
         self._held: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        self.away = False
+        self.active = False
 
-    def take(self, tensors: Iterable[Tensor]) -> None:
+    def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors to the host and free their memory; skip those that are offloaded already."""
-        there = {storage._cdata: storage for tensor in tensors if (storage := local(tensor).untyped_storage()).nbytes()}
-        going: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        for key, storage in there.items():
+        storages = {storage._cdata: storage for tensor in tensors if (storage := local(tensor).untyped_storage()).nbytes()}
+        fresh: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        for key, storage in storages.items():
             pinned = storage.device.type == "cuda"  # asynchronous copies need pinned memory
             if (known := self._held.get(key)) is None:
                 known = storage, torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-            going[key] = known
+            fresh[key] = known
             known[1].untyped_storage().copy_(storage, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        for storage, _ in going.values():
+        for storage, _ in fresh.values():
             storage.resize_(0)
         # Keep earlier copies only if they are still offloaded, else the copy of a deleted tensor would stay forever.
-        self._held = {**self._held, **going} if self.away else going
-        self.away = True
+        self._held = {**self._held, **fresh} if self.active else fresh
+        self.active = True
         free_cached()
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Allocate the device memory again and copy the bytes back."""
         for storage, host in self._held.values():
             storage.resize_(host.numel())
             storage.copy_(host.untyped_storage(), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.away = False
+        self.active = False
 
-    def where(self, tensor: Tensor) -> Tensor:
-        """Return the tensor or, while it is offloaded, a view of its host copy, from which `give_back` restores it."""
+    def view_of(self, tensor: Tensor) -> Tensor:
+        """Return the tensor or, while it is offloaded, a view of its host copy, from which `restore` restores it."""
         part = local(tensor)
-        held = self._held.get(part.untyped_storage()._cdata) if self.away else None
+        held = self._held.get(part.untyped_storage()._cdata) if self.active else None
         if held is None:
             return tensor
         typed = held[1].view(part.dtype)

@@ -29,7 +29,7 @@ def check_weights(weights: WeightsConfig, cluster: ClusterConfig, *, colocated: 
     traits = frozenset[str]() if name == AUTO else ROUTES.entry(name).traits
     if "cuda" in traits and not (has_gpus(cluster, "actor") and has_gpus(cluster, "rollout")):
         raise ConfigError(
-            f'weights.route = "{name}" goes from GPU to GPU, and actors and engine do not both have some; use one of '
+            f'weights.route = "{name}" goes from GPU to GPU, and the actors or the engine have no GPU; use one of '
             f'{ROUTES.that_are("cuda", False)}, or "auto"'
         )
     if "own_gpus" in traits and not colocated:

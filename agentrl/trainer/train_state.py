@@ -147,7 +147,7 @@ def _tensor(name: str, made: Any) -> TensorStorageMetadata:
         if not len(offsets) == len(sizes) == len(size) or any(
             at + n > whole for at, n, whole in zip(offsets, sizes, size, strict=True)
         ):
-            raise ValueError(f"{name}: a part of it lies outside of it")
+            raise ValueError(f"{name}: a chunk is outside of the tensor")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 

@@ -277,7 +277,7 @@ class Pack:
         offsets = self.flat["cu_seqlens"].to(torch.int64)
         self.mask = self.flat["sampled"]
         if bool(self.mask[offsets[:-1]].any()):
-            raise ValueError("a row begins with a sampled token: nothing precedes it that could predict it")
+            raise ValueError("a row begins with a sampled token, which no token before it predicts. Begin it with context")
         self.compact = sampled_offsets(self.mask, offsets)
         ids, positions = self.flat["token_ids"], self.flat["position_ids"]
         indices, last = self.mask.nonzero().squeeze(1), offsets[1:] - 1

@@ -162,7 +162,7 @@ def test_an_actor_that_waits_gives_the_card_back_and_learns_the_same(small: str,
     engine = goes.backend.workers[0]._engine
     size = sum(p.to_local().nbytes for p in engine.module.parameters()) * 3  # weights, and AdamW's two moments
     assert held - torch.cuda.memory_allocated() > 0.95 * size
-    pinned = [wait.host.is_pinned() for wait in engine._offloaded._held.values()]
+    pinned = [host.is_pinned() for _, host in engine._offloaded._held.values()]
     assert pinned and all(pinned)
     goes.run(Actor.save, str(tmp_path))  # from host memory
     assert held - torch.cuda.memory_allocated() > 0.95 * size
