@@ -35,14 +35,14 @@ ADVANTAGES: Registry[Callable[..., AdvantageOutput]] = Registry(
     "agentrl.trainer.algorithms.advantages",
     given=1,
     needs={
-        "group": "two episodes of a task or more, to compare",
-        "group_over_k": "more episodes of a task than its argument k",
+        "group": "at least two episodes per task",
+        "group_over_k": "more than k episodes per task (argument k)",
         "values": "a critic's value of each token",
-        "baseline": "the reward of a greedy episode of each task",
-        "terms": "the nodes of the reward spec that its argument `terms` names, each by itself",
-        "anchors": "which turns were taken in the same state",
+        "baseline": "the reward of a greedy episode per task",
+        "terms": "single values of the reward spec's nodes (argument terms)",
+        "anchors": "hashes of the states in which turns were taken",
     },
-    traits={"branches": "is right for members of a group that share their beginnings (`rollout.branch`)"},
+    traits={"branches": "supports groups whose members share first turns (rollout.branch)"},
 )
 
 

@@ -38,15 +38,15 @@ POLICY_LOSSES: Registry[Callable[..., LossOutput]] = Registry(
     "agentrl.trainer.algorithms.losses",
     given=1,
     needs={
-        "picked": "tokens of the minibatch chosen by covariance, as its arguments share, low and high say",
+        "picked": "tokens of the minibatch chosen by covariance (arguments share, low, high)",
         "proximal": "recomputed logprobs of the proximal policy",
     },
     traits={
-        "sequence_ratio": "has one ratio for all tokens of a row, within its arguments clip_low and clip_high",
-        "clips_tokens": "of a sequence ratio: its bounds are those of each token's log ratio, before their mean is taken",
-        "moves_picked": "its gradient on a picked token is not 0 even if the advantage is",
-        "importance_weighted": "weights tokens by proximal / behavior, as an off-policy correction does",
-        "own_samples": "has no ratio of policies: right only for tokens of the weights that are trained",
+        "sequence_ratio": "has one ratio per row, clipped by its arguments clip_low and clip_high",
+        "clips_tokens": "with a sequence ratio: clips each token's log ratio before averaging",
+        "moves_picked": "has a gradient on picked tokens even if their advantage is 0",
+        "importance_weighted": "weights tokens by proximal / behavior, like an off-policy correction",
+        "own_samples": "has no ratio of policies: right only for tokens sampled by the weights that are trained",
     },
 )
 
