@@ -29,12 +29,12 @@ def with_advantages(
     view: Ragged,
     algorithm: AlgorithmConfig,
     kl_coef: float,
-    own: Mapping[str, Choice] = MappingProxyType({}),
+    by_env: Mapping[str, Choice] = MappingProxyType({}),
     estimator: Callable[[AdvantageInput], AdvantageOutput] | None = None,
 ) -> tuple[Ragged, dict[str, float]]:
     """Add `advantages` to a batch (and `returns`, if an estimator defines them). Returns it and metrics.
 
-    An estimator of `own` gets the rows of its environment, `algorithm.advantage` all others together; the function `estimator`
+    An estimator of `by_env` gets the rows of its environment, `algorithm.advantage` all others together; the function `estimator`
     replaces both and gets all rows. If `algorithm.kl.where` is "reward", the penalty is first subtracted from token and episode
     rewards.
     """
@@ -62,10 +62,10 @@ def with_advantages(
         member=view.row("member"),
         **{name: view.row(name) for name in ("baseline", "terms", "parent", "branch_turn") if name in view},
     )
-    if any("anchors" in ADVANTAGES.entry(choice.name).needs for choice in (algorithm.advantage, *own.values())):
+    if any("anchors" in ADVANTAGES.entry(choice.name).needs for choice in (algorithm.advantage, *by_env.values())):
         given = replace(given, anchors=anchors_of(view.tokens("token_ids"), mask, view.offsets))
-    if estimator is None and own:
-        out = estimate_advantages(given, view, algorithm.advantage, own)
+    if estimator is None and by_env:
+        out = estimate_advantages(given, view, algorithm.advantage, by_env)
     else:
         out = estimate(algorithm.advantage, given, estimator)
     if len(found := out.advantages[mask].double()):  # tokens with an A of exactly 0 have no policy gradient
@@ -75,22 +75,22 @@ def with_advantages(
 
 
 def with_estimator_inputs(
-    batch: TensorDict, groups: Sequence[Group], advantage: Choice, own: Mapping[str, Choice] = MappingProxyType({})
+    batch: TensorDict, groups: Sequence[Group], advantage: Choice, by_env: Mapping[str, Choice] = MappingProxyType({})
 ) -> TensorDict:
     """Add the columns that estimators read to a batch of scored group members.
 
-    Its rows are in the order of `groups`. The estimator of a row is that of its environment in `own`, else `advantage`.
+    Its rows are in the order of `groups`. The estimator of a row is that of its environment in `by_env`, else `advantage`.
     `baseline` float32 [N]: reward of the group's greedy episode, 0 if unused; `terms` float32 [N, K]: values of reward spec
-    nodes, NaN if unscored or beyond those that the estimator reads; with `own`, `estimator` int64 [N]: 0 for `advantage`, then
-    numbers of `own` from 1; with branches, `parent` and `branch_turn` int64 [N] as in `AdvantageInput`. Raises ConfigError if a
-    needed greedy episode is not scored."""
+    nodes, NaN if unscored or beyond those that the estimator reads; with `by_env`, `estimator` int64 [N]: 0 for `advantage`, then
+    numbers of `by_env` from 1; with branches, `parent` and `branch_turn` int64 [N] as in `AdvantageInput`. Raises ConfigError if
+    a needed greedy episode is not scored."""
     row = batch.get("trajectory")
     out: TensorDict = batch.copy()
-    choices, members = [advantage, *own.values()], [(group, member) for group in groups for member in group.scored()]
-    which = [list(own).index(group.env) + 1 if group.env in own else 0 for group, _ in members]
+    choices, members = [advantage, *by_env.values()], [(group, member) for group in groups for member in group.scored()]
+    which = [list(by_env).index(group.env) + 1 if group.env in by_env else 0 for group, _ in members]
     needs = [ADVANTAGES.entry(choice.name).needs for choice in choices]
     wanted = frozenset[str]().union(*needs)
-    if own:
+    if by_env:
         out["estimator"] = torch.tensor(which, dtype=torch.int64)[row]
     if "baseline" in wanted:
         baseline = []
@@ -128,11 +128,11 @@ def estimate(
     return out
 
 
-def estimate_advantages(given: AdvantageInput, view: Ragged, advantage: Choice, own: Mapping[str, Choice]) -> AdvantageOutput:
+def estimate_advantages(given: AdvantageInput, view: Ragged, advantage: Choice, by_env: Mapping[str, Choice]) -> AdvantageOutput:
     """Run each estimator on its rows (column `estimator` of `view`) and merge outputs; `returns` only with values."""
     found = torch.zeros(len(given.mask), dtype=given.reward.dtype)
     returns = None if given.values is None else torch.zeros_like(found)
-    for number, choice in enumerate([advantage, *own.values()]):
+    for number, choice in enumerate([advantage, *by_env.values()]):
         rows = view.row("estimator") == number
         if not bool(rows.any()):
             continue
@@ -145,9 +145,9 @@ def estimate_advantages(given: AdvantageInput, view: Ragged, advantage: Choice, 
     return AdvantageOutput(found, returns)
 
 
-def critic_rows(batch: TensorDict, advantage: Choice, own: Mapping[str, Choice]) -> TensorDict:
+def critic_rows(batch: TensorDict, advantage: Choice, by_env: Mapping[str, Choice]) -> TensorDict:
     """Select the rows that train the critic: those of estimators that read values."""
-    reads = torch.tensor(["values" in ADVANTAGES.entry(choice.name).needs for choice in (advantage, *own.values())])
+    reads = torch.tensor(["values" in ADVANTAGES.entry(choice.name).needs for choice in (advantage, *by_env.values())])
     return batch if bool(reads.all()) else select(batch, torch.nonzero(reads[batch.get("estimator")]).reshape(-1))
 
 

@@ -117,7 +117,7 @@ class Learner:
         self._moving: WorkerGroup[Reference] | None = None  # `references` if they follow the policy; then checkpoints save them
         self.reward_models: WorkerGroup[RewardModel] | None = None
         self.teachers: WorkerGroup[Reference] | None = None
-        self.algorithm, self._own = config.settled_algorithm(), own_advantages(config.envs)
+        self.algorithm, self._by_env = config.settled_algorithm(), own_advantages(config.envs)
         self.kl_coef = config.algorithm.kl.coef
         mode = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
         self.sharing = mode if "prefix_sharing" in TRAIN_ENGINES.entry(config.model.engine).traits else "off"
@@ -192,20 +192,20 @@ class Learner:
         self,
         batch: TensorDict,
         algorithm: AlgorithmConfig | None = None,
-        own: Mapping[str, Choice] | None = None,
+        by_env: Mapping[str, Choice] | None = None,
         estimator: Callable[[AdvantageInput], AdvantageOutput] | None = None,
         step: int = 0,
     ) -> tuple[Ragged, dict[str, float], str]:
         """Run the first half of `step`: add all columns that the updates of critic and actor read.
 
-        Returns the batch, the metrics so far, and a description of non-finite numbers ("" without any). `algorithm` and `own`
+        Returns the batch, the metrics so far, and a description of non-finite numbers ("" without any). `algorithm` and `by_env`
         replace the run's algorithm and the estimators by environment; the function `estimator` replaces both estimators."""
-        algorithm, own = algorithm or self.algorithm, self._own if own is None else own
+        algorithm, by_env = algorithm or self.algorithm, self._by_env if by_env is None else by_env
         view, metrics = await self._prepare(Ragged.of(batch), weight_at(self.config.rollout.temperature, step))
         # Checked before the advantages too: whitening and group means would spread one NaN over all rows and hide its source.
         if broken := await in_thread("batch", broken_rows, view):
             return view, metrics, broken
-        view, formed = await in_thread("batch", with_advantages, view, algorithm, self.kl_coef, own, estimator)
+        view, formed = await in_thread("batch", with_advantages, view, algorithm, self.kl_coef, by_env, estimator)
         metrics |= formed
         for hook in self.hooks.values():
             view, changed = await in_thread("batch", ask_hook, hook, UpdateHook.change_advantages, view)
@@ -280,8 +280,8 @@ class Learner:
                     rows = await in_thread("batch", with_trees, rows, self.sharing)
                 logs = (await group.arun(Reference.compute_logprob, rows.batch, temperature))["logprobs"].values()
                 if rows is not view:
-                    own = view.tokens("sampled")
-                    logs = torch.zeros(len(own)).masked_scatter(own, logs[rows.tokens("sampled")])
+                    sampled = view.tokens("sampled")
+                    logs = torch.zeros(len(sampled)).masked_scatter(sampled, logs[rows.tokens("sampled")])
                 view = view.with_tokens(**{column: logs})
                 await self._offload_idle(role, group)
         if self.critics is not None:
@@ -311,8 +311,8 @@ class Learner:
         whole = await in_thread("batch", join_rows, view, added, self.sharing) if added else view
         if self.critics is not None:
             batch = view.batch
-            if self._own:
-                batch = await in_thread("batch", critic_rows, batch, self.algorithm.advantage, self._own)
+            if self._by_env:
+                batch = await in_thread("batch", critic_rows, batch, self.algorithm.advantage, self._by_env)
             if len(batch):
                 metrics |= await self.update_critic(batch, step)
             await self._offload_idle("critic", self.critics)

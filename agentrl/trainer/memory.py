@@ -222,10 +222,10 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
         by_size(cfg.activation_checkpointing, size),
         by_size(cfg.shard_gradients, numel(learning)),
     )
-    states = [sum(state_bytes(name, p, optim) * held[id(p)].most for name, p in named) for optim in optims]
+    states = [sum(state_bytes(name, p, optim) * held[id(p)].max_numel for name, p in named) for optim in optims]
     # On the rank with the most elements.
-    own = {"weights": MASTER * sum(held[id(p)].most for p in parameters), "optimizer": math.ceil(max(states, default=0.0))}
-    sharded = MASTER * sum(held[id(p)].most for p in learning)
+    own = {"weights": MASTER * sum(held[id(p)].max_numel for p in parameters), "optimizer": math.ceil(max(states, default=0.0))}
+    sharded = MASTER * sum(held[id(p)].max_numel for p in learning)
     whole = MASTER * _gathered_numel(learning, held)
     gathered = _gathered_bytes(module, cfg, held, trained) if ranks > 1 or cfg.dtype != "float32" else 0
     if cfg.offload == "always":
@@ -274,7 +274,7 @@ def _gathered_bytes(module: nn.Module, cfg: ModelConfig, held: Held, trained: bo
 
 
 def _gathered_numel(parameters: Iterable[nn.Parameter], held: Held) -> int:
-    return sum(held[id(p)].whole for p in parameters)
+    return sum(held[id(p)].gathered_numel for p in parameters)
 
 
 def token_bytes(module: nn.Module, dtype: str) -> int:

@@ -168,15 +168,15 @@ class Share:
     shards: int
 
     @property
-    def whole(self) -> int:
+    def gathered_numel(self) -> int:
         """Return the number of elements after FSDP2's gather."""
         return math.prod(self.shape)
 
     @property
-    def most(self) -> int:
+    def max_numel(self) -> int:
         """Return the number of elements on the rank with the most: equal pieces, the last ones shorter."""
         length = self.shape[self.along] if self.shape else 1
-        return math.ceil(length / self.shards) * (self.whole // max(length, 1))
+        return math.ceil(length / self.shards) * (self.gathered_numel // max(length, 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class Trainer:
         elif advantage is not None:  # a function or numbers in place of the config's and the environments' own
             algorithm, own = algorithm.model_copy(update={"advantage": Choice(name="grpo")}), {}
             estimator = advantage if callable(advantage) else partial(_per_episode, advantage)
-        if estimator is None and not (self._session.learner._own if own is None else own):
+        if estimator is None and not (self._session.learner._by_env if own is None else own):
             known = {key for member in members for key in member.metrics}
             # Also nodes of a spec that no episode of these came to.
             known.update(*(env.scorer.ids for env in self._session.envs if any(group.env == env.name for group in groups)))
