@@ -232,7 +232,7 @@ def unpack(view: Ragged, rows: Sequence[int], values: torch.Tensor, into: torch.
         at += stop - start
 
 
-# To a device
+# Device transfer
 
 
 def on_device(tensor: Tensor, device: Device) -> Tensor:

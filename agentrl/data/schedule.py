@@ -139,7 +139,7 @@ def share(view: Ragged, rows: Rows, trees: Sequence[Tree]) -> SharedPack:
     )
 
 
-# Rows that are added to an update
+# Added rows
 
 ORIGIN, FRESH = "origin", 0
 """Row column: FRESH for a row that was played for the update, else the number of its loss term, from 1."""

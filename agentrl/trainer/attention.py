@@ -418,7 +418,7 @@ def register_packed_attention() -> None:
     AttentionInterface.register(PACKED, packed_attention)
 
 
-# Other mixers
+# Token mixers without the attention function
 
 STATE = frozenset({"cache_params", "past_key_values", "past_key_value", "layer_past", "state"})
 """Arguments of a token mixer for the state of earlier tokens."""

@@ -98,7 +98,7 @@ KNOWN = {
 }  # fmt: skip
 """Families that the probe finds right in every way, accepted if the probe is not installed."""
 
-# The choice
+# Choice of packing
 
 HEADS: dict[str, Kind] = {"critic.path": "value", "reward_model.path": "score", "algorithm.distillation.path": "policy"}
 RIGHT = "docs/families.md lists those that are right, such as Qwen3, Llama and LFM2"

@@ -64,7 +64,7 @@ class TrainedTokens:
         return self.advantages[start:stop], self.log_ratios.get(number)
 
 
-# Rows that are added to an update
+# Added rows
 
 TERMS = "loss_terms"
 
@@ -86,7 +86,7 @@ def supervised_tokens(view: Ragged) -> Tensor:
     return spread(torch.from_numpy(np.isin(origins(view), numbers)), view.offsets, int(view.offsets[-1]))
 
 
-# Finite numbers
+# Non-finite numbers
 
 COLUMNS = ("reward", "rewards", "baseline", "logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 MAX_NAMED_ROWS = 8

@@ -152,7 +152,7 @@ _make_dtensor: Callable[..., Tensor] = partial(DTensor, requires_grad=False)
 """Not `from_local`, which would copy a tensor to the mesh's device."""
 
 
-# Rates of a config
+# Learning rates
 
 Task = Literal["rl", "critic", "sft", "dpo", "reward"]
 

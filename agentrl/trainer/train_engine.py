@@ -260,7 +260,7 @@ def compute_dtype(cfg: ModelConfig, device: torch.device) -> torch.dtype:
     return torch.float32 if cfg.computes_in(device.type == "cuda") == "float32" else torch.bfloat16
 
 
-# The engine of a config
+# Checks of the chosen engine
 
 
 def check_train_engine(config: TrainConfig) -> None:
@@ -305,7 +305,7 @@ def check_on_host(cfg: ModelConfig) -> None:
         raise ConfigError(f'model.offload = "{cfg.offload}": there is no GPU, so everything is in host memory already; unset it')
 
 
-# Memory and speed
+# FLOPs and GPU usage
 
 TERA, GIB = 1e12, 2**30
 PEAKS = {
@@ -396,7 +396,7 @@ class CardUsage:
         return {**found, "gpu/mfu": flops / each / most}
 
 
-# The layout of ranks
+# Layout of ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +454,7 @@ def check_divides(cfg: ModelConfig, ranks: int, name: str = "cluster.actors") ->
             raise ConfigError(f"{words} does not divide {name} = {ranks}")
 
 
-# The layout of roles
+# Layout of roles
 
 
 def mesh_of(model: ModelConfig, cluster: ClusterConfig, ranks: int | None = None) -> dict[str, int]:

@@ -46,7 +46,7 @@ ADVANTAGES: Registry[Callable[..., AdvantageOutput]] = Registry(
 )
 
 
-# Baselines of a group
+# Group baselines
 
 
 def of_episodes(batch: AdvantageInput, rule: Callable[[Episodes], Tensor]) -> AdvantageOutput:
@@ -233,7 +233,7 @@ def remax(batch: AdvantageInput) -> AdvantageOutput:
     return of_episodes(batch, lambda e: e.reward - baseline[e.first].double())
 
 
-# Baselines of a batch
+# Batch baselines
 
 
 @ADVANTAGES.register("reinforce_pp")
@@ -315,7 +315,7 @@ def gae_turns(
     return AdvantageOutput(turns.tokens.put(zscores(per_token) if whitened else per_token, dtype), returns)
 
 
-# Credit to turns
+# Turn-level credit
 
 
 @ADVANTAGES.register("turn_returns", needs={"group"})
