@@ -42,7 +42,7 @@ from agentrl.trainer.learner import Learner, policy_updates
 from agentrl.trainer.pretrained import init_model, named_anywhere
 from agentrl.trainer.publish import Publisher
 from agentrl.trainer.train_engine import offloads_when_idle
-from agentrl.trainer.update_hooks import UpdateHook, ask_hook
+from agentrl.trainer.update_hooks import UpdateHook, call_hook
 from agentrl.utils.errors import AgentrlError, CallbackError, CheckpointError
 from agentrl.utils.event_loop import SLOW_LOOP, LoopWatchdog, OwnedTasks
 from agentrl.utils.files import naming
@@ -141,7 +141,7 @@ class Saver(Writes):
             # No await between these two: a group that ended in between would be in neither of them, or in both.
             state = {"step": step, "ledger": self._collector.to_json()}
             groups = self._collector.ledger.complete_groups()
-            kept = ((name, ask_hook(hook, UpdateHook.state)) for name, hook in self._learner.hooks.items())
+            kept = ((name, call_hook(hook, UpdateHook.state)) for name, hook in self._learner.hooks.items())
             state |= {name: found for name, found in kept if found is not None}
             state |= {"metrics": self._folder.metrics_seal(), "identity": self._identity}
             await in_thread("files", _write_driver, aside, state, groups)
@@ -213,7 +213,7 @@ class Saver(Writes):
                 self._collector.load_json(state["ledger"], (Group.from_json(read_json(line)) for line in file))
             for name, hook in self._learner.hooks.items():
                 if name in state:  # an older checkpoint has none
-                    ask_hook(hook, UpdateHook.load_state, state[name])
+                    call_hook(hook, UpdateHook.load_state, state[name])
         except _NOT_OURS as problem:  # sealed as it is, so not damaged on a disk
             what = f"{type(problem).__name__}: {problem}"[:200]
             raise CheckpointError(f"{newest}: not a checkpoint of agentrl: {what}. Remove it to resume an older one") from None
@@ -410,7 +410,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
 
         async def on_group(group: Group) -> None:
             for hook in learner.hooks.values():
-                ask_hook(hook, UpdateHook.note_group, group, collector.tasks.draw(group.index))  # drawn already: its task
+                call_hook(hook, UpdateHook.note_group, group, collector.tasks.draw(group.index))  # drawn already: its task
             await watching.call("on_group", group)
 
         tasks = MixedTasks(parts_of(config), config.rollout.mixture, config.seed)

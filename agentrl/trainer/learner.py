@@ -29,7 +29,7 @@ from agentrl.trainer.pretrained import named_anywhere
 from agentrl.trainer.roles import Critic, ModelRole, Reference, RewardModel, SavedRole, check_moving, with_scores
 from agentrl.trainer.train_engine import TRAIN_ENGINES, mesh_of, offloads_when_idle, separate_reference
 from agentrl.trainer.update import check_algorithm, mismatch
-from agentrl.trainer.update_hooks import SECTIONS, UPDATE_HOOKS, UpdateHook, ask_hook, join_rows
+from agentrl.trainer.update_hooks import SECTIONS, UPDATE_HOOKS, UpdateHook, call_hook, join_rows
 from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.threads import in_thread
@@ -208,7 +208,7 @@ class Learner:
         view, formed = await in_thread("batch", with_advantages, view, algorithm, self.kl_coef, by_env, estimator)
         metrics |= formed
         for hook in self.hooks.values():
-            view, changed = await in_thread("batch", ask_hook, hook, UpdateHook.change_advantages, view)
+            view, changed = await in_thread("batch", call_hook, hook, UpdateHook.change_advantages, view)
             metrics |= changed
         metrics["prefix_ratio_possible"] = await in_thread("batch", token_ratio, view)
         return view, metrics, await in_thread("batch", broken_rows, view)
@@ -223,7 +223,7 @@ class Learner:
         learned = await self._learn(view, step, learns)
         metrics = {**metrics, **learned}
         for hook in self.hooks.values() if learns else ():
-            await in_thread("batch", ask_hook, hook, UpdateHook.keep, view)
+            await in_thread("batch", call_hook, hook, UpdateHook.keep, view)
         if self.algorithm.proximal == "recompute":
             metrics |= await in_thread("batch", mismatch, view)
         if keep:  # log ratios that the actors recorded on all ranks, or those of the recomputed proximal policy
@@ -275,7 +275,7 @@ class Learner:
                 rows = view
                 for hook in self.hooks.values() if role == "teacher" else ():
                     cap = self.config.optim.micro_tokens
-                    rows = await in_thread("batch", ask_hook, hook, UpdateHook.teacher_rows, rows, cap)
+                    rows = await in_thread("batch", call_hook, hook, UpdateHook.teacher_rows, rows, cap)
                 if rows is not view:
                     rows = await in_thread("batch", with_trees, rows, self.sharing)
                 logs = (await group.arun(Reference.compute_logprob, rows.batch, temperature))["logprobs"].values()
@@ -298,7 +298,7 @@ class Learner:
         temperature = weight_at(self.config.rollout.temperature, step)
         added: list[tuple[Term, TensorDict]] = []
         for hook in self.hooks.values() if learns else ():
-            rows, drawn = ask_hook(hook, UpdateHook.draw, step, int(view.episode.max()) + 1)
+            rows, drawn = call_hook(hook, UpdateHook.draw, step, int(view.episode.max()) + 1)
             metrics |= drawn
             if rows is None or hook.term is None:
                 continue
@@ -359,7 +359,7 @@ class Learner:
         state = json_text({"kl_coef": self.kl_coef, "begun": [self.config.algorithm.kl.coef]})
         await in_thread("files", (folder / STATE).write_text, state, "utf-8")
         for hook in self.hooks.values():
-            await in_thread("files", ask_hook, hook, UpdateHook.save, folder)
+            await in_thread("files", call_hook, hook, UpdateHook.save, folder)
 
     async def is_saved(self) -> bool:
         """Return True if the save that `begin_save` started is complete. Raises the error of a role that failed to write."""
@@ -386,7 +386,7 @@ class Learner:
                 raise CheckpointError(f"{path}: kl_coef was not a number when it was saved; resume an older checkpoint")
             self.kl_coef = float(found["kl_coef"])
         for hook in self.hooks.values():
-            await in_thread("files", ask_hook, hook, UpdateHook.load, folder)
+            await in_thread("files", call_hook, hook, UpdateHook.load, folder)
 
     def groups(self) -> list[WorkerGroup[Any]]:
         """Return the started training roles, the actors first."""

@@ -84,13 +84,13 @@ UPDATE_HOOKS: Registry[Callable[[Any, TrainConfig], UpdateHook]] = Registry("alg
 SECTIONS = ("distillation", "experience", "demonstrations")
 
 
-def ask_hook(hook: UpdateHook, method: Callable[..., R], *args: Any) -> R:
+def call_hook(hook: UpdateHook, method: Callable[..., R], *args: Any) -> R:
     """Call a hook's override of an UpdateHook method. Raises CallbackError and ConfigError as `call_method` does."""
     return call_method(_label(hook), method, hook, *args)
 
 
 async def prepare_batch(hook: UpdateHook, batch: TensorDict, groups: Sequence[Group], envs: Sequence[RunEnv]) -> TensorDict:
-    """Call `prepare` of a hook and return its batch. Raises as `ask_hook`."""
+    """Call `prepare` of a hook and return its batch. Raises as `call_hook`."""
     with user_code(f"{_label(hook)}: prepare", hook.prepare, hook):
         answer: Any = hook.prepare(batch, groups, envs)
         answer = await answer if inspect.isawaitable(answer) else answer

@@ -11,7 +11,7 @@ from agentrl.rollout.collector import Acceptance
 from agentrl.run.api.base import config_of
 from agentrl.run.callbacks import Callback, Callbacks, Functions
 from agentrl.run.checks import check_config
-from agentrl.trainer.update_hooks import UpdateHook, ask_hook, prepare_batch
+from agentrl.trainer.update_hooks import UpdateHook, call_hook, prepare_batch
 from agentrl.utils.errors import CallbackError, ConfigError, StalledError
 from tests.conftest import proof
 from tests.python import table
@@ -153,11 +153,11 @@ class Silent(Callback, UpdateHook):
 async def test_a_hook_of_updates_that_answers_nothing_is_named() -> None:
     for method, count in ((UpdateHook.change_advantages, 1), (UpdateHook.draw, 2), (UpdateHook.teacher_rows, 2)):
         with pytest.raises(ConfigError, match=rf"update hook Silent: {method.__name__} returned None, expected .*\.py:\d+"):
-            ask_hook(Silent(), method, *[0] * count)  # type: ignore[arg-type]
+            call_hook(Silent(), method, *[0] * count)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="update hook Silent: prepare returned None, expected the batch"):
         await prepare_batch(Silent(), {}, [], [])  # type: ignore[arg-type]
     with pytest.raises(CallbackError, match="update hook Silent: note_group raised KeyError: 'x'"):
-        ask_hook(Silent(), UpdateHook.note_group, None, None)  # type: ignore[arg-type]
+        call_hook(Silent(), UpdateHook.note_group, None, None)  # type: ignore[arg-type]
 
 
 @proof
