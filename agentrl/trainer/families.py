@@ -141,9 +141,9 @@ def packing_of(config: TrainConfig) -> Packing:
         for rope, limit in length_dependent_ropes(model):
             if longest > limit:
                 raise ConfigError(
-                    f"{key} = {longest}: the rotary embedding of {label} (rope_type {rope!r}) has other frequencies in a pass "
-                    f"with a row of more than {limit} tokens than in one without, so a row is sampled in one way and trained in "
-                    f"another; set it to at most {limit}, and vllm.max_model_len too, by which vLLM chooses between them"
+                    f"{key} = {longest}: the rotary embedding of {label} (rope_type {rope!r}) changes its frequencies in passes "
+                    f"with a row of more than {limit} tokens, so sampling and training would compute rows differently. Set it to "
+                    f"at most {limit}, and also vllm.max_model_len, by which vLLM chooses the frequencies"
                 )
     found = [probe_family(model, kind, label, one_row=asked.startswith("one_row")) for label, kind, model in models]
     wrong = [one for one in found if not one.packed.right]

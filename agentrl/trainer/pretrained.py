@@ -285,8 +285,8 @@ def check_path(path: str, trust: bool = False) -> None:
         raise ModelError(f"{path}: its config cannot be read: {_brief(error)}") from error
     if code:
         raise ModelError(
-            f"{path}: it brings code of its own ({', '.join(code)}), and transformers has no class of its kind. Read that code, "
-            "then allow it to run with model.trust_remote_code = true; or take a model whose family transformers has"
+            f"{path}: it needs code of its own ({', '.join(code)}), as transformers has no class for it. Read the code, "
+            "then allow it to run with model.trust_remote_code = true; or take a model of a family that transformers has"
         )
 
 

@@ -106,7 +106,7 @@ def weight_files(path: str, named: str | None = None, fetch: bool = True) -> lis
             "it holds adapters alone: merge them into their base model first (peft: merge_and_unload, save_pretrained)"
         )
     if ggufs := [name for name in others if name.endswith(".gguf")]:
-        raise ModelError(f"it holds a GGUF file, which is read once: agentrl init-model FOLDER --from {Path(path) / ggufs[0]}")
+        raise ModelError(f"it holds a GGUF file. Convert it: agentrl init-model FOLDER --from {Path(path) / ggufs[0]}")
     have = (
         f", found {list_names(others)}; convert it with the script of the model's family" if others else "; fetch the whole model"
     )
@@ -307,8 +307,8 @@ def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
     ]
     if any(problems):
         raise ModelError(
-            f"its weights are not those of its config.json: tensors, {'; '.join(filter(None, problems))}. Fetch the model again, "
-            "or correct config.json; a checkpoint of another program must be converted to the form that transformers saves"
+            f"its weights do not match its config.json: tensors: {'; '.join(filter(None, problems))}. Fetch the model again, "
+            "or correct config.json; convert a checkpoint of another program to the format of transformers"
         )
     return [f"{count} tensors not used: {reason}" for reason, count in left_out.items()]
 
