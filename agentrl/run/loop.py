@@ -1,13 +1,13 @@
 """The training loop, as a table of contents.
 
     groups    <- collector.collect()          episodes under the group ledger  (rollout/collector)
-    batch     <- make_batch(groups)           one row a ledger                 (data/rows)
+    batch     <- make_batch(groups)           one row per ledger               (data/rows)
     metrics   <- learner.step(batch)          advantages, critic, actor        (trainer/learner)
     version+1 <- collector.trained(groups)    the ledger counts the update     (rollout/group_ledger)
     engine    <- session.publish()            weights under the new version    (trainer/publish)
 
-One loop for every staleness bound: with `rollout.max_staleness = 0` episodes run within `collect` alone, not during an update,
-an evaluation or a checkpoint; above 0 they continue meanwhile."""
+One loop serves every staleness bound: with `rollout.max_staleness = 0` episodes run only within `collect`; above 0 they also
+run during updates, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NONE: Mapping[str, Choice] = MappingProxyType({})
 
 
 async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) -> None:
-    """Run updates until `steps`, an early stop or an interrupt; a checkpoint is written in each case."""
+    """Run updates until `steps`, an early stop or an interrupt, and save a checkpoint at the end."""
     config, collector, doing = session.config, session.collector, session.display.doing
     session.display.phase("train", config.steps, first=collector.ledger.version)
     interrupt.in_step = True
@@ -52,21 +52,21 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     done = resumed_at >= config.steps or interrupt.requested
     enough = config.stop_at_success
     if not done and evaluated is not None and _reaches(evaluated.get("success"), enough):
-        # The run was over when it was stopped: its next update would be one too many.
+        # The run had already reached its goal: do not train one more update.
         done = True
         session.display.say(
             f"held-out success {percent(evaluated['success'])} has reached stop_at_success = {enough} at update "
             f"{evaluated['step']}: no more updates; to go on: stop_at_success=false, or a higher one"
         )
-    # Weights that are evaluated on the way; the last ones are after the loop.
+    # Updates after which the weights are evaluated; the final weights are evaluated after the loop.
     due = range(config.eval.every, config.steps, config.eval.every) if config.eval.every else ()
     if not done and evaluated is None and resumed_at in due:
-        # An unbroken run has it: this one was interrupted, or to end, here.
-        owed = await evaluate_now(session, run_log, "eval")
-        done = _reaches(owed.success, enough)
-        await session.saver.rate(owed)
-    if config.rollout.max_staleness == 0:  # what was sampled before the first step is none of its tokens
-        await meter.read()  # above 0 they may all be: the first row then has no speed, rather than a wrong one
+        # The run stopped here before this evaluation, which an uninterrupted run has: make it now.
+        missed = await evaluate_now(session, run_log, "eval")
+        done = _reaches(missed.success, enough)
+        await session.saver.rate(missed)
+    if config.rollout.max_staleness == 0:  # do not count tokens sampled before the first step
+        await meter.read()  # above 0 they may belong to it: the first row then has no speed, rather than a wrong one
     while not done:
         if session.tracing is not None:
             await session.tracing.begin(collector.ledger.version + 1)
@@ -79,13 +79,13 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
                 batch = await prepare_batch(hook, batch, groups, session.envs)
         with doing("update"), span("update"):
             if config.rollout.colocate:
-                await session.rest()  # until the publish
+                await session.rest()  # until `publish`
             number = collector.ledger.version + 1
-            keep = number % config.trajectories_every == 0 or number == config.steps  # the episodes are written
+            keep = number % config.trajectories_every == 0 or number == config.steps  # write the episodes to disk
             update: Row = await session.learner.step(batch, collector.ledger.version, keep) | ages
-        del batch  # also frees its part in the object store, which the next episodes need
+        del batch  # also frees its space in the object store, which the next episodes need
         with doing("publish"), span("publish"):
-            # Counted first: `publish` sends the weights under the ledger's version.
+            # First, because `publish` sends the weights under the ledger's version.
             collector.trained(groups)
             await session.publish()
         update |= await meter.read() | session.watchdog.read()
@@ -95,7 +95,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
             figures = train_row(session, played, update)
             run_log.row("train", step, figures)
             if keep:
-                # No name for the episodes, which would keep them over the next steps.
+                # Bind no variable to the episodes: it would keep them in memory during the next steps.
                 await run_log.trajectories(
                     f"step_{step:06d}", [t for group in groups for t in group.trajectories], session.learner.tokens
                 )
@@ -105,17 +105,17 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         found = None
         if step in due and not interrupt.requested:
             found = await evaluate_now(session, run_log, "eval")
-        # Each step: what cannot be written must end the run at once, not after all its steps.
+        # Check at each step, so that a failed write ends the run at once and not after all its steps.
         await session.saver.check()
         await run_log.writes.check()
-        # Read once per step, for both the save and the end: Ctrl-C in between would end the loop without a checkpoint.
+        # Read `requested` once for both the save and the end: else Ctrl-C in between ends the loop without a checkpoint.
         reached = found is not None and _reaches(found.success, enough)
         done = step >= config.steps or reached or interrupt.requested
         if done or step % config.checkpoint.every == 0 or (found is not None and session.saver.deserves(found)):
             with doing("checkpoint"):
-                await run_log.writes.wait()  # so that a resume from here finds the files of all earlier steps
+                await run_log.writes.wait()  # a resume from this checkpoint needs the files of all earlier steps
                 await session.saver.save(found)
-            done = done or interrupt.requested  # one that came meanwhile: this step is saved, another may take an hour
+            done = done or interrupt.requested  # requested during the save: another step may take an hour
         if session.tracing is not None:
             await session.tracing.end()
     with doing("writing the checkpoint"):
@@ -129,15 +129,15 @@ def _reaches(success: float | None, enough: float | None) -> bool:
 
 @in_span("evaluation", root=True)
 async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluation:
-    """Held-out success and reward under the engine's current weights, recorded as `phase`."""
+    """Evaluate the engine's current weights on held-out tasks, and log the result as `phase`."""
     began = time.monotonic()
     config = session.config
     found: dict[str, Evaluation] = {}
     count, watch = Count(sum(config.alone(env).eval.tasks for env in config.envs)), Watch()
     with session.display.doing("evaluation", count.__str__, watch.waiting):
         for env in config.envs:
-            own = config.alone(env).eval
-            found[env.called] = await evaluate_env(session, env.called, own, on_episode=count, watch=watch)
+            settings = config.alone(env).eval
+            found[env.called] = await evaluate_env(session, env.called, settings, on_episode=count, watch=watch)
     result = next(iter(found.values())) if len(found) == 1 else combine_evaluations(found, eval_weights(config.envs))
     await forget_evaluation(session)
     row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began, session.services.values())
@@ -146,8 +146,9 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
 
 
 def make_batch(groups: list[Group], advantage: Choice, own: Mapping[str, Choice] = NONE) -> TensorDict:
-    """Scored members as one TensorDict, one row per ledger, with the columns that their estimators read: `advantage`, or that of
-    their environment in `own`."""
+    """Collate scored members into a TensorDict, one row per ledger, with the columns that their advantage estimators read.
+
+    `own`: estimator of an environment in place of `advantage`."""
     batch = collate(
         [t for group in groups for t in group.scored()], groups=[group.index for group in groups for _ in group.scored()]
     )
@@ -155,8 +156,9 @@ def make_batch(groups: list[Group], advantage: Choice, own: Mapping[str, Choice]
 
 
 def staleness(batch: TensorDict, version: int) -> dict[str, float]:
-    """Number of updates by which the weights that sampled the batch's tokens were behind `version`: mean and maximum. Raises
-    ConfigError if it has none, since no episode had room for a token."""
+    """Compute mean and maximum over sampled tokens of `version` minus the version that sampled the token.
+
+    Raises ConfigError if the batch has no sampled token, because no prompt left room for one."""
     ages = version - batch["versions"].values()[batch["sampled"].values()]
     if not len(ages):
         raise ConfigError(

@@ -282,7 +282,7 @@ def test_a_warning_is_said_once_where_no_log_is_kept() -> None:
 
 
 def test_the_display_is_told_what_the_engine_does_and_a_failed_look_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "LOOK_S", 0.001)
+    monkeypatch.setattr(feed, "REPORT_S", 0.001)
     said: list[str] = []
     new = EngineStats(3, 0, extra={"respawns": 1})
     answers: Any = iter([EngineError("a replica is started again"), EngineStats(2, 1, kv_used=0.45), new, new])
