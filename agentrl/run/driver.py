@@ -59,16 +59,15 @@ log = logging.getLogger(__name__)
 
 
 RUN_KINDS: Registry[Callable[[TrainConfig], Any]] = Registry("run", "RUN_KINDS", "agentrl.run")
-"""Runs that learn without playing episodes: made of a config, each checks it, prepares a folder's data, trains (False if it was
-interrupted), and sums up the rows of metrics.jsonl; `relevant_sections` is the config with the sections that it reads."""
+"""Makers, from a config, of runs that learn without playing episodes. Such a run checks the config, prepares a folder's data,
+trains (False if interrupted) and summarizes metrics.jsonl; `relevant_sections` is the config with the sections that it reads."""
 DATA = "data"
-"""Name in `RUN_KINDS` of training on [data]."""
+"""Name of training on [data] in `RUN_KINDS`."""
 
 
 @dataclass(slots=True)
 class RunOutcome:
-    """The state of a run; becomes summary.json. `cause`: why a run that went to its end did not learn. `findings`: as
-    `Health.findings`."""
+    """State of a run, written to summary.json. `cause`: why a completed run did not learn. `findings`: as `Health.findings`."""
 
     status: Status | Unhealthy = "failed"
     error: str | None = None
@@ -91,12 +90,12 @@ def execute(
     origins: Origins | None = None,
     restarts: int = 0,
 ) -> int:
-    """Run `config` in `folder`: all phases, or `only_warm_start`. Returns the exit code: 0 done, 1 failed, 130 interrupted.
+    """Run all phases of `config` in `folder`, or only its warm start; returns 0 (done), 1 (failed) or 130 (interrupted).
 
-    `notes`: warnings of the caller, for the display and the log. `callbacks`: next to those of the config. `interrupt`: how the
-    caller stops it, if it is not by a signal. `origins`: where the values of a resumed run's config are from; the config in the
-    folder becomes this one. `restarts`: how often it has started again. Raises UserError for what the user can fix: ConfigError
-    if another process writes this run. Else the summary is always written.
+    `notes`: the caller's warnings, for display and log. `callbacks`: in addition to the config's. `interrupt`: stops the run
+    without a signal. `origins`: sources of a resumed run's config values; `config` replaces the one in the folder. `restarts`:
+    number of earlier restarts. Raises UserError if the user can fix the problem, for example ConfigError if another process
+    writes this run. Otherwise always writes the summary.
     """
     quiet_libraries()
     raise_gc_threshold()
@@ -112,7 +111,7 @@ def execute(
     ):
         folder.check_places()
         config = config.with_date(folder.day())
-        folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
+        folder.summary.unlink(missing_ok=True)  # no summary means that the run is running or was killed
         folder.reserve()
         command = "sft" if folder.only_warm_start or config.data else "train"
         display.say(f"agentrl {command}: {folder.path} ({'resumed' if resumed else 'new'})")
@@ -125,7 +124,7 @@ def execute(
         shown = config if config.data is None else RUN_KINDS[DATA](config).relevant_sections()
         packing = packing_of(shown)
         log.info("packing: %s", packing.reason)
-        # One decision for all roles and ranks, before any of them is started.
+        # Decide once for all roles and ranks, before any of them starts.
         config, shown = (one.model_copy(update=packing_of(one).sections(one.model, one.optim)) for one in (config, shown))
         display.say(EngineChoice(config).computation_line(trains=True))
         for line in () if resumed else run_checks(RunStart(shown), "start"):
@@ -143,13 +142,13 @@ def execute(
             outcome.error = fault_text(error)
             if isinstance(error, NothingScoredError):
                 outcome.status = MOSTLY_UNSCORED
-            elif isinstance(error, (WorkerDiedError, NoRoomLeftError, EngineError, StalledError)):  # no fault of the run's
-                then = "\n" if "\n" in str(error) else "; "  # below a table
+            elif isinstance(error, (WorkerDiedError, NoRoomLeftError, EngineError, StalledError)):  # infrastructure faults
+                then = "\n" if "\n" in str(error) else "; "  # a message with a table gets a new line
                 raise type(error)(f"{error}{then}continue with: {folder.resume_command()}") from error
             elif isinstance(error, CallbackError) or not (
                 isinstance(error, AgentrlError) or (isinstance(error, OSError) and error.errno in FULL)
             ):
-                log.exception("the run failed")  # of what a user's own code raised the terminal has one line
+                log.exception("the run failed")  # the terminal shows one line; the log needs the traceback of user code
             raise
         finally:
             with put_off(display.say):
@@ -162,7 +161,7 @@ def execute(
 
 @dataclass(slots=True)
 class RunDriver:
-    """Drives a run through its phases, attempts and end."""
+    """Drives a run through its attempts, their phases, and its end."""
 
     config: TrainConfig
     folder: RunFolder
@@ -173,18 +172,20 @@ class RunDriver:
     callbacks: Sequence[Callback] = ()
 
     async def train(self) -> None:
-        """Attempt the run until it ends; after the loss of a worker again, from the newest checkpoint."""
+        """Train until the run ends; after the loss of a worker, restart from the newest checkpoint.
+
+        Raises the error once `cluster.max_restarts` is used up."""
         self.interrupt.install()
         outcome, most = self.outcome, self.config.cluster.max_restarts
         while True:
-            # Everything is closed and opened again, because torch.distributed groups do not survive the loss of a rank.
+            # Close and reopen everything, because torch.distributed groups do not survive the loss of a rank.
             try:
                 await while_ray_lives(self._attempt())
                 return
             except (*LOSSES, NothingScoredError) as error:
                 if isinstance(error, DiskFullError):
                     raise
-                await asyncio.sleep(TWICE)  # a signal to all processes may have ended that one first
+                await asyncio.sleep(TWICE)  # a stop signal to the process group may have ended the worker first
                 if self.interrupt.requested:
                     log.warning("stopped as it was asked to, without the step's end: %s", error)
                     outcome.status = "interrupted"
@@ -199,7 +200,7 @@ class RunDriver:
         then = f"continue with: {folder.resume_command()}"
         report_to_parent(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
         if outcome.restarts:
-            Provenance(folder, config).check_contents()  # the files are read again
+            Provenance(folder, config).check_contents()  # a restart reads the files again
         if config.data is not None:
             outcome.engine, outcome.status = "none", "interrupted"
             if await RUN_KINDS[DATA](config).train(folder, self.display, self.run_log, self.interrupt):
@@ -224,10 +225,10 @@ class RunDriver:
         config, folder = session.config, session.folder
         run_log, outcome, interrupt = self.run_log, self.outcome, self.interrupt
         if config.rollout.colocate:
-            await session.publisher.sleep()  # until the first publish: what starts until then uses the same memory
-        outcome.status = "interrupted"  # the early returns below follow Ctrl-C, except that of a warm start alone
+            await session.publisher.sleep()  # until the first publish, because warm start and loading use the same memory
+        outcome.status = "interrupted"  # the early returns below follow Ctrl-C, except the one for only a warm start
         if needs_warm_start(config, folder):
-            folder.rewind(NOTHING)  # rows of an attempt that ended in its warm start would be written twice
+            folder.rewind(NOTHING)  # drop rows of an attempt that ended in its warm start: they are written again
             run_log.rewound(NOTHING)
             await warm_start(session, run_log, interrupt)
             if interrupt.requested:
@@ -268,7 +269,7 @@ class RunDriver:
             outcome.status = "done"
 
     def finish(self) -> None:
-        """Give the verdict, draw the curve and write the summary."""
+        """Decide the final status, draw the curve and write the summary."""
         config, folder, outcome, run_log = self.config, self.folder, self.outcome, self.run_log
         rows = folder.read_metrics()
         if outcome.error is not None and outcome.status != MOSTLY_UNSCORED:
@@ -300,7 +301,7 @@ class RunDriver:
             "steps": updates[-1]["step"] if updates else 0,
             "success_before": success.get("before"),
             "success_after": success.get("after"),
-            **({"envs": {env.called: _of_env(rows, env.called) for env in config.envs}} if len(config.envs) > 1 else {}),
+            **({"envs": {env.called: _env_summary(rows, env.called) for env in config.envs}} if len(config.envs) > 1 else {}),
             **({"horizons": horizons} if (horizons := summary_of(rows)) else {}),
             "tokens": sum(row.get("tokens") or 0 for row in updates),
             **thrown_away(updates),
@@ -310,7 +311,7 @@ class RunDriver:
         }
 
     def say_end(self) -> None:
-        """Show how the run ended, and what to do next."""
+        """Show the result of the run and the commands to try next."""
         config, display, folder, outcome = self.config, self.display, self.folder, self.outcome
         if outcome.status == "interrupted":
             display.say(f"newest checkpoint           {newest_checkpoint(folder.path)}")
@@ -331,10 +332,10 @@ class RunDriver:
         display.say(f"success on held-out tasks   before {before}   after {after}")
         for env in [*(config.envs if len(config.envs) > 1 else ()), None]:
             if env is not None:
-                one = _of_env(rows, env.called)
+                one = _env_summary(rows, env.called)
                 before, after = (percent(one[f"success_{phase}"]) for phase in ("before", "after"))
                 display.say(f"  {env.called:<26}before {before}   after {after}   {one['tokens']:,} tokens sampled")
-            # A line for each number of calls, if tasks differ in it.
+            # One line per number of calls in the solution, if tasks differ in it.
             horizons = summary_of(rows, None if env is None else env.called)
             for label, part in horizons.items() if len(horizons) > 1 else ():
                 ends = f"before {percent(part['success_before'])}   after {percent(part['success_after'])}"
@@ -352,9 +353,9 @@ class RunDriver:
                 display.say(f"look at it                  {tracker.look}")
         for finding in outcome.findings:
             display.say(f"but                         {finding_text(finding)}")
-        # Suggestions: evaluate and go on, or find out why it did not learn. Every command works from any folder.
+        # Suggest to evaluate and continue, or to find out why it did not learn. Every command works from any folder.
         run = shlex.quote(str(folder.path))
-        # A run that is over may have more updates than its config has steps, if it was resumed with fewer.
+        # A finished run may have more updates than its config's `steps` if it was resumed with fewer.
         more = 2 * max([config.steps, *(row["step"] for row in rows if row["phase"] == "train")])
         if outcome.status != "done":
             display.say("")
@@ -374,7 +375,9 @@ class RunDriver:
 
 @contextmanager
 def _unless_failed(outcome: RunOutcome, what: str) -> Iterator[None]:
-    """Suppress errors of writing if the run has failed (on a full disk, say), so that they do not hide the cause."""
+    """Log write errors (such as a full disk) after a failed run, so that they do not hide the cause.
+
+    Of a run that has not failed, a full disk makes it a failed one; any other OSError is raised."""
     try:
         yield
     except OSError as problem:
@@ -385,8 +388,8 @@ def _unless_failed(outcome: RunOutcome, what: str) -> Iterator[None]:
         log.warning("%s: %s", what, problem)
 
 
-def _of_env(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Success of one environment on its held-out tasks, the best with its step too, and what training sampled of it."""
+def _env_summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Summarize an environment: held-out success before, after and at best (with its step), and tokens sampled in training."""
     key = f"env/{name}/success"
     of = {phase: dict(points(rows, (phase,), key)) for phase in EVALUATED}
     found = {step: value for phase in of.values() for step, value in phase.items()}
@@ -404,15 +407,15 @@ def _of_env(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def _log_to(folder: RunFolder) -> Iterator[None]:
     handler = LogFile(folder.log)
     logging.getLogger("agentrl").setLevel(logging.INFO)
-    # An exporter of traces that finds no collector says so in the other.
+    # The OpenTelemetry exporter logs to its own logger, for example that it finds no collector.
     loggers = [logging.getLogger("agentrl"), logging.getLogger("opentelemetry")]
     for logger in loggers:
-        logger.propagate = False  # to the file alone: lines on the console would garble the live display
+        logger.propagate = False  # only to the file: lines on the console would garble the live display
         logger.addHandler(handler)
     try:
         yield
     finally:
-        # A process may go on without the run, and with a folder that is no longer there.
+        # The process may outlive the run, and its folder may be deleted.
         for logger in loggers:
             logger.removeHandler(handler)
             logger.propagate = True

@@ -49,15 +49,16 @@ from agentrl.utils.threads import share_the_lock
 # The report
 
 ABOUT = ("model", "run", "official")
-"""What a report says of its model, and a suite's own table, which has a printed one of its own."""
+"""Keys of a report that describe its model or run, and the suite's official table, which is printed separately."""
 
 HORIZONS = "horizons"
 _COLUMNS = ("success", "reward", "turns", "tokens", "tasks", "unscored")
 
 
 def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, Any]:
-    """pass@k and pass^k with 95 % intervals over tasks, reward terms, stop reasons, error classes, tokens, latency
-    in seconds and cost in US dollars; per episode unless stated otherwise."""
+    """Make a report: pass@k and pass^k with 95 % intervals over tasks, reward terms, stop reasons, errors, tokens, cost.
+
+    Latencies are in seconds, costs in US dollars; values are per episode unless stated otherwise."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         by_task[trajectory.task_key].append(trajectory)
@@ -73,7 +74,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     report["metrics"] = {name: mean_of(t.metrics.get(name) for t in trajectories) for name in names}
     report["reward"] = mean_of(t.reward for t in trajectories)
     report["stops"] = dict(Counter(t.stop.value for t in trajectories))
-    # The stop reason and the error's first words, so that errors that differ only in details are counted together.
+    # Key: stop reason and the start of the error, so that errors that differ only in details count together.
     errors = (f"{t.stop.value}: {re.split('[:(]', t.error)[0].strip()}" for t in trajectories if t.error)
     report["errors"] = dict(Counter(errors))
     report["tool_errors"] = dict(Counter(r.error for t in trajectories for _, _, r in t.calls() if r and r.error))
@@ -81,7 +82,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     priced = [turn.usd for turn in turns if turn.usd is not None]
     prices = [[turn.usd for turn in t.turns] for t in trajectories]
     spans = {
-        # Of the model, for the turns that it finished.
+        # Seconds of the model without tools, over the turns that it finished.
         "turn_seconds": [turn.seconds - sum(r.seconds for r in turn.results) for turn in turns if turn.ledger >= 0],
         "episode_seconds": [t.timings["episode_s"] for t in trajectories if t.reward is not None and "episode_s" in t.timings],
     }
@@ -98,7 +99,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
         "usd_total": sum(priced) if priced else None,
         "unpriced_turns": len(turns) - len(priced),
     }
-    # Means over the episodes whose gold solutions have as many calls; the interval of success is over tasks.
+    # Means over the episodes whose gold solutions have the same number of calls; the interval of success is over tasks.
     horizons: dict[str, Any] = {}
     for label, places in by_label(t.horizon for t in trajectories).items():
         of = [trajectories[place] for place in places]
@@ -119,7 +120,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
 
 
 def unscored_cause(trajectories: Iterable[Trajectory]) -> str | None:
-    """Number of unscored episodes, and the cause of the first; None if all are scored."""
+    """Describe the number of unscored episodes and the cause of the first; None if all are scored."""
     found = [t for t in trajectories if not is_scored(t)]
     if not found:
         return None
@@ -127,7 +128,7 @@ def unscored_cause(trajectories: Iterable[Trajectory]) -> str | None:
 
 
 def _tokens(trajectory: Trajectory, kind: Literal["sampled_tokens", "prompt_tokens"]) -> float | None:
-    """Sum over the turns; None if a turn was not counted (a prompt is never empty)."""
+    """Sum tokens over the turns; None if a turn has no count (recognized by 0 prompt tokens) or there is no turn."""
     if any(turn.prompt_tokens == 0 for turn in trajectory.turns) or not trajectory.turns:
         return None
     return float(sum(getattr(turn, kind) for turn in trajectory.turns))
@@ -135,13 +136,14 @@ def _tokens(trajectory: Trajectory, kind: Literal["sampled_tokens", "prompt_toke
 
 FEW = 8
 """Rows of a report that are printed without `--all`."""
-_FIRST = ("pass@", "pass^", "reward", "usd_total", "unscored", "stops", "turns", "tokens", "errors", "tool_errors", "metrics")
-"""Begins of the keys that come first, in this order."""
+_KEY_ORDER = ("pass@", "pass^", "reward", "usd_total", "unscored", "stops", "turns", "tokens", "errors", "tool_errors", "metrics")
+"""Prefixes of the keys that are printed first, in this order."""
 
 
 def print_report(report: dict[str, Any], console: Console, every: bool = False) -> None:
-    """The report as a table, the most wanted rows first; without `every` at most FEW, and none that is unknown or 0 faults. "-"
-    stands for an unknown value."""
+    """Print the report as a table; "-" is an unknown value.
+
+    Without `every`: at most FEW rows, most important first, without unknown values and zeros (except of reward)."""
     table = folding("", "value", "95 % interval", title=f"{report['episodes']} episodes of {report['tasks']} tasks")
     rows: list[tuple[str, str, str]] = []
     for key, value in report.items():
@@ -152,7 +154,7 @@ def print_report(report: dict[str, Any], console: Console, every: bool = False) 
             rows += [(key if name is None else f"{key} / {name}", _short(number), "") for name, number in inner]
     if not every:
         rows = [row for row in rows if row[1] not in ("-", "0") or row[0] == "reward"]
-        rows.sort(key=lambda row: next((at for at, start in enumerate(_FIRST) if row[0].startswith(start)), len(_FIRST)))
+        rows.sort(key=lambda row: next((at for at, start in enumerate(_KEY_ORDER) if row[0].startswith(start)), len(_KEY_ORDER)))
     for name, shown, interval in rows if every else rows[:FEW]:
         table.add_row(cell(name), cell(shown), interval)
     console.print(table)
@@ -162,7 +164,7 @@ def print_report(report: dict[str, Any], console: Console, every: bool = False) 
 
 
 def print_horizons(reports: Mapping[str, Any], console: Console) -> None:
-    """Success by the number of calls of the solution, a line each, of the environments whose tasks differ in it."""
+    """Print success by the solution's number of calls, for the environments whose tasks differ in it."""
     for name, report in reports.items():
         table = folding("calls", *_COLUMNS, title=cell(f"{name}{': ' if name else ''}by calls of the solution"))
         for label, one in report.get(HORIZONS, {}).items():
@@ -172,7 +174,7 @@ def print_horizons(reports: Mapping[str, Any], console: Console) -> None:
 
 
 def print_reports(reports: Mapping[str, Any], success: float | None, console: Console) -> None:
-    """The reports of several environments, a column each."""
+    """Print the reports of several environments, one column each."""
     table = folding("", *map(cell, reports), "mean", title="held-out tasks by environment")
     for key in [name for name in next(iter(reports.values())) if name not in (*ABOUT, HORIZONS)]:
         cells = [report[key] for report in reports.values()]
@@ -199,11 +201,11 @@ def _short(value: float | None) -> str:
 
 
 class EvalSession:
-    """The parts that episodes need, and their connection to the outside; `close` closes all of them."""
+    """The parts that play and score episodes, with their engines and Ray; `close` closes all of them."""
 
     def __init__(self, start: RunStart, temperature: float) -> None:
         """Make the parts; nothing is started. Raises as `RunStart.inputs` and `assemble`."""
-        rollout = start.config.rollout.model_copy(update={"router_replay": False})  # the trainer's own
+        rollout = start.config.rollout.model_copy(update={"router_replay": False})  # only training needs it
         config = EngineChoice(start.config.model_copy(update={"rollout": rollout})).with_threads(trains=False)
         start = replace(start, config=config)
         inputs, choice = start.inputs(temperature=temperature), start.engine
@@ -215,7 +217,7 @@ class EvalSession:
         self._opened.callback(stop_asking)
 
     async def start(self) -> None:
-        """Start the engines, once. Raises UserError or EngineError; `close` then closes what was started."""
+        """Start the engines, once. Raises UserError or EngineError; `close` then closes the started parts."""
         if self._started:
             return
         self._started = True
@@ -225,7 +227,7 @@ class EvalSession:
         await self.parts.start()
 
     async def close(self) -> None:
-        """Close everything, the others also if one of them fails."""
+        """Close each part, even if another fails."""
         await self._opened.aclose()
 
 
@@ -239,10 +241,10 @@ LATER = "the same command runs the missing episodes"
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """Request for episodes: `tasks` tasks of a split, `samples` episodes each, written to `out`.
+    """Request for `samples` episodes of each of `tasks` tasks of a split, written to `out`.
 
-    `chosen`: the numbers of those tasks in the split, if they are not the first ones. `values`: continuations per turn, which
-    measure its value. Raises ConfigError without a task or an episode.
+    `chosen`: indices of the tasks in the split; by default the first ones. `values`: continuations per turn, to estimate its
+    value. Raises ConfigError if `tasks` or `samples` is below 1.
     """
 
     purpose: Literal["eval", "rollout"]
@@ -260,16 +262,16 @@ class RolloutRequest:
 
     @property
     def pairs(self) -> list[Pair]:
-        """(task, member) of every episode, in order."""
+        """(task index, member) of every episode, in order."""
         return [(task, member) for task in self.chosen or range(self.tasks) for member in range(self.samples)]
 
     @property
     def note(self) -> Path:
-        """The file that says what the episodes in `out` are."""
+        """Path of the file with the identity of the episodes in `out`."""
         return self.out / f"{self.purpose}.json"
 
     def day(self) -> str | None:
-        """The date of the episodes that are in the folder, or else today's; None of an older agentrl's, which kept none."""
+        """ISO date of the episodes in `out`, else today; None for episodes of an older agentrl, which recorded no date."""
         note = stored_object(self.note, OTHER)
         found: str | None = date.today().isoformat() if note is None else (note.get("identity") or {}).get("model.date")
         return found
@@ -278,15 +280,15 @@ class RolloutRequest:
 class RolloutJob:
     """Plays the missing episodes of a request in the only environment of the config.
 
-    `shared`: parts of several environments, which the caller closes; by default its own are made. `episodes`: those that are
-    there, by (task, member); `interrupted`: more were asked for. Raises ConfigError if values are to be measured of episodes that
-    cannot be forked."""
+    `shared`: parts of several environments, which the caller closes; by default the job makes and closes its own. `episodes`: the
+    finished ones by (task, member); `interrupted`: Ctrl-C ended it before all were played. Raises ConfigError if `values` are
+    requested for episodes that cannot be forked."""
 
     def __init__(self, start: RunStart, request: RolloutRequest, display: Display, shared: EvalSession | None = None) -> None:
         self.start = replace(start, config=start.config.with_date(request.day()))
         self.config, self.request, self.display, self.shared = self.start.config, request, display, shared
         config = self.config
-        evaluates = request.purpose == "eval"  # with a temperature of its own
+        evaluates = request.purpose == "eval"  # `eval.temperature` instead of `rollout.temperature`
         self.temperature = config.eval.temperature if evaluates else one_temperature(config.rollout, "a rollout")
         self.file = request.out / "trajectories.jsonl"
         self.script = SCRIPTS["values"](self.start, request.values) if request.values else None
@@ -294,17 +296,17 @@ class RolloutJob:
         self.interrupted = False
 
     async def run(self) -> None:
-        """Run the missing episodes. Ctrl-C ends it early: finished episodes stay, and the same command continues.
+        """Play the missing episodes. After Ctrl-C finished episodes stay, and the same command continues.
 
-        Raises ConfigError if `out` holds something else, WorkerDiedError if a process or Ray is lost.
+        Raises ConfigError if `out` holds other episodes, WorkerDiedError if a process or Ray is lost.
         """
         share_the_lock()
         config, request, display = self.config, self.request, self.display
         interrupt = Interrupt(display.say)
-        interrupt.install()  # the start of Ray and of the engine is to be ended too
+        interrupt.install()  # Ctrl-C must also end the start of Ray and of the engine
         for note in suite_notes([ref := self.start.env]):
             display.warn(note)
-        if ref.at is None:  # before there is a folder; of one elsewhere the first task says it
+        if ref.at is None:  # before the folder is made; a remote environment reports a wrong split at the first task
             with closing(ref.build()) as env:
                 env.check_split(request.split)
         request.out.mkdir(parents=True, exist_ok=True)
@@ -314,7 +316,7 @@ class RolloutJob:
             missing = [pair for pair in request.pairs if pair not in self.episodes]
             display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
             if missing:
-                claiming = claiming_engine(request.model)  # a script is not sampled
+                claiming = claiming_engine(request.model)  # a scripted policy has no sampling settings
                 if api_name(request.model) is not None or claiming is None or "messages" not in claiming.traits:
                     section = "eval" if request.purpose == "eval" else "rollout"
                     limits = (("top_p", config.rollout.top_p), ("top_k", config.rollout.top_k))
@@ -326,7 +328,7 @@ class RolloutJob:
             try:
                 if missing:
                     report_to_parent(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
-                    with exit_message(silent_exit_message(LATER)), chdir("."):  # back to it afterwards: a tool may have left it
+                    with exit_message(silent_exit_message(LATER)), chdir("."):  # restore the folder, which a tool may change
                         await while_ray_lives(self.play(session, missing))
             except WorkerDiedError as error:
                 raise WorkerDiedError(f"{error}; {LATER}") from error
@@ -338,12 +340,13 @@ class RolloutJob:
                 if session is not self.shared:
                     with display.doing("ending the engine"):
                         await session.close()
-            # In the order of tasks, so that equal runs leave equal files.
+            # Sorted by task, so that equal runs leave equal files.
             atomic_write(self.file, "".join(_line(self.episodes[pair]) for pair in sorted(self.episodes)))
 
     async def evaluate(self, about: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """Run the missing episodes; returns the report of the evaluation, also written to `out`, or None after Ctrl-C. Of a suite
-        it has the benchmark's own table, too ("official"). `about`: further entries. Raises as `run`."""
+        """Play the missing episodes and write report.json; returns the report, or None after Ctrl-C.
+
+        For a suite the report includes the benchmark's official table ("official"). `about`: further entries. Raises as `run`."""
         await self.run()
         if self.interrupted:
             return None
@@ -355,7 +358,7 @@ class RolloutJob:
         return report
 
     async def play(self, session: EvalSession, missing: list[Pair]) -> None:
-        """Play the episodes; each is in the file and in `episodes` once it ends."""
+        """Play the missing episodes; adds each to the file and to `episodes` when it ends."""
         config, request, display = self.config, self.request, self.display
         parts, done = session.parts, len(request.pairs) - len(missing)
         watch, lost, wanted = Watch(), list[str](), set(missing)
@@ -393,9 +396,11 @@ class RolloutJob:
                 )
 
     def _resume(self) -> dict[Pair, Trajectory]:
-        """The scored episodes that are there; an outage is run again."""
+        """Read the scored episodes in `out`; the unscored ones are played again.
+
+        Raises ConfigError if `out` holds other episodes."""
         request, purpose = self.request, self.request.purpose
-        # All that an episode depends on; `-n` and `-k` only say which episodes there are.
+        # Everything that an episode depends on; `-n` and `-k` only select episodes.
         own = {"command": purpose, "--split": request.split, **({"--values": request.values} if request.values else {})}
         identity = {**identity_of(self.config, purpose), **own, **contents_of(self.config, purpose).digests}
         note, path = request.note, self.file
@@ -405,8 +410,8 @@ class RolloutJob:
         elif path.exists():
             raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        there = [episode_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
-        scored = {(t.task.seed, t.member): t for t in there if is_scored(t)}
+        found = [episode_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+        scored = {(t.task.seed, t.member): t for t in found if is_scored(t)}
         atomic_write(note, json.dumps({"identity": identity}, indent=2) + "\n")
         atomic_write(path, "".join(map(_line, scored.values())))
         return scored
@@ -426,13 +431,15 @@ def _write_report(file: Path, report: Mapping[str, Any]) -> None:
 async def run_evals(
     start: RunStart, requests: Mapping[str, RolloutRequest], display: Display, about: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any] | None, RolloutJob]:
-    """The evaluations of several environments, one after the other with one engine, by their names: `requests`, each in a folder
-    of one root, into which their common report is written. Returns that (None after Ctrl-C), and the last job.
+    """Evaluate several environments, one after the other with one engine, and write a common report.
+
+    `requests`: by environment name, each with its folder in one root, which gets the report. Returns the report (None after
+    Ctrl-C) and the last job.
     """
     config = start.config.with_date(next(iter(requests.values())).day())
     start = replace(start, config=config)
     envs = {env.called: env for env in config.envs}
-    Interrupt(display.say).install()  # each of them takes over, once what they share is open
+    Interrupt(display.say).install()  # until each job installs its own
     shared = EvalSession(start, config.eval.temperature)
     reports: dict[str, Any] = {}
     episodes: dict[str, list[Trajectory]] = {}
@@ -449,7 +456,7 @@ async def run_evals(
             await shared.close()
     found = official(config.each(), episodes, request.split)
     own = {"official": found} if found else {}
-    # The mean of the environments' pass@1, by their weights; None if one that counts is unknown.
+    # Weighted mean of the environments' pass@1; None if one with a positive weight is unknown.
     rates = [(weight, reports[name]["pass@1"]) for name, weight in eval_weights(config.envs).items() if weight > 0]
     success = None
     if rates and all(rate is not None for _, rate in rates):

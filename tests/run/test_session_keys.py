@@ -101,7 +101,7 @@ def test_a_warm_start_that_was_lost_after_updates_is_named(config: TrainConfig, 
     checkpoints.begin(4)
     checkpoints.commit(4)
     assert not needs_warm_start(config, folder)
-    lost = r"warm_start: the warm start's model is gone, from which step_000004 was trained.* Copy the folder back"
+    lost = r"warm_start: the model of the warm start, from which step_000004 was trained.* Copy the folder back"
     with pytest.raises(CheckpointError, match=lost):
         asyncio.run(open_session(warmed, folder, Display()))
     with pytest.raises(ModelError, match=r"warm_start: the model .* Copy the folder back"):
