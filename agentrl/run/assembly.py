@@ -1,13 +1,13 @@
-"""From a config to the parts that play and score its episodes, for training, evaluations, rollouts and their checks.
+"""Make the parts that play and score a config's episodes, for training, evaluations, rollouts and their checks.
 
     environments  config.envs, config.tools                  `EnvRef.of`
     scorers       their reward, config.reward                `make_scorer`
     renderer      tokenizer, config.model.tool_parser        `renderer_of`
     engine        config.engine or an API model              run/engine_choice.py
-    policy        all of these, config.rollout               `Inputs.policy`: sampling, context policy, writer of summaries
+    policy        all of these, config.rollout               `Inputs.policy`: sampling, context policy, summary writer
     limits        config.rollout, the model's context length
 
-Of several environments each has its reference, scorer and limits, and all have one policy.
+With several environments each has its own `EnvRef`, scorer and limits, and all share one policy.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Purpose = Literal["train", "eval", "rollout"]
 
 @dataclass(frozen=True)
 class RunStart:
-    """A command about to start. `scorers`: of each environment, once they are made. `planned`: nothing will be started, and
-    nothing that costs money is tried."""
+    """Config and purpose of a command before its start. `scorers`: by environment, once they are made. `planned`: only plan;
+    start nothing and try nothing that costs money."""
 
     config: TrainConfig
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
@@ -71,9 +71,9 @@ class RunStart:
         return self.scorers[self.config.the_env.called]
 
     def inputs(self, model: str | None = None, temperature: float | None = None) -> Inputs:
-        """The reward specs, tokenizer and context length of the run.
+        """Read the run's reward specs, tokenizer and context length.
 
-        Raises ConfigError, CatalogError, RewardSpecError or ModelError if one of them is missing or unfit.
+        Raises ConfigError, CatalogError, RewardSpecError or ModelError if one is missing or unsuitable.
         """
         config, specs = self.config, []
         for env in config.envs:
@@ -85,7 +85,7 @@ class RunStart:
 
     @contextmanager
     def alone(self, env: EnvConfig) -> Iterator[RunStart]:
-        """The same as if `env` were the only environment. Begins a UserError with its entry, if there are several."""
+        """Yield a copy with `env` as the only environment. If there are several, a UserError raised inside names its entry."""
         with self.config.name_entry_in_errors(env) as one:
             yield replace(self, config=one)
 
@@ -94,14 +94,14 @@ PROGRAM = "program"
 """Name in `AGENTS` of the player for [agent]."""
 
 VLLM_PARSER = "vllm:"
-"""Prefix of the names of vLLM's own tool parsers."""
+"""Prefix of the names of tool parsers from vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts that play and score the episodes of a config, and the player who uses them; nothing is started.
+    """The parts that play and score a config's episodes, and the player that uses them; `start` starts them.
 
-    All environments have the same policy."""
+    All environments share one policy."""
 
     envs: tuple[RunEnv, ...]
     player: Player
@@ -112,12 +112,12 @@ class Assembly:
         return self.envs[0].policy
 
     def starting(self) -> str:
-        """Progress of the start, for the display."""
+        """Describe the engine's progress of starting, for the display; "" if unknown."""
         stage = self.policy.engine.starting()
         return f"> {stage}" if stage else ""
 
     async def start(self) -> None:
-        """Start the engines, then who plays. Raises UserError or EngineError; `close` ends the started ones."""
+        """Start the engines, then the player. Raises UserError or EngineError; `close` then ends the started parts."""
         policy = self.policy
         await policy.engine.start()
         if policy.writer is not None:
@@ -126,9 +126,9 @@ class Assembly:
         await self.player.start()
 
     async def close(self) -> None:
-        """End who plays, then the engines, the others also if one of them fails."""
+        """Close the player, then the engines, each even if another fails."""
         policy = self.policy
-        async with AsyncExitStack() as closing:  # from the last to the first
+        async with AsyncExitStack() as closing:  # runs from the last callback to the first
             closing.push_async_callback(self.services.close)
             if policy.writer is not None:
                 closing.push_async_callback(policy.writer.engine.close)
@@ -138,10 +138,10 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Inputs of a run that are read from files before any part is made of them, in this process or a worker's.
+    """Inputs of a run that are read from files, before this process or a worker makes parts of them.
 
-    `specs`: the reward spec of each environment, in their order. `tokenizer` is None for an API model. `context`: the most tokens
-    of a prompt together with its turn. `model` and `temperature`, if given, replace `model.path` and `rollout.temperature`.
+    `specs`: reward spec of each environment, in order. `tokenizer` is None for an API model. `context`: maximum tokens of a
+    prompt together with its turn. `model` and `temperature`, if given, replace `model.path` and `rollout.temperature`.
     """
 
     config: TrainConfig
@@ -154,10 +154,11 @@ class Inputs:
     def assemble(
         self, *, pools: Pools | None = None, connected: Engine | None = None, asks: bool = True, room: int | None = None
     ) -> Assembly:
-        """All parts. `pools`: the run's; `connected`: for a process next to the driver's, the engine as it is reached from there;
-        `asks`: as in `LocalPlayer`; `room`: as in `EngineChoice.make`.
+        """Make all parts.
 
-        Raises ConfigError, ModelError, DependencyError or RewardSpecError if parts do not fit together.
+        `pools`: of the run; `connected`: for a process other than the driver, its client of the engine; `asks`: as in
+        `LocalPlayer`; `room`: as in `EngineChoice.make`. Raises ConfigError, ModelError, DependencyError or RewardSpecError if
+        parts do not fit together.
         """
         config, path, choice = self.config, self.model or self.config.model.path, EngineChoice(self.config)
         assert path is not None
@@ -176,9 +177,9 @@ class Inputs:
         return Assembly(tuple(envs), LocalPlayer(envs, asks=asks), services if asks else RunServices(config))
 
     def policy(self, engine: Engine, renderer: Renderer) -> Policy:
-        """The policy of a run's episodes.
+        """Make the policy of a run's episodes.
 
-        Summaries are written by `rollout.summary_model` (greedily, with the settings of `api`), or else by the policy itself.
+        `rollout.summary_model` writes summaries (greedily, with the settings of [api]); without it the policy does.
         """
         config, rollout, writer = self.config, self.config.rollout, None
         if rollout.summary_model is not None:
@@ -197,23 +198,26 @@ class Inputs:
 
 
 def _api_model(maker: EngineMaker) -> tuple[Engine, Renderer]:
-    """Engine and renderer of an API model."""
+    """Make engine and renderer of an API model."""
     from agentrl.engines.api_models import ApiRenderer, Transcript
 
-    # Shared: the renderer numbers messages, since episodes consist of ids, and the engine maps the numbers back.
+    # Shared: episodes consist of token ids, so the renderer numbers the messages, and the engine maps the numbers back.
     transcript = Transcript()
     return maker.make_with(transcript), ApiRenderer(transcript)
 
 
 def agents_of(agent: AgentConfig | None, tokenizer: Any) -> Agents | None:
-    """The player of [agent] that replaces the built-in loop; None without [agent]. Raises ConfigError or DependencyError."""
+    """Make the player of [agent], which replaces the built-in loop; None without [agent].
+
+    Raises ConfigError or DependencyError."""
     return None if agent is None else AGENTS[PROGRAM](agent, None if tokenizer is None else tokenizer.decode)
 
 
 def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Renderer:
-    """The renderer for a tokenizer, with the tool parser `model.tool_parser`. `sees`: a model that takes images is shown them,
-    and not their lines. Raises ConfigError for an unknown name, DependencyError if vLLM is missing, ModelError if the parser does
-    not fit the chat template."""
+    """Make the renderer for a tokenizer, with the tool parser `model.tool_parser`.
+
+    `sees`: give images to a model that takes them, instead of lines of text. Raises ConfigError for an unknown parser,
+    DependencyError if vLLM is missing, ModelError if the parser does not fit the chat template."""
     modality = make_modality(config.path or "", model_config(config)) if sees else None
     pictures = None
     if modality is not None:
@@ -225,7 +229,7 @@ def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Rende
         from agentrl.engines.vllm.tool_parsers import vllm_parser
 
         parser = ForTools(partial(vllm_parser, name.removeprefix(VLLM_PARSER), tokenizer))
-        parser.bind(())  # a parser that does not fit fails here, not in the first episode
+        parser.bind(())  # an unsuitable parser fails here, not in the first episode
     elif parser is None and name != "auto":
         hint = did_you_mean(name, SYNTAXES, f"a parser of vLLM is written '{VLLM_PARSER}{name}'")
         known = ", ".join(map(repr, SYNTAXES))
@@ -234,7 +238,7 @@ def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Rende
 
 
 def tokenizer_of(model_config: ModelConfig, model: str | None = None) -> Any:
-    """The tokenizer of `model`, of `model.path`, or of the one that [model.init] builds. Raises ModelError without one."""
+    """Load the tokenizer of `model`, else of `model.path` or [model.init]. Raises ModelError if it has none."""
     path, init = model or model_config.path, model_config.init
     if path is not None:
         return load_tokenizer(path, model_config.trust_remote_code, model_config.chat_template)
@@ -243,7 +247,7 @@ def tokenizer_of(model_config: ModelConfig, model: str | None = None) -> Any:
 
 
 def model_length(model_config: ModelConfig, model: str | None = None) -> int:
-    """The most tokens that the model takes: `model`, the one at `model.path`, or the one that [model.init] builds."""
+    """Return the context length in tokens of `model`, else of `model.path` or [model.init]."""
     path, init = model or model_config.path, model_config.init
     if path is not None:
         return model_context(path, model_config.trust_remote_code)
@@ -252,5 +256,5 @@ def model_length(model_config: ModelConfig, model: str | None = None) -> int:
 
 
 def longest_row(optim: OptimConfig, model: ModelConfig) -> int:
-    """The most tokens of a transcript: what a micro-batch holds, but not more than the model takes."""
+    """Return the maximum tokens of a transcript: those of a micro-batch, but at most the model's context length."""
     return min(optim.micro_tokens, model_length(model))

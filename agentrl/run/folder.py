@@ -1,6 +1,4 @@
-"""The run folder: everything that a run writes. Readers see each file complete at any moment.
-
-The lock of a folder, its log file, and the folder."""
+"""The run folder, with its lock and its log file. Readers see each file complete at any moment."""
 
 from __future__ import annotations
 
@@ -42,24 +40,24 @@ log = logging.getLogger(__name__)
 
 LOCK = ".lock"
 LOG_BYTES, LOG_FILES = 64 << 20, 4
-"""Largest size of log.txt, and number of older ones that stay."""
+"""Maximum bytes of log.txt, and number of older log files to keep."""
 LOCK_WAIT_S, LOCK_SAID_S = 3600, 30
-_NONE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, otherwise: str = "", *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of a folder that a run or an evaluation writes. Raises ConfigError, naming the process that holds it and
-    since when, and what else can be done (`otherwise`), if another does, or waits for it. A process that was killed holds none:
-    the kernel gives it back.
+    """Hold the lock of a folder that a run or an evaluation writes.
 
-    On a file system without locks (some network ones) a warning in the log takes its place.
+    Raises ConfigError if another process holds it (with `wait`: still holds it after `LOCK_WAIT_S`); the error names the process,
+    its start, and an alternative (`otherwise`). The kernel releases the lock of a killed process. On a file system without locks
+    (some network ones) only a warning is logged.
     """
     with open(folder / LOCK, "a+", encoding="utf-8", opener=plain_file) as file:
         _try_lock(folder, file, fcntl.LOCK_EX, otherwise, wait)
         file.seek(0)
         file.truncate()
-        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv else "Python"  # embedded, it may have none
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv else "Python"  # embedded Python has no argv
         since = datetime.now(UTC).isoformat(timespec="seconds")
         json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": redact_said(command)}, file)
         file.flush()
@@ -67,7 +65,7 @@ def lock_folder(folder: Path, otherwise: str = "", *, wait: bool = False) -> Ite
 
 
 def check_unlocked(folder: Path) -> None:
-    """Raise ConfigError, as `locked` does, if a process writes the run in a folder. Leaves the folder as it is."""
+    """Raise ConfigError, as `lock_folder` does, if a process writes the run in a folder. Does not change the folder."""
     if not (folder / LOCK).is_file():
         return
     with open(folder / LOCK, encoding="utf-8", opener=plain_file) as file:
@@ -75,8 +73,9 @@ def check_unlocked(folder: Path) -> None:
 
 
 def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "", wait: bool = False) -> None:
-    """Raise ConfigError, naming the process that holds the lock, if another does; with `wait` only after `LOCK_WAIT_S`, and say
-    every `LOCK_SAID_S` that it is waited for."""
+    """Take the lock, or raise ConfigError that names the process holding it.
+
+    With `wait`, retry for `LOCK_WAIT_S`, with a warning every `LOCK_SAID_S`."""
     begun, said = time.monotonic(), -1.0
     while True:
         try:
@@ -86,9 +85,9 @@ def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "", wait:
             file.seek(0)
             holder, passed = file.read(), time.monotonic() - begun
         except OSError as error:
-            if error.errno not in _NONE:
+            if error.errno not in _NO_LOCKS:
                 raise
-            log.warning("%s: the file system has no locks, so nothing keeps a second driver out: %s", folder, error)
+            log.warning("%s: the file system has no locks, so a second process could write there: %s", folder, error)
             return
         if not wait or passed >= LOCK_WAIT_S:
             break
@@ -99,7 +98,7 @@ def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "", wait:
         time.sleep(0.1)
     try:
         by = read_json(holder)
-    except ValueError:  # it has just been taken
+    except ValueError:  # the other process has not written its name yet
         raise ConfigError(f"{folder}: another process is writing there. Wait for it") from None
     here = f"kill {by['pid']}" if by["host"] == socket.gethostname() else f"on {by['host']}: kill {by['pid']}"
     raise ConfigError(
@@ -112,25 +111,27 @@ def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "", wait:
 
 
 class LogFile(RotatingFileHandler):
-    """Writes lines with time, level and name; at `LOG_BYTES` `log.txt` becomes `log.txt.1`, that one `log.txt.2`, ... Raises
-    OSError if there is something else than a plain file: a pipe in its place would be waited for."""
+    """Log handler for lines with time, level and logger; at `LOG_BYTES` `log.txt` becomes `log.txt.1`, that `log.txt.2`, ...
+
+    Raises OSError if `path` is not a plain file, because opening a pipe would block."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8")
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
     def format(self, record: logging.LogRecord) -> str:
-        """Without secrets, and with what a terminal could act on written out, whichever program the run is part of."""
+        """Format a record without secrets and with terminal control characters escaped, in any embedding program."""
         return safe(redact_said(super().format(record)))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """On a full disk lines wait in the buffer. That the disk is full is said by what the run cannot do without; a traceback a
-        line on the terminal would hide it."""
+        """Ignore OSErrors, such as a full disk; lines stay in the buffer.
+
+        Essential writes report the full disk; one traceback per log line on the terminal would hide that report."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
     def close(self) -> None:
-        """Also on a full disk; what still waits is lost then."""
+        """Close the file; on a full disk the buffered lines are lost."""
         with suppress(OSError):
             super().close()
 
@@ -141,27 +142,28 @@ class LogFile(RotatingFileHandler):
 # The folder
 
 DRIVER = "driver.json"
-"""The driver's state in a checkpoint."""
+"""File of the driver's state in a checkpoint."""
 
 
 NOTHING = -2
-"""Rewind to before everything, the warm start too; -1 is after it, before the first evaluation."""
+"""Step of `rewind` before the warm start; -1 is after the warm start and before the first evaluation."""
 _RESERVED = 1 << 16
 
 
 class NameTakenError(ConfigError):
-    """There is a run of that name already."""
+    """A run of this name exists already."""
 
 
 def check_free(name: str, out: str) -> None:
-    """Raise ConfigError if there is something where the run's folder would be (NameTakenError: a run), ResourceError if it cannot
-    be made there. Makes and changes nothing."""
+    """Check that the run folder `out/name` can be made, without making it.
+
+    Raises NameTakenError if a run is there, ConfigError if something else is, ResourceError if it cannot be made."""
     path = Path(out) / name
     whole = path.absolute()
-    # As far as it shows without making it: a part of the path is too long, or a file, or it may not be written.
-    above = next(there for there in (whole, *whole.parents) if os.path.lexists(there))
+    # Detect without making the folder: a path part that is too long or a file, or a missing write permission.
+    above = next(parent for parent in (whole, *whole.parents) if os.path.lexists(parent))
     try:
-        for part in whole.relative_to(above).parts:  # alone: the system reads no further than the first that is missing
+        for part in whole.relative_to(above).parts:  # one by one, because a lookup stops at the first missing part
             try:
                 os.lstat(above / part)
             except FileNotFoundError:
@@ -185,9 +187,9 @@ def check_free(name: str, out: str) -> None:
 
 
 class RunFolder:
-    """The paths of a run, and the only code that writes its plain files.
+    """Paths of a run, and the only code that writes its plain files.
 
-    All of them are absolute, because workers, whose working directory is not the driver's, write some of the files.
+    The paths are absolute, because workers, which have another working directory than the driver, write some of the files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -197,7 +199,7 @@ class RunFolder:
         self.history = path / "config_history"
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
-        self.reserved = path / ".reserved"  # what a summary takes of a disk that is full by then
+        self.reserved = path / ".reserved"  # disk space kept for the summary, in case the disk is full by then
         self.curve = path / "curve.png"
         self.log = path / "log.txt"
         self.trajectories = path / "trajectories"
@@ -213,34 +215,34 @@ class RunFolder:
         self.held: contextlib.AbstractContextManager[Any] | None = None
 
     def lock(self, otherwise: str = "") -> contextlib.AbstractContextManager[Any]:
-        """The folder's lock (`lock_folder`): that which whoever made it has held since, or a new one."""
+        """Return the folder's lock (`lock_folder`): the one held since the folder was made, else a new one."""
         held, self.held = self.held, None
         return held or lock_folder(self.path, otherwise)
 
     def check_places(self) -> None:
-        """Raise RunFolderError if something else than a folder is where the run keeps one."""
+        """Raise RunFolderError if a path where the run keeps a folder is something else."""
         for path in (self.checkpoints, self.trajectories, self.tokens, self.final, self.model, self.warm_start, self.exports,
                      self.tensorboard, self.data, self.history):  # fmt: skip
             if os.path.lexists(path) and not path.is_dir():
-                raise RunFolderError(f"{path}: it is no folder, and the run keeps one there. Move it away and repeat the command")
+                raise RunFolderError(f"{path}: not a folder, but the run keeps one there. Move it away and repeat the command")
 
     @classmethod
     def create(cls, config: TrainConfig, origins: Origins | None = None, *, over: bool = False) -> RunFolder:
-        """A fresh folder `<out>/<name>`; `origins`: where the config's values are from, for the comments in config.toml. `over`:
-        in place of a run whose other files were removed under its lock.
+        """Make a fresh folder `<out>/<name>`.
 
-        Raises ConfigError if a run of that name exists (nothing is overwritten) or TOML lacks a value of it, ResourceError if
-        it cannot be written.
+        `origins`: sources of the config's values, for the comments in config.toml. `over`: replace a run whose other files were
+        removed under its lock. Raises ConfigError if a run of that name exists (nothing is overwritten) or TOML cannot express a
+        value of the config, ResourceError if the folder cannot be written.
         """
         folder, text = cls(Path(config.out) / config.name), to_toml(config.with_date(date.today().isoformat()), origins)
         if not over:
             check_free(config.name, config.out)
         try:
-            folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # what a run writes may hold what is private
+            folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # a run's files may be confidential
             folder.trajectories.mkdir(parents=True)
             atomic_write(folder.config, text, private=True)
         except OSError as error:
-            if isinstance(error, FileExistsError) and folder.trajectories.exists():  # another process's, since `check_free`
+            if isinstance(error, FileExistsError) and folder.trajectories.exists():  # another process made it after `check_free`
                 raise NameTakenError(f"{folder.path}: another run of that name has just begun. Choose name=NAME") from None
             shutil.rmtree(folder.path, ignore_errors=True)
             if disk_full(error):
@@ -249,18 +251,20 @@ class RunFolder:
         return folder
 
     def resume_command(self, shown: Path | None = None) -> str:
-        """Command that continues the run; `shown`: its path as the user wrote it."""
+        """Return the command that continues the run; `shown`: its path as the user wrote it."""
         command = "sft" if self.only_warm_start or (self.data / "data.json").is_file() else "train"
         return f"agentrl {command} --resume {shlex.quote(str(shown or self.path))}"
 
     def day(self) -> str:
-        """The date on which this run started."""
+        """Return the ISO date on which this run started."""
         model = tomllib.loads(self.config.read_text(encoding="utf-8")).get("model", {})
         return str(model.get("date") or date.today().isoformat())
 
     def keep_config(self, now: str, step: int) -> Path | None:
-        """Make `now`, a config as TOML, the run's, from `step` (updates done) on, if it says anything else than the one before,
-        which is then in `config_history/until_NNNNNN.toml`; returns that file. Of several until one step the first ran."""
+        """Replace the run's config by `now` (TOML) from `step` (updates done) on, if it differs; returns the old one's file.
+
+        The old config moves to `config_history/until_NNNNNN.toml`. After several changes at one step that file keeps the first
+        of them, which ran. Returns None if the configs are equal."""
         before = self.config.read_text(encoding="utf-8")
         if tomllib.loads(before) == tomllib.loads(now):
             return None
@@ -272,18 +276,18 @@ class RunFolder:
         return file
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Add a row to metrics.jsonl."""
+        """Append a row to metrics.jsonl."""
         with naming(self.metrics), open(self.metrics, "a", encoding="utf-8", opener=plain_file) as file:
             file.write(json_text(row) + "\n")
 
     def sync_metrics(self) -> None:
-        """Flush metrics.jsonl to the disk: a checkpoint vouches for the rows of its step and before."""
+        """Flush metrics.jsonl to the disk, because a checkpoint seals the rows up to its step."""
         if self.metrics.exists():
             with open(self.metrics, "a", encoding="utf-8", opener=plain_file) as file:
                 os.fsync(file.fileno())
 
     def metrics_seal(self, size: int = -1) -> dict[str, Any]:
-        """Size and SHA-256 of metrics.jsonl, or of its first `size` bytes."""
+        """Compute size and SHA-256 of metrics.jsonl, or of its first `size` bytes."""
         data = b""
         if self.metrics.exists():
             with open_plain(self.metrics) as file:
@@ -291,13 +295,12 @@ class RunFolder:
         return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All complete rows of metrics.jsonl, with numbers alone; any other line, as one cut short by a kill, is skipped."""
+        """Read the complete rows of metrics.jsonl, only "phase" and numbers; skips other lines, such as one cut by a kill."""
         rows, numbers = self.sorted_metrics()[0], int | float | None
         return [{key: item for key, item in row.items() if key == "phase" or isinstance(item, numbers)} for row in rows]
 
     def sorted_metrics(self) -> tuple[list[dict[str, Any]], list[int], list[int]]:
-        """The complete rows of metrics.jsonl, and the numbers of lines that hold none: whole lines, and the last one if it is
-        being written or was cut short."""
+        """Return the complete rows of metrics.jsonl, the numbers of damaged lines, and that of an incomplete last line."""
         if not self.metrics.exists():
             return [], [], []
         *whole, last = read_plain(self.metrics, "replace").split("\n")
@@ -316,10 +319,10 @@ class RunFolder:
         return rows, damaged, [len(whole) + 1] if last else []
 
     def rewind(self, step: int) -> list[int]:
-        """Remove the rows that a resume from `step` (updates done) will write again, and models of checkpoints that it will write
-        again, which an evaluation would take for theirs. A warm start comes again from
-        `NOTHING` alone. Returns the numbers of lines that
-        were no rows; they are removed too."""
+        """Remove metric rows and exported models that a resume from `step` (updates done) will write again.
+
+        An evaluation would mistake an old export for that of the new checkpoint. Rows of the warm start go only with `NOTHING`.
+        Also removes lines that are no rows, and returns their numbers."""
         found, damaged, cut = self.sorted_metrics()
         rows = [
             row
@@ -333,8 +336,10 @@ class RunFolder:
         return [*damaged, *cut]
 
     def clear_final(self) -> None:
-        """Remove from `final/`, before a model is written there, all but plain files (a pipe would be waited for), and the
-        manifest: half of a new model must not look like the whole old one. Raises OSError, and as `check_places`."""
+        """Prepare `final/` for a new model: remove the manifest and everything but plain files.
+
+        Without the manifest half of a new model cannot pass for the old one; writing to a pipe would block. Raises OSError, and
+        as `check_places`."""
         self.check_places()
         if not self.final.is_dir():
             return
@@ -343,9 +348,10 @@ class RunFolder:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def rotate(self, keep: KeepConfig, step: int) -> None:
-        """Remove the episodes, and what training made of their tokens, of updates and evaluations up to `step` that are more than
-        `keep` says. Those of the newest step stay, and of "before" and "after". What lies beyond `step` an attempt left that was
-        lost; it is written again."""
+        """Remove the oldest files of episodes and tokens up to `step`, so that those of `keep.trajectories` steps remain.
+
+        "before" and "after" always stay. Files of later steps stay too: they are left from a lost attempt, and are written
+        again."""
         if not keep.trajectories:
             return
         files: dict[int, list[Path]] = defaultdict(list)
@@ -357,35 +363,35 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
-        """Write `trajectories/<name>.jsonl`, row by row; an older file of that name is replaced at the end."""
+        """Write `trajectories/<name>.jsonl` row by row, and replace an older file at the end."""
         atomic_write(self.trajectories / f"{name}.jsonl", lines(trajectories))
 
     def write_tokens(self, name: str, lines: Iterable[str]) -> None:
-        """Write `tokens/<name>.jsonl`, row by row; an older file of that name is replaced at the end."""
+        """Write `tokens/<name>.jsonl` row by row, and replace an older file at the end."""
         self.tokens.mkdir(exist_ok=True)
         atomic_write(self.tokens / f"{name}.jsonl", lines)
 
     def read_summary(self) -> dict[str, Any] | None:
-        """Content of summary.json; None if the run has not ended. Raises RunFolderError if it is damaged."""
+        """Read summary.json; None if the run has not ended. Raises RunFolderError if it is damaged."""
         found = stored_object(self.summary, "remove it")
         if found is not None and not {"status", "steps", "engine"} <= found.keys():
-            raise RunFolderError(f"{self.summary}: damaged: it lacks what a summary has; remove it")
+            raise RunFolderError(f"{self.summary}: damaged: it lacks status, steps or engine; remove it")
         return found
 
     def reserve(self) -> None:
-        """Hold a little of the disk until `write_summary`: a run that ends because the disk is full can still say so there."""
+        """Reserve disk space for `write_summary`, so that a run ended by a full disk can still write its summary."""
         with suppress(OSError), open(self.reserved, "wb", opener=plain_file) as file:
-            file.write(os.urandom(_RESERVED))  # what is all zeros some file systems do not store
+            file.write(os.urandom(_RESERVED))  # some file systems do not store zeros
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, with what `reserve` held of the disk."""
+        """Write summary.json, into the disk space of `reserve`."""
         with suppress(OSError):
             self.reserved.unlink()
         atomic_write(self.summary, json_text(redact_json(summary, said=True), indent=2) + "\n")
 
 
 def stored_object(path: Path, fix: str) -> dict[str, Any] | None:
-    """A JSON object of a run; None if there is no such file. Raises RunFolderError, which ends with what to do, `fix`."""
+    """Read a JSON object from a file of a run; None if it is missing. Raises RunFolderError, ending with `fix`, if damaged."""
     try:
         found = read_json(read_plain(path))
     except FileNotFoundError:
@@ -398,7 +404,7 @@ def stored_object(path: Path, fix: str) -> dict[str, Any] | None:
 
 
 def lines(rows: Iterable[Trajectory | Group]) -> Iterator[str]:
-    """One JSON object per line, in the chunks that the rows yield, without known secrets."""
+    """Yield one JSON line per row, in the chunks that the rows yield, without known secrets."""
     for row in rows:
         yield from map(redact, row.json_chunks())
         yield "\n"

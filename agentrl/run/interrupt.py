@@ -13,17 +13,17 @@ from types import FrameType
 from agentrl.cluster.ray_parent import has_parent, stop_signals
 
 TWICE = 0.1
-"""Seconds in which two signals count as one if this process has a parent that passes them on: a signal to a whole process
-group comes from the sender and from that."""
+"""Seconds within which two signals count as one if a parent forwards signals: a signal to the process group arrives twice."""
 
 BLOCKED = 1.0
-"""Seconds in which the event loop has to learn of a signal; else what blocks it is left, if there is no step to finish."""
+"""Seconds for the event loop to handle a signal; then the blocking call is interrupted, if there is no step to finish."""
 
 
 @contextmanager
 def ended_as_interrupted(handler: Callable[[int, FrameType | None], None] = signal.default_int_handler) -> Iterator[None]:
-    """Inside, `handler` gets the stop signals; by default each does what Ctrl-C does, KeyboardInterrupt, so that half-made files
-    are removed. Only in the main thread: others have none."""
+    """Install `handler` for the stop signals inside the context; only in the main thread, which alone gets signals.
+
+    The default handler raises KeyboardInterrupt, so that unfinished files are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -35,37 +35,37 @@ def ended_as_interrupted(handler: Callable[[int, FrameType | None], None] = sign
             signal.signal(number, earlier)
 
 
-def _another(times: list[float]) -> bool:
-    """Return True if the signal that has come now counts, after those at `times`: of two that come at once the second is not one
-    of its own, if a parent passes them on."""
+def _count_signal(times: list[float]) -> bool:
+    """Record a signal in `times` and return True if it counts; a copy forwarded by the parent does not."""
     times.append(time.monotonic())
     return len(times) < 2 or times[-1] - times[-2] > TWICE or not has_parent()
 
 
 @contextmanager
 def put_off(say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, for the last lines of a run that is over, the first stop signal is answered that nothing is left to stop; the
-    second is KeyboardInterrupt, for there may be a tracker that does not end."""
-    times, told = list[float](), False
+    """Ignore the first stop signal while a finished run writes its summary; `say` reports it.
 
-    def tell(number: int, frame: FrameType | None) -> None:
-        nonlocal told
-        if not _another(times):
+    The second signal raises KeyboardInterrupt, because a tracker may hang."""
+    times, reported = list[float](), False
+
+    def report(number: int, frame: FrameType | None) -> None:
+        nonlocal reported
+        if not _count_signal(times):
             return
-        if told:
+        if reported:
             raise KeyboardInterrupt
-        told = True
-        say("interrupted: the run has stopped, its summary is being written (Ctrl-C again leaves that)")
+        reported = True
+        say("interrupted: the run has stopped and is writing its summary (Ctrl-C again stops that too)")
 
-    with ended_as_interrupted(tell):
+    with ended_as_interrupted(report):
         yield
 
 
 class Interrupt:
-    """Set by the first stop signal; the loop checks it between steps. A second one cancels.
+    """Stop request of a run: the first stop signal sets `requested`, which the loop checks between steps; a second one cancels.
 
-    If there is no step to finish (`in_step` False: starting, warming up) the first one cancels, also while the event loop is
-    blocked, as it is by the start of Ray.
+    If there is no step to finish (`in_step` False: starting, warming up) the first signal cancels, even while a call such as the
+    start of Ray blocks the event loop.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -73,63 +73,64 @@ class Interrupt:
         self.in_step = False
         self._say = say
         self._times = list[float]()
-        self._unheard, self._blocked, self._seen = False, False, 0
+        self._unhandled, self._blocked, self._ignored = False, False, 0
         self._task: asyncio.Task[object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def install(self) -> None:
-        """Take over the stop signals for the running event loop. Outside of the main thread there are no signals: whoever waits
-        for this one there calls `press`."""
+        """Handle the stop signals in the running event loop and cancel the current task.
+
+        Outside of the main thread there are no signals: call `press` instead."""
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
             return
         for number in stop_signals():
-            self._loop.add_signal_handler(number, self._signal)
-            signal.signal(number, self._at_once)  # the loop learns of the signal all the same, by its wakeup descriptor
+            self._loop.add_signal_handler(number, self._on_loop_signal)
+            signal.signal(number, self._on_signal)  # the wakeup descriptor still makes the loop call `_on_loop_signal`
 
     def press(self) -> None:
-        """`request`, from another thread."""
+        """Call `request` from another thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.request)
-        else:  # it has not begun, or is over
+        else:  # the loop has not started, or has ended
             self.requested = True
 
-    def _signal(self) -> None:
-        self._unheard = False
-        if self._seen:
-            self._seen -= 1
-        elif _another(self._times):
+    def _on_loop_signal(self) -> None:
+        self._unhandled = False
+        if self._ignored:
+            self._ignored -= 1
+        elif _count_signal(self._times):
             self.request()
 
-    def _at_once(self, number: int, frame: FrameType | None) -> None:
-        """Runs in whatever the main thread does when a signal comes; the loop then calls `_signal`, unless it is blocked."""
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal in the main thread at once; the loop calls `_on_loop_signal` later, unless it is blocked."""
         if self._blocked:
-            self._blocked, self._seen = False, 2  # of the two signals the loop may still learn, while all is being closed
+            self._blocked, self._ignored = False, 2  # the loop may still receive both signals while everything closes
             raise KeyboardInterrupt
-        if self.in_step or self._unheard or self._task is None or self._task.done():
+        if self.in_step or self._unhandled or self._task is None or self._task.done():
             return
-        self._unheard = True
+        self._unhandled = True
         self._end_start()
 
-        def again() -> None:
-            """Have a blocked main thread, and no other, leave what it is in: a call of Ray's, say, which looks for signals."""
-            if self._unheard:
+        def interrupt_call() -> None:
+            """Interrupt a call that blocks the main thread, for example one of Ray, which checks for signals."""
+            if self._unhandled:
                 self._blocked, main = True, threading.main_thread().ident
                 assert main is not None
                 signal.pthread_kill(main, number)
 
-        look = threading.Timer(BLOCKED, again)
-        look.daemon = True
-        look.start()
+        timer = threading.Timer(BLOCKED, interrupt_call)
+        timer.daemon = True
+        timer.start()
 
     def _end_start(self) -> None:
         if not self.requested:
             self.requested = True
-            with suppress(RuntimeError):  # the signal came while a line was written
+            with suppress(RuntimeError):  # the signal interrupted a write to the same stream
                 self._say("interrupted: ending the started processes (Ctrl-C again stops at once)")
 
     def request(self) -> None:
-        """Do as after a signal."""
+        """Act as on a stop signal."""
         if self._task is not None and (self.requested or not self.in_step):
             self._end_start()
             self._task.cancel()

@@ -1,6 +1,4 @@
-"""The log of a run's metrics: each row goes to metrics.jsonl, the trackers and the display.
-
-Rows of updates and evaluations, the health of a run by its rows, and the log."""
+"""The log of a run's metrics: rows of updates and evaluations, the health checks on them, and their outlets."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 # Rows
 
 SPENT = {"episode_s": "time/episode_s", "engine_s": "time/episode_engine_s", "env_s": "time/episode_env_s"}
-"""Of an episode's `timings`, those that a row has a mean of."""
+"""Keys of an episode's `timings` whose mean a row has, and the metrics' names."""
 DETAILS = {
     "tool_error_rate": "tool error rate",
     "turns": "turns",
@@ -51,12 +49,11 @@ DETAILS = {
     "lr": "lr",
     "throughput/trained_tokens_per_s": "trained/s",
 }
-"""Further numbers of an update that the display shows, and its words for them; the most wanted come first."""
+"""Further metrics of an update that the display shows, and their labels; most important first."""
 
 
 def episodes_row(groups: Sequence[Group], kinds: Kinds, several: bool) -> Row:
-    """Statistics of an update's episodes, all together and, of `several` environments, each one's; of each environment by
-    horizon too."""
+    """Compute statistics of an update's episodes: over all, with `several` also per environment, and by horizon."""
     members = [t for group in groups for t in group.trajectories]
     row = _values_of(members, kinds, trained=True, several=several)
     row |= {"rewrites": sum(len(t.rewrites) for t in members) / len(members), **group_values(groups)}
@@ -67,8 +64,7 @@ def episodes_row(groups: Sequence[Group], kinds: Kinds, several: bool) -> Row:
 
 
 def train_row(session: Session, episodes: Row, update: Mapping[str, Any]) -> Row:
-    """The row of update number `ledger.version`: its `episodes_row`, what it did (`update`), and the wall-clock seconds of its
-    parts."""
+    """Build the row of update `ledger.version`: its `episodes_row`, the learner's metrics (`update`), and timings."""
     row: Row = {**episodes, **update}
     for part in (session.collector, session.player, *session.services.values()):
         row |= part.metrics()
@@ -82,29 +78,32 @@ def train_row(session: Session, episodes: Row, update: Mapping[str, Any]) -> Row
 
 
 def evaluation_row(result: Evaluation, kinds: Kinds, seconds: float, services: Iterable[Service] = ()) -> Row:
-    """Results of an evaluation, of each environment by horizon too, and figures of the `services` of rewards since they were last
-    read. Of several environments success and reward are means over them, by weight (`together`)."""
+    """Build the row of an evaluation, with each environment's values by horizon, and the metrics of reward `services`.
+
+    With several environments success and reward are weighted means over them (`together`); the metrics of the services count
+    from their last reading."""
     row = _values_of(result.trajectories, kinds, trained=False, several=bool(result.by_env))
-    if result.by_env:  # over how many episodes a mean is says nothing of one that is over environments
+    if result.by_env:  # numbers of episodes do not describe a mean over environments
         row = {key: value for key, value in row.items() if key not in ("n/success", "n/reward")}
     row |= {"success": result.success, "reward": result.reward, "time/eval_s": seconds}
     return row | {key: value for service in services for key, value in service.metrics().items()}
 
 
 def shown_of(row: Mapping[str, Any], envs: Sequence[str]) -> tuple[Row, Row]:
-    """Line of the display about an update: in plain lines too, and only in its frame."""
+    """Return the figures of an update that the display always shows, and those that mainly its frame shows."""
     each = {env: row.get(f"env/{env}/success") for env in envs} if len(envs) > 1 else {}
-    said = {"success": row["success"], **each, "reward": row["reward"], "tokens/s": row.get("throughput/sampled_tokens_per_s")}
+    main = {"success": row["success"], **each, "reward": row["reward"], "tokens/s": row.get("throughput/sampled_tokens_per_s")}
     if row.get("tokens_thrown"):
-        said["thrown away"] = percent(row["tokens_thrown"] / row["tokens_sampled"])
+        main["thrown away"] = percent(row["tokens_thrown"] / row["tokens_sampled"])
     terms = {key: value for key, value in row.items() if key.startswith(("term/", "metric/"))}
-    details = {words: row.get(key) for key, words in DETAILS.items()}
-    return said, {**terms, **details, "staleness": details["staleness"] or None, "unscored": row["unscored"] or None}
+    details = {label: row.get(key) for key, label in DETAILS.items()}
+    return main, {**terms, **details, "staleness": details["staleness"] or None, "unscored": row["unscored"] or None}
 
 
 def thrown_away(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Over the rows of a run's updates: `tokens_sampled`, `tokens_thrown`, and by cause `thrown`, the most first; nothing of an
-    older run, whose rows do not have them."""
+    """Sum `tokens_sampled` and `tokens_thrown` over a run's updates, and `thrown` by cause, largest first.
+
+    Empty for runs of older versions, whose rows lack these keys."""
     counted = [row for row in updates if "tokens_sampled" in row]
     if not counted:
         return {}
@@ -116,8 +115,7 @@ def thrown_away(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _values_of(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: bool, several: bool) -> Row:
-    """`episode_values`, of `several` environments also of each, under `env/NAME/`; means over the episodes that have such a time,
-    and the longest episode."""
+    """Compute `episode_values`, with `several` also per environment under `env/NAME/`, and times of episodes."""
     found = episode_values(episodes, kinds, trained=trained, several=several)
     for name in sorted({t.env for t in episodes}) if several else ():
         own = episode_values([t for t in episodes if t.env == name], kinds, trained=trained)
@@ -136,15 +134,16 @@ Unhealthy = Literal["trained nothing", "mostly unscored"]
 TRAINED_NOTHING: Unhealthy = "trained nothing"
 MOSTLY_UNSCORED: Unhealthy = "mostly unscored"
 PLAYED, UNSCORED = "episodes_played", "episodes_unscored"
-"""Keys of a training row: episodes that ended since the last update, also of dropped groups, and how many are unscored."""
+"""Keys of a training row: episodes that ended since the last update (dropped groups included), and the unscored ones."""
 
 HealthRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Problem of a run: the `status` that it has if it ends so, why, and what to do. `fails`: whether a run that ends so has
-    failed; one of fewer updates than `health.idle_updates` is a trial, which is only mentioned."""
+    """Problem of a run: `status` of a run that ends with it, cause and advice.
+
+    `fails`: such a run has failed; False for a trial of fewer updates than `health.idle_updates`, which is only mentioned."""
 
     status: Unhealthy
     cause: str
@@ -156,11 +155,12 @@ class Finding:
 
 
 class Updates:
-    """Kept figures of a run's updates (perhaps tens of thousands): the newest rows, `health.idle_updates` at most,
-    how many of the newest taught nothing, and whether any before them taught something."""
+    """Bounded statistics of a run's updates: the newest rows, how many of them taught nothing (`idle`), and `taught`.
+
+    `taught`: any update so far taught the policy something."""
 
     def __init__(self, critic: CriticConfig | None, most: int, rows: Iterable[HealthRow] = ()) -> None:
-        """`most`: how many of the newest rows are kept."""
+        """`most`: number of newest rows to keep."""
         self.warmup = 0 if critic is None else critic.warmup
         self.newest = deque[HealthRow](maxlen=most)
         self.idle, self.taught = 0, False
@@ -176,11 +176,11 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A number in the rows of updates by which a run goes wrong: `shows(value, start)` in `health.idle_updates` of them in a row.
+    """Sign of trouble: the metric `key` satisfies `shows(value, start)` in `health.idle_updates` consecutive updates.
 
-    `start`: the `extreme` of the first rows, up to the update that is number `first` of those that trained. `unless`: success,
-    or the reward if none is known, is near 1 ("solved"), or that or higher than at first ("better").
-    `null`: stands for a number that was not finite."""
+    `start`: the `extreme` over the first rows, up to the `first`-th update that trained. `unless`: ignore the sign if success
+    (else the reward) is near 1 ("solved"), or near 1 or higher than at first ("better"). `null`: value in place of one that was
+    not finite."""
 
     name: str
     key: str
@@ -202,13 +202,13 @@ OLD_WEIGHTS = Sign(
     "Try another weights.route; if you wrote it, compare a weight on both ends, or see docs/engines.md.",
     applies=lambda config: config.rollout.max_staleness == 0, first=lambda config: 1, null=math.inf, per_env=False,
 )  # fmt: skip
-"""The first update has the rounding alone: 6e-5 to 4e-4 of real models in bfloat16, so 2e-3 is beyond its noise."""
+"""The first update shows only rounding: 6e-5 to 4e-4 for real models in bfloat16, so 2e-3 is above its noise."""
 SIGNS = (
     OLD_WEIGHTS,
     replace(
         OLD_WEIGHTS, shows=lambda now, start: now >= max(2e-3, 3 * start),
         applies=lambda config: config.rollout.max_staleness > 0,
-        # The first updates show what staleness costs, once the learning rate is not small any more. Later ones cost less.
+        # The first updates show the effect of staleness, once the learning rate is no longer small. Later it is smaller.
         first=lambda config: 1 + config.rollout.max_staleness + config.optim.warmup,
     ),
     Sign(
@@ -219,19 +219,19 @@ SIGNS = (
     ),
     Sign(
         "text repeats itself", "repetition", lambda now, start: now >= max(0.5, 2 * start),
-        "turns repeat their own words", "Lower optim.lr or set algorithm.kl.coef, and look whether the reward pays length.",
+        "turns repeat their own words", "Lower optim.lr or set algorithm.kl.coef, and check whether the reward pays for length.",
         extreme=min, unless="better",
     ),
     Sign(
         "tool calls vanished", "tool_calls", lambda now, start: start >= 0.5 and now <= 0.05 * start,
         "episodes called tools at first, and now do not, without more success",
-        "Look whether the reward pays an answer without calls (`agentrl reward lint`), or lower optim.lr.",
+        "Check whether the reward pays for answers without calls (`agentrl reward lint`), or lower optim.lr.",
         unless="better",
     ),
     Sign(
         "one answer for all", "same_answer", lambda now, start: start < 0.8 and now >= 0.95,
         "episodes of different tasks end with the same message, without more success",
-        "Look whether the reward pays that message (`agentrl show`), lower optim.lr or set algorithm.entropy_bonus.",
+        "Check whether the reward pays for that message (`agentrl show`), lower optim.lr or set algorithm.entropy_bonus.",
         extreme=min, unless="better",
     ),
     Sign(
@@ -244,7 +244,7 @@ SIGNS = (
         "thin baselines", "thin_groups", lambda now, start: now >= 0.25,
         "members are compared with few others, because the rest of their group is unscored",
         "Find out why they are unscored (log.txt); rollout.min_survivors replaces such groups.",
-        applies=lambda config: any(  # an estimator compares the members of a group
+        applies=lambda config: any(  # only if an estimator compares the members of a group
             "group" in ADVANTAGES.entry(one.name).needs
             for one in (config.algorithm.advantage, *own_advantages(config.envs).values())
         ),
@@ -253,7 +253,7 @@ SIGNS = (
 
 
 class SignWatch:
-    """A sign in the updates of a run, or of one of its environments, under `env/NAME/`; `found`: when it was there."""
+    """Watches for a sign in a run's updates, or in those of an environment (`scope`: `env/NAME/`); `found`: its findings."""
 
     def __init__(self, sign: Sign, first: int, most: int, scope: str) -> None:
         """`first`: as `Sign.first`; `most`: updates in a row in which the sign must show."""
@@ -264,7 +264,7 @@ class SignWatch:
         self.found: list[dict[str, Any]] = []
 
     def add(self, row: HealthRow, fault: str | None = None) -> dict[str, Any] | None:
-        """The finding that begins with this update, if one does. `fault`: why the first unscored episode is."""
+        """Return the finding that begins with this update, if any. `fault`: cause of the first unscored episode."""
         key, sign, step = self._scope + self.sign.key, self.sign, row["step"]
         value = sign.null if key in row and row[key] is None else row.get(key)
         if value is None:
@@ -279,7 +279,7 @@ class SignWatch:
         start = value if self._start is None else self._start
         shown = [sign.shows(number, start) for _, number, _ in self._newest]
         well = False
-        if sign.unless is not None and any(shown):  # the policy may do well in spite of the sign
+        if sign.unless is not None and any(shown):  # the policy may do well despite the sign
             newest, before = ([g for g in part if g is not None] for part in ([g for *_, g in self._newest], self._before))
             if newest and before:
                 mean = sum(newest) / len(newest)
@@ -290,14 +290,14 @@ class SignWatch:
         if begun or well or len(shown) < (self._newest.maxlen or 0) or not all(shown):
             return None
         why = f"; the first unscored episode: {fault}" if fault and sign.key == "thin_groups" else ""
-        said = f"{sign.cause} ({key} is {value:.2g} after update {step}, at first {start:.2g}){why}"
+        cause = f"{sign.cause} ({key} is {value:.2g} after update {step}, at first {start:.2g}){why}"
         since = self._newest[0][0]
-        self.found.append({"name": sign.name, "since": since, "until": None, "cause": said, "advice": sign.advice})
+        self.found.append({"name": sign.name, "since": since, "until": None, "cause": cause, "advice": sign.advice})
         return self.found[-1]
 
 
 class Health:
-    """Looks at every row of a run as it is written, and warns once for each time that something begins to be wrong."""
+    """Checks every row of a run as it is written, and warns once when a problem begins."""
 
     def __init__(self, config: TrainConfig, warn: Callable[[str], None]) -> None:
         self._config, self._warn = config, warn
@@ -306,12 +306,13 @@ class Health:
         self.begin(0, ())
 
     def begin(self, step: int, rows: Iterable[HealthRow], stats: RolloutStats | None = None) -> None:
-        """Updates begin after `step`, with these rows before them; those after it are forgotten, as they are done again. `stats`:
-        say why the first episode of theirs was unscored."""
+        """Start over after `step` updates with these `rows`; rows after `step` are ignored, because they are written again.
+
+        `stats`: knows the cause of the first unscored episode."""
         config, most = self._config, self._config.health.idle_updates
         before = [row for row in rows if row["phase"] == "train" and row["step"] <= step]
         self._updates, self._stats = Updates(config.critic, most, before), stats
-        # Signs of episodes are looked for in each environment, if there are several.
+        # With several environments, watch each of them for the signs of episodes.
         names = [f"env/{env.called}/" for env in config.envs] if len(config.envs) > 1 else [""]
         self._watches = [
             SignWatch(one, one.first(config), most, scope)
@@ -325,17 +326,17 @@ class Health:
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """Signs that were there: name, cause, advice, since which update and, of one that is over, until which."""
+        """List all findings by first update: name, cause, advice, `since` and `until` (an update; None if it persists)."""
         return sorted((one for watch in self._watches for one in watch.found), key=lambda one: one["since"])
 
     @property
     def fault(self) -> str | None:
-        """Why the first unscored episode is unscored."""
+        """Cause of the first unscored episode."""
         self._fault = self._fault or (None if self._stats is None else self._stats.fault)
         return self._fault
 
     def row(self, row: HealthRow) -> None:
-        """Look at a row of phase "train"."""
+        """Check a row of phase "train"."""
         updates = self._updates
         updates.add(row)
         findings = idle(updates, self._config.rollout), unscored_finding(updates.newest, self._config.health, self.fault)
@@ -350,7 +351,7 @@ class Health:
                 self._warn(finding_text(begun))
 
     def evaluation(self, phase: str, found: Evaluation) -> None:
-        """Look at an evaluation, each environment by itself. One in which nothing is scored ends the run (`check_any_scored`)."""
+        """Check the unscored episodes of an evaluation, per environment. `check_any_scored` handles one without any score."""
         if phase == "before" and found.scored == 0:
             return
         for name, one in (found.by_env or {"": found}).items():
@@ -362,8 +363,9 @@ class Health:
                 self._warn(f"[{phase}] {one.unscored} of {total} episodes{where} are unscored; the first: {why}")
 
     def verdict(self, rows: Sequence[HealthRow]) -> Finding | None:
-        """Problem of a run that has ended with these rows; None if it learned. One whose last updates trained nothing has
-        learned if its episodes succeed more often than at first, and is done if it reached `stop_at_success`."""
+        """Return the problem of a run that ended with these rows; None if it learned.
+
+        A run whose last updates trained nothing has learned if success has risen or `stop_at_success` is reached."""
         goal, cfg = self._config.stop_at_success, self._config.health
         updates = [row for row in rows if row["phase"] == "train"]
         last = [row for row in rows if row["phase"] == "after"][-1:]
@@ -380,14 +382,15 @@ class Health:
 
 
 def finding_text(one: Mapping[str, Any]) -> str:
-    """A finding in words, for the log and the end of a run."""
+    """Describe a finding, for the log and the end of a run."""
     until = "" if one["until"] is None else f" to {one['until']}"
     return f"{one['name']}, from update {one['since']}{until}: {one['cause']}. {one['advice']}"
 
 
 def idle(updates: Updates, rollout: RolloutConfig) -> Finding | None:
-    """Return True if the newest updates, as many as are kept or all if there are fewer, trained nothing. Not if every
-    episode of them was a success after others that taught something: then nothing is left to learn."""
+    """Return a finding if all the newest updates (as many as are kept) trained nothing, else None.
+
+    None too if all their episodes succeeded after an update that taught something: nothing is left to learn."""
     count = updates.idle
     newest = [row for row in updates.newest if row["step"] > updates.warmup] if count else []
     if count < max(len(newest), 1):
@@ -403,12 +406,12 @@ def idle(updates: Updates, rollout: RolloutConfig) -> Finding | None:
     if any(row.get("skipped_steps", 0) for row in newest):
         cause, advice = "its numbers were not finite (log.txt names the rows)", "Lower optim.lr, or see docs/debugging.md."
     elif all(row.get("tokens_trained") == 0 for row in newest):
-        cause, advice = "not one sampled token counts", "Look at algorithm.correction and algorithm.truncated: they reject all."
+        cause, advice = "every sampled token is rejected", "Check algorithm.correction and algorithm.truncated: they reject all."
     elif any(row.get("advantage_abs") for row in newest):
-        cause, advice = "advantages are not 0, and the loss has no gradient", "Look at algorithm.loss and its arguments."
+        cause, advice = "advantages are not 0, but the loss has no gradient", "Check algorithm.loss and its arguments."
     elif same < groups:
         cause = f"every advantage was 0 ({same:.0f} of {groups} groups had equal rewards)"
-        advice = "Look at algorithm.advantage and its arguments."
+        advice = "Check algorithm.advantage and its arguments."
     elif success == 1.0:
         cause += ": every episode is a success"
         advice = "The model solves all training tasks: give it harder ones (env.params)."
@@ -425,13 +428,13 @@ def idle(updates: Updates, rollout: RolloutConfig) -> Finding | None:
 
 
 def has_trained(row: HealthRow) -> bool:
-    """Return True if an update taught the policy something: its gradient is not 0, and an optimizer step was taken."""
+    """Return True if an update changed the policy: nonzero gradient, an optimizer step taken and none skipped."""
     steps = row.get("optimizer_steps", 1) or 0
     return bool((row.get("grad_norm") or 0.0) > 0 and steps > 0 and not row.get("skipped_steps", 0))
 
 
 def unscored_finding(rows: Collection[HealthRow], health: HealthConfig, fault: str | None) -> Finding | None:
-    """Return True if more episodes of these rows are unscored than `health.max_unscored` allows."""
+    """Return a finding if more episodes of these rows are unscored than `health.max_unscored` allows, else None."""
     lost = played = 0.0
     for row in rows:
         unscored = row.get("unscored") or 0
@@ -448,8 +451,9 @@ def unscored_finding(rows: Collection[HealthRow], health: HealthConfig, fault: s
 
 
 def check_any_scored(found: Evaluation) -> None:
-    """Raise NothingScoredError if no episode of the evaluation before the first update could be scored: no update could be
-    either, and they would take much longer to show it."""
+    """Raise NothingScoredError if no episode of the evaluation before training has a score.
+
+    Updates would fail the same way, but only after much longer."""
     if found.scored == 0 and found.unscored > 0:
         raise NothingScoredError(
             f"none of the {found.unscored} episodes of the evaluation before training could be scored; the first: "
@@ -458,7 +462,7 @@ def check_any_scored(found: Evaluation) -> None:
 
 
 def first_fault(trajectories: Iterable[Trajectory]) -> str | None:
-    """Why the first episode without reward and success has none; None if there is no such episode."""
+    """Return the cause of the first unscored episode; None if all are scored."""
     return next((fault_of(t) for t in trajectories if not is_scored(t)), None)
 
 
@@ -466,7 +470,7 @@ def first_fault(trajectories: Iterable[Trajectory]) -> str | None:
 
 
 class RunLog(AbstractContextManager["RunLog"]):
-    """Writes rows `{"step": updates done, "phase": ..., ...}`; values under `time/` are wall-clock seconds."""
+    """Writes rows `{"step": updates done, "phase": ..., ...}` to metrics.jsonl and the trackers; `time/*` are in seconds."""
 
     def __init__(
         self,
@@ -478,9 +482,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         prometheus: PrometheusConfig | None = None,
         keep: KeepConfig = KeepConfig(),
     ) -> None:
-        """`trackers`: by name, each yet to be made. `resumed`: the folder and the trackers have rows of this run already.
-        `health`: looks at every update and evaluation. `prometheus`: where it is served. `keep`: how many
-        episodes stay."""
+        """`trackers`: (name, maker) pairs. `resumed`: the folder and the trackers already have rows of this run. `health`: checks
+        every update and evaluation. `prometheus`: address of its endpoint. `keep`: number of trajectory files to keep."""
         self._keep = keep
         self.folder, self.display, self.health = folder, display, health
         self.writes = Writes()
@@ -488,7 +491,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.endpoint = None if prometheus is None else LIVE_METRICS.entry("prometheus").make(prometheus, self.trackers)
         if self.endpoint is not None:
             display.say(f"metrics for Prometheus      {self.endpoint.url}")
-        self.trackers += [Outlet(name, make, display.warn) for name, make in trackers]  # last: these are threads
+        self.trackers += [Outlet(name, make, display.warn) for name, make in trackers]  # last, because they start threads
         self._begun = resumed
         self._ending: tuple[Status, Mapping[str, Any]] = ("failed", {})
 
@@ -502,7 +505,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             tracker.join(max(until - time.monotonic(), 0.0))
 
     def row(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
-        """Record one row; a number that is not finite becomes null: JSON has none, and they say no more than that."""
+        """Record one row; a non-finite number becomes null, because JSON has none."""
         values = {k: None if isinstance(value, float) and not math.isfinite(value) else value for k, value in values.items()}
         self.folder.append_metrics({"step": step, "phase": phase, **values})
         if self.health is not None and phase == "train":
@@ -515,25 +518,27 @@ class RunLog(AbstractContextManager["RunLog"]):
             self.endpoint.row(phase, step, numbers)
 
     def live(self, session: Session | None) -> None:
-        """The run's parts, for who asks between two rows; None: they are closed."""
+        """Give the Prometheus endpoint the run's parts, which it reads between two rows; None: they are closed."""
         if self.endpoint is not None:
             self.endpoint.watch(session)
 
     def rewound(self, step: int) -> None:
-        """The run goes on from `step` (-1: from its start, `folder.NOTHING`: from that of its warm
-        start), and its folder was rewound to it."""
+        """Report to the trackers that the folder was rewound and the run continues from `step`.
+
+        -1: from the start of training; `folder.NOTHING`: from the start of the warm start."""
         for tracker in self.trackers if self._begun else []:
             tracker.tell("rewind", step)
 
     def end(self, status: Status, summary: Mapping[str, Any]) -> None:
-        """Tell the trackers the run's end; they are closed with this log."""
+        """Set the status and summary that the trackers get when this log closes, and send them the curve."""
         self._ending = (status, summary)
         for tracker in self.trackers if self.folder.curve.is_file() else []:
             tracker.tell("picture", "curve", self.folder.curve)
 
     async def trajectories(self, name: str, trajectories: Sequence[Trajectory], tokens: TrainedTokens | None = None) -> None:
-        """Start writing `trajectories/<name>.jsonl` once the previous file is written; wait on `writes` for its end.
-        `tokens`: what training made of theirs, for `tokens/<name>.jsonl`."""
+        """Start writing `trajectories/<name>.jsonl` once the previous file is written; `writes.wait` awaits its end.
+
+        `tokens`: their trained tokens, for `tokens/<name>.jsonl`."""
 
         def write() -> None:
             if tokens is not None:

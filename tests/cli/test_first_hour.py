@@ -206,7 +206,7 @@ def test_a_long_command_says_that_its_reader_has_gone(here: Path) -> None:
         done = subprocess.run([sys.executable, "-m", "agentrl", *words], stdout=write, stderr=subprocess.PIPE, text=True)
     finally:
         os.close(write)
-    assert done.stderr.startswith("agentrl: what read this output is gone") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("agentrl: the reader of this output has") and done.stderr.count("\n") == 1, done.stderr
     assert done.returncode == 1
 
 

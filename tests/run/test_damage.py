@@ -187,7 +187,7 @@ def test_a_file_in_place_of_a_folder_of_the_run_is_named(tmp_path: Path, name: s
     Provenance(folder, cfg).write()
     shutil.rmtree(folder.path / name, ignore_errors=True)
     (folder.path / name).touch()
-    said = rf"{name}: it is no folder, and the run keeps one there. Move it away"
+    said = rf"{name}: not a folder, but the run keeps one there. Move it away"
     for refuse in (
         folder.clear_final,
         partial(Provenance(folder, cfg).check_unchanged, cfg),

@@ -94,9 +94,9 @@ def test_a_run_that_has_learned_and_has_nothing_left_to_learn_is_done() -> None:
     ({"skipped_steps": 1.0}, "its numbers were not finite"),
     ({"grad_norm": None, "optimizer_steps": 0.0}, "every advantage was 0"),
     ({"grad_norm": 0.0, "tokens_trained": 0.0, "advantage_abs": 0.4},
-     "not one sampled token counts. Look at algorithm.correction and"),
+     "every sampled token is rejected. Check algorithm.correction and"),
     ({"grad_norm": 0.0, "tokens_trained": 9.0, "advantage_abs": 0.4},
-     "advantages are not 0, and the loss has no gradient. Look at algorithm.loss"),
+     "advantages are not 0, but the loss has no gradient. Check algorithm.loss"),
     ({"grad_norm": 0.0, "tokens_trained": 9.0, "advantage_abs": 0.0}, "every advantage was 0 (5 of 20 groups"),
 ])  # fmt: skip
 def test_the_cause_is_told_apart(row: dict[str, Any], why: str) -> None:
