@@ -132,7 +132,7 @@ class TrainCommand:
                 Provenance(folder, config).check_unchanged(self.before)
                 check_unlocked(folder.path)
         except NameTakenError as taken:  # no mistake of the config: who has a run may plan the next one
-            say(f"warning: the start refuses this: {taken}", file=sys.stderr)
+            say(f"warning: a run would refuse this: {taken}", file=sys.stderr)
         check_named(RunStart(config), self.origins)
         nodes: tuple[int, int] | None = None
         if args.nodes is not None:

@@ -1,4 +1,4 @@
-"""Evaluations side by side: official metrics of a suite, and models on the same tasks with paired differences."""
+"""Comparison of evaluations: official metrics of suites, and models on the same tasks with paired differences."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ from agentrl.utils.terminal import cell, folding
 
 
 def official(envs: Sequence[TrainConfig], episodes: Mapping[str, Sequence[Trajectory]], split: str) -> dict[str, Any]:
-    """For each suite among environments (`each`), whose episodes are given by name: what a report keeps as
-    "official". Several environments of a suite have one table. A suite without metrics of its own has none."""
+    """Compute the official tables of a report, one per suite among the environments.
+
+    `envs`: configs with one environment each; `episodes`: by environment name. Environments of one suite share a table; a suite
+    without official metrics has none."""
     found: dict[str, list[tuple[Benchmark, Sequence[Trajectory]]]] = {}
     for one in envs:
         suite, called = suite_env(EnvRef.of(one.the_env, one.tools)), one.the_env.called
@@ -52,24 +54,24 @@ def official(envs: Sequence[TrainConfig], episodes: Mapping[str, Sequence[Trajec
 
 
 def choose_tasks(env: EnvRef, split: str, wanted: int | None, seed: int, first: bool) -> tuple[int | None, tuple[int, ...]]:
-    """Number of tasks to evaluate on, and their numbers in the split if they are not the first ones.
+    """Return the number of tasks to evaluate on, and their indices in the split if they are not the first ones.
 
-    Of a suite at most all that the split has (all, if `wanted` is None); fewer are spread over its kinds, drawn by `seed`
-    (`Benchmark.spread`), unless `first`. Raises TaskDataError if the split has none."""
+    For a suite: at most the tasks of the split (all if `wanted` is None); fewer are drawn by `seed` and spread over its kinds
+    of tasks (`Benchmark.spread`), unless `first`. Raises TaskDataError if the split is empty."""
     suite = suite_env(env)
     if suite is None:
         return wanted, ()
     count = suite.task_count(split)
-    there = count or len([suite.make_task(0, split)])
-    tasks = there if wanted is None else min(wanted, there)
+    available = count or len([suite.make_task(0, split)])
+    tasks = available if wanted is None else min(wanted, available)
     return tasks, suite.spread(split, tasks, seed) if tasks < (count or 0) and not first else ()
 
 
 def print_official(tables: Mapping[str, Any], console: Console) -> None:
-    """A table for each suite, below the report."""
+    """Print one table per suite, below the report."""
     for name, found in tables.items():
         table = folding("", "value", "n", "weight", "")
-        part = "; a part of it, and no result of the benchmark" if found["tasks"] < found["of"] else ""
+        part = "; only a part, so not a result of the benchmark" if found["tasks"] < found["of"] else ""
         over = f"{found['tasks']} of its {found['of']} tasks ({found['split']}){part}"
         table.title = cell(f"{name} {found['version']}: its own metrics, over {over}")
         for row in found["rows"]:
@@ -78,9 +80,10 @@ def print_official(tables: Mapping[str, Any], console: Console) -> None:
 
 
 def side_by_side(folders: Sequence[Path]) -> dict[str, Any]:
-    """For each suite that the report.json of all evaluations' folders has a table for: a row for each metric that one of them
-    has, with a value (or None) and `n` for each evaluation, and whether all are over as many tasks of the same split and version
-    (`same`)."""
+    """Join the official tables of several evaluations, for each suite that all their reports contain.
+
+    One row per metric, with a value (or None) and `n` per evaluation; `same`: all are over equally many tasks of the same split
+    and version."""
     tables = [RunRecord(folder).report.get("official") or {} for folder in folders]
     joined = {}
     for suite in (name for name in tables[0] if all(name in other for other in tables)):
@@ -97,7 +100,7 @@ def side_by_side(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def print_side_by_side(joined: Mapping[str, Any], console: Console) -> None:
-    """A table for each suite, a column for each model."""
+    """Print one table per suite, with one column per model."""
     for name, found in joined.items():
         table = folding("", *map(cell, found["models"]))
         table.title = cell(f"{name}: its own metrics")
@@ -105,9 +108,9 @@ def print_side_by_side(joined: Mapping[str, Any], console: Console) -> None:
             table.add_row(cell(row["name"]), *(f"{_number(v)} ({n})" for v, n in zip(row["values"], row["n"], strict=True)))
         console.print(table)
         if not found["same"]:
-            said = "; ".join(f"{model}: {tasks} tasks of {split}, {version}" for model, (version, split, tasks) in
+            over = "; ".join(f"{model}: {tasks} tasks of {split}, {version}" for model, (version, split, tasks) in
                              zip(found["models"], found["over"], strict=True))  # fmt: skip
-            console.print(cell(f"they are not over the same: {said}"))
+            console.print(cell(f"they are not over the same tasks: {over}"))
 
 
 def _number(value: float | None, unknown: str = "-") -> str:
@@ -117,13 +120,12 @@ def _number(value: float | None, unknown: str = "-") -> str:
 # Comparison
 
 _OF_MODEL = ("model", "the files of model", "seed")
-"""Keys by which two evaluations of the same tasks may differ without a word about it."""
+"""Keys in which two evaluations of the same tasks may differ without a note."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """The episodes of a task: its id, the mean success and reward of the episodes for which they are known, and the calls of its
-    gold solution, if these are."""
+    """Result of a task: mean success and reward over episodes where known, and calls of its gold solution if known."""
 
     id: str
     success: float | None
@@ -133,7 +135,7 @@ class TaskResult:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """One evaluation of one environment, read from its folder; `tasks` by `Trajectory.task_key`."""
+    """Evaluation of one environment, read from its folder; `tasks` by `Trajectory.task_key`."""
 
     label: str
     env: str
@@ -142,15 +144,15 @@ class Results:
 
 
 def read_results(folder: Path) -> dict[str, Results]:
-    """The evaluations in a folder of `agentrl eval`, by environment: its own, or those of its folders.
+    """Read the evaluations in a folder of `agentrl eval` or in its subfolders, by environment.
 
-    Raises ConfigError without one, or if one has no episodes yet.
+    Raises ConfigError if there is none, or one has no episodes yet.
     """
     own = (folder / "eval.json").is_file()
     parts = [folder] if own else sorted(path.parent for path in folder.glob("*/eval.json")) if folder.is_dir() else []
     if not parts:
         raise ConfigError(f"{folder}: not a folder of an evaluation (neither it nor its folders have an eval.json)")
-    label, found = folder.absolute().name, {}  # which the default --out takes from the model
+    label, found = folder.absolute().name, {}  # the default --out is named after the model
     for part in parts:
         episodes = list(RunRecord(part).episodes())
         if not episodes:
@@ -171,18 +173,17 @@ def read_results(folder: Path) -> dict[str, Results]:
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """The mean of the known values; None without any."""
+    """Return the mean of the known values; None without any."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
 def compare(results: Sequence[Results]) -> dict[str, Any]:
-    """A row for each of the evaluations of one environment. `difference` is to the first, over the tasks that both have: the mean
-    of success on a task minus the first's success on it, with a 95 % interval over tasks; `better` and `worse` count the tasks on
-    which it differs. `also`: what differs between the two next to the model. `horizons`: by the calls of the gold solution, if
-    tasks differ in it, a row for each evaluation: its tasks of this many calls, and the means over them.
+    """Compare evaluations of one environment with the first of them, one row each.
 
-    Raises ConfigError if an evaluation has no task in common with the first.
+    `difference`: mean over common tasks of success minus the first's, with a 95 % interval over tasks; `better` and `worse` count
+    the tasks with a difference. `also`: differences other than the model. `horizons`: the same by calls of the gold solution, if
+    tasks differ in it. Raises ConfigError if an evaluation has no task in common with the first.
     """
     first, rows = results[0], []
     for own in results:
@@ -222,7 +223,7 @@ def compare(results: Sequence[Results]) -> dict[str, Any]:
 
 
 def _task_gains(first: Results, own: Results, names: Iterable[str]) -> list[float] | None:
-    """Gain on each of these tasks that is the first's too, as far as both are known; None if none of them is the first's."""
+    """Return the success gain over `first` on each common task where both are known; None without a common task."""
     same = [name for name in names if name in first.tasks]
     if not same:
         return None
@@ -231,16 +232,16 @@ def _task_gains(first: Results, own: Results, names: Iterable[str]) -> list[floa
 
 
 def compare_all(folders: Sequence[Mapping[str, Results]]) -> dict[str, Any]:
-    """`compare` of each environment that all have. Raises ConfigError without one."""
+    """Compare the evaluations in each environment that all have. Raises ConfigError without one."""
     shared = [env for env in folders[0] if all(env in other for other in folders)]
     if not shared:
-        there = "; ".join(", ".join(found) for found in folders)
-        raise ConfigError(f"the evaluations are of other environments ({there}); compare those of the same one")
+        names = "; ".join(", ".join(found) for found in folders)
+        raise ConfigError(f"the evaluations have no environment in common ({names}); compare evaluations of the same one")
     return {"envs": {env: compare([found[env] for found in folders]) for env in shared}}
 
 
 def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
-    """A table for each environment; "-" stands for an unknown value."""
+    """Print one table per environment; "-" is an unknown value."""
     for env, part in comparison["envs"].items():
         first = part["rows"][0]["model"]
         table = folding(

@@ -1,4 +1,4 @@
-"""Shared by the commands that take a config: its arguments, finding its file, and creating its run folder."""
+"""Helpers for commands that take a config: its arguments, its file, and its run folder."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 
 def add_config(parser: argparse.ArgumentParser, help: str) -> None:
-    """`CONFIG a.b=c ...`; CONFIG may be left out."""
+    """Add the arguments `[CONFIG] a.b=c ...`."""
     parser.add_argument("config", nargs="?", help=help)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file; ~a.b unsets one")
 
 
 def is_override(text: str) -> bool:
-    """Return True if a word of the command line is meant as an override, not as a name: of a shelf, a file or a run's folder,
-    which may have a "=" in it (a sweep's `runs/lr=1e-3`)."""
+    """Return True if a command-line word is an override, not a config name, a file or a run folder.
+
+    Names of folders may contain "=", for example `runs/lr=1e-3` of a sweep."""
     if text.startswith(("~/", "~\\")) or Path(text).is_file() or (Path(text) / "config.toml").is_file():
         return False
     key = re.sub(r"""\"[^"]*"|'[^']*'""", "", text.partition("=")[0])
@@ -35,7 +36,7 @@ def is_override(text: str) -> bool:
 
 
 def load_whole(file: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The config of a file with overrides, with whole paths; a base may be on a shelf. Raises ConfigError or CatalogError."""
+    """Load a config file with overrides and absolute paths; its base may be on a shelf. Raises ConfigError or CatalogError."""
     from agentrl.config import load_config
     from agentrl.config.load import with_absolute_paths
 
@@ -43,7 +44,7 @@ def load_whole(file: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def read_resumed(run: str, texts: list[str]) -> tuple[TrainConfig, TrainConfig]:
-    """The config with which the run in the folder `run` began, and that with the overrides `texts`. Raises ConfigError."""
+    """Load the config of the run in the folder `run`, without and with the overrides `texts`. Raises ConfigError."""
     from agentrl.run.provenance import run_folder
 
     file = run_folder(run).config
@@ -51,16 +52,18 @@ def read_resumed(run: str, texts: list[str]) -> tuple[TrainConfig, TrainConfig]:
 
 
 def resume_overrides(args: argparse.Namespace) -> list[str]:
-    """Those of a resume, as argparse takes the first for the config. Raises ConfigError if it is to start over as well."""
+    """Return the overrides of `--resume`, the first of which argparse takes for CONFIG.
+
+    Raises ConfigError for a real CONFIG, or with --overwrite."""
     if args.overwrite:
-        raise ConfigError(f"--resume goes on with {args.resume}, and --overwrite starts over; leave one of the two out")
+        raise ConfigError(f"--resume continues {args.resume}, and --overwrite starts over; leave one of the two out")
     if args.config is not None and not is_override(args.config):
         raise ConfigError(f"--resume {args.resume} has its own config: leave {args.config!r} out (a.b=c after it changes a key)")
     return [text for text in (args.config, *args.overrides) if text is not None]
 
 
 def find_config_file(name: str) -> Path:
-    """The TOML file at the path `name`, or the config of that name on a shelf. Raises UserError without one."""
+    """Find the TOML file at the path `name`, or the config of that name on a shelf. Raises UserError without one."""
     path = Path(name)
     if path.is_file():
         return path
@@ -71,11 +74,11 @@ def find_config_file(name: str) -> Path:
     except CatalogError as error:
         if name and path.is_dir():
             inside, hint = path / "config.toml", "; name a TOML file"
-            if inside.is_file():  # of a run, which is what it was to be and what it has learned
-                hint = f"; its config: {shlex.quote(str(inside))}; to go on with it: --resume"
+            if inside.is_file():  # a run's folder: the user may mean its config or the run itself
+                hint = f"; its config: {shlex.quote(str(inside))}; to continue the run: --resume"
             raise CatalogError(f"{name}: a folder{hint}") from None
         if path.suffix == ".toml":
-            return path  # load_config says which file is missing and what is near it
+            return path  # `load_config` raises an error with similar names
         if (file := Path(f"{name}.toml")).is_file():
             raise CatalogError(f"no config {name!r} in a folder configs/; did you mean the file {str(file)!r}?") from None
         near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")]) if name else ""
@@ -85,7 +88,7 @@ def find_config_file(name: str) -> Path:
 
 
 def check_folder(name: str, out: str, *, overwrite: bool) -> None:
-    """Raise what `open_folder` would raise of the place of the run's folder. Makes and removes nothing."""
+    """Check that `open_folder` could make the run's folder, and raise as it does; makes and removes nothing."""
     from agentrl.run.folder import check_free, check_unlocked
 
     target = Path(out) / name
@@ -96,18 +99,20 @@ def check_folder(name: str, out: str, *, overwrite: bool) -> None:
 
 
 def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None = None) -> RunFolder:
-    """Create the run's folder, with digests of the files that the config names, and in its config `origins`; with `overwrite` an
-    older run of that name is removed first. The folder holds its lock. Raises ConfigError if the older one is still written."""
+    """Create and lock the run's folder, with digests of the files that the config names.
+
+    `origins`: sources of the config's values, for comments in config.toml. `overwrite`: first remove an older run of that name.
+    Raises ConfigError if a process still writes the older run."""
     from agentrl.run.folder import LOCK, RunFolder, lock_folder
     from agentrl.run.provenance import Provenance
 
     target = Path(config.out) / config.name
-    # Only what is certainly a run is removed: `out` and `name` may point at any folder of the user.
+    # Remove only a folder that is certainly a run: `out` and `name` may name any folder of the user.
     with ExitStack() as held:
         if over := overwrite and (target / "config.toml").is_file():
             held.enter_context(lock_folder(target))
-            # What makes it a run stays until the new one's replaces it, and its lock: whoever comes meanwhile, or after this was
-            # cut short, finds a run. The folder may be a link, and stays too.
+            # Keep config.toml until the new one replaces it, and the lock, so that other processes find a run even if this one is
+            # killed here. Keep the folder too, because it may be a link.
             for path in [path for path in target.iterdir() if path.name not in ("config.toml", LOCK)]:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         folder = RunFolder.create(config, origins, over=over)
@@ -116,7 +121,7 @@ def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None
         try:
             Provenance(folder, config).write()
         except OSError:
-            shutil.rmtree(folder.path, ignore_errors=True)  # else the name were taken by a run that has not begun
+            shutil.rmtree(folder.path, ignore_errors=True)  # else a run that never began would occupy the name
             raise
         folder.held = held.pop_all()
         return folder

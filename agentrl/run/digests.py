@@ -1,4 +1,4 @@
-"""Digests of the files that a config only names, so that new weights under an old path are a different evaluation."""
+"""Digests of the files that a config names, so that new weights under an old path count as a different evaluation."""
 
 from __future__ import annotations
 
@@ -24,26 +24,24 @@ from agentrl.utils.search_path import PRIVATE, source_digest, used_names, value_
 SOURCE = "the source of "
 VERSIONS = "the versions of agentrl, torch and transformers"
 _ARGUMENTS = ("params", "gate_params", "args", "wrappers", "chat_template")
-"""Parts of keys below which texts may name files."""
+"""Key parts below which strings may name files."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _CHUNK, _CHUNKS, _WHOLE = 64 << 10, 128, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Digests of files by key. `code`: the keys that are of code: of environments, tools, plug-ins, functions by name, agentrl's
-    own."""
+    """Digests of files by key. `code`: keys of code: environments, tools, plug-ins, named functions, and agentrl itself."""
 
     digests: Identity
     code: list[str]
 
 
 def contents_of(config: TrainConfig, purpose: Purpose) -> Contents:
-    """Digests of the reward spec and of the files of models, environments and tool sets, and of those that arguments name (data,
-    a chat template), for an identity.
+    """Compute the digests of an identity: reward specs, files of models, environments and tool sets, and named data files.
 
-    Models on a hub or behind an API and environments of installed packages have no digest. Raises CatalogError or
-    RewardSpecError if the spec, an environment or a tool set is not found.
+    Models on a hub or behind an API, and environments of installed packages, have no digest. Raises CatalogError or
+    RewardSpecError if a reward spec, an environment or a tool set is not found.
     """
     models = {
         "model.path": _files(config.model.path),
@@ -59,7 +57,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Contents:
             digests[f"the content of {at}.reward"] = digest_of(find_spec(env, own.reward))
             tools = f"{at}.tools" if own.tools is not None else "tools"
             code += [f"the files of {at}.id", f"the files of {at}.tools.sets"]
-            if (card := env.card()) is not None:  # its server says the digest of its files and of its tool sets'
+            if (card := env.card()) is not None:  # a remote environment: its server sends the digest of files and tool sets
                 digests |= {f"the files of {at}.id": card["files"]} if card["files"] is not None else {}
             else:
                 files = [] if env.at is not None else sorted(_sources(env.entry.path))
@@ -72,10 +70,10 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Contents:
         parts = key.split(".")
         of = next((".".join(parts[: parts.index(part) + 1]) for part in _ARGUMENTS if part in parts), None)
         if of is not None and of not in suites:
-            named[of] += _named_in(resolve_references(value, key))
+            named[of] += _named_files(resolve_references(value, key))
     digests |= _digests({key: sorted(paths) for key, paths in named.items()})
     if purpose == "train":
-        # The loaded files of plug-ins, and of modules whose functions the config names.
+        # Loaded files of plug-ins and of modules whose functions the config names.
         named_here = re.findall(r'"([\w.]+):[A-Za-z_]\w*"', config.model_dump_json())
         modules = [(name, Path(getattr(module, "__file__", None) or "")) for name, module in list(sys.modules.items())]
         own_code = {
@@ -89,26 +87,26 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Contents:
     for name in used_names(config.model_dump(mode="json", exclude_none=True)):
         if (digest := source_digest(name)) is not None:
             digests[f"{SOURCE}{name}"] = digest
-        code += [] if isinstance(value_of(name), Mapping) else [f"{SOURCE}{name}"]  # a reward spec is no code
+        code += [] if isinstance(value_of(name), Mapping) else [f"{SOURCE}{name}"]  # a reward spec is data, not code
     return Contents(digests, code)
 
 
 def files_digest(folder: str) -> str | None:
-    """The digest of the files of a model's folder; None of one on a hub."""
+    """Compute the digest of the files in a model's folder; None for a model on a hub."""
     return _digest_all(_files(folder))
 
 
 def suite_env(env: EnvRef) -> Benchmark | None:
-    """The environment, built, if it is one of a benchmark that is played here."""
+    """Build the environment if it is a local benchmark; None otherwise."""
     if env.at is not None or not (env.entry.suite or env.entry.entry_point or env.entry.made):
-        return None  # its source text says that it is none
+        return None  # remote, or its source text shows that it is no suite
     built = env.build()
     inner = built.unwrapped
     return inner if isinstance(inner, Benchmark) else None
 
 
 def env_digest(env: EnvRef) -> str | None:
-    """The digest of an environment's files; None for one of an installed package."""
+    """Compute the digest of an environment's files; None for an installed package."""
     return _digest_all(sorted(_sources(env.entry.path)))
 
 
@@ -117,17 +115,17 @@ def _digests(files: Mapping[str, Sequence[Path]]) -> Identity:
 
 
 def _digest_all(paths: Sequence[Path]) -> str | None:
-    """Digest of the files' names, sizes and contents; of large ones, of the size and `_CHUNKS` chunks. None without files."""
+    """Compute the digest of names, sizes and contents, of large weight files only `_CHUNKS` chunks. None without files."""
     found = []
     for path in paths:
         size, digest = path.stat().st_size, sha256()
         digest.update(str(size).encode())
         with path.open("rb") as file:
-            if size <= _CHUNK * _CHUNKS or (size <= _WHOLE and path.suffix not in _WEIGHTS):  # of data a row may change
+            if size <= _CHUNK * _CHUNKS or (size <= _WHOLE and path.suffix not in _WEIGHTS):  # a single row of data may change
                 while chunk := file.read(_CHUNK * _CHUNKS):
                     digest.update(chunk)
             else:
-                # Evenly spread samples: a training step changes nearly all weights, and reading 100 GB would take minutes.
+                # Sample evenly: a training step changes nearly all weights, and reading 100 GB would take minutes.
                 for number in range(_CHUNKS):
                     file.seek(number * (size - _CHUNK) // (_CHUNKS - 1))
                     digest.update(file.read(_CHUNK))
@@ -135,32 +133,32 @@ def _digest_all(paths: Sequence[Path]) -> str | None:
     return digest_of(found) if found else None
 
 
-def _named_in(value: Any) -> Iterator[Path]:
-    """The files that texts of a JSON value name, and those in folders that they name."""
+def _named_files(value: Any) -> Iterator[Path]:
+    """Yield the files named by strings of a JSON value, and the files in folders named by them."""
     for _, text in texts(value):
-        with suppress(OSError, ValueError, RuntimeError):  # a prompt is no path
+        with suppress(OSError, ValueError, RuntimeError):  # a prompt is not a valid path
             path = Path(text).expanduser()
             if path.is_file():
                 yield path
-            elif path.is_dir() and not Path.cwd().is_relative_to(path.resolve()):  # that one holds the runs too
-                yield from _plain(path.rglob("*"))
+            elif path.is_dir() and not Path.cwd().is_relative_to(path.resolve()):  # the working directory holds the runs too
+                yield from _plain_files(path.rglob("*"))
 
 
 def _files(folder: str | None) -> list[Path]:
-    return sorted(_plain(Path(folder).iterdir())) if folder is not None and Path(folder).is_dir() else []
+    return sorted(_plain_files(Path(folder).iterdir())) if folder is not None and Path(folder).is_dir() else []
 
 
 def _sources(path: Path | None) -> Iterator[Path]:
-    """The environment's file and, if it has its own folder, the other files there except tests."""
+    """Yield the environment's file and, if it has a folder, the other files there except tests."""
     if path is None:
         return
     if path.name != "env.py":
         yield path
         return
-    for file in _plain(path.parent.rglob("*")):
+    for file in _plain_files(path.parent.rglob("*")):
         if "__pycache__" not in file.parts and not file.name.startswith("test_"):
             yield file
 
 
-def _plain(paths: Iterator[Path]) -> Iterator[Path]:
+def _plain_files(paths: Iterator[Path]) -> Iterator[Path]:
     return (path for path in paths if path.is_file() and not path.name.startswith("."))

@@ -1,4 +1,4 @@
-"""The plan of a run, in numbers: values derived from the config, batches, memory, places. `agentrl train --dry-run`."""
+"""The plan of a run (`agentrl train --dry-run`): values derived from the config, batches, memory and places."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ from agentrl.utils.terminal import columns
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """One update. Episodes, minibatches and optimizer steps are exact as long as all episodes are scored. Tokens and `micros`
-    (micro-batches of a data rank in a minibatch) are what they are at most: if every episode were as long as it may be. `kept`,
-    `shown`: episodes and demonstrations that are added at most (`algorithm.experience`, `algorithm.demonstrations`)."""
+    """Sizes of one update. Episodes, minibatches and optimizer steps are exact if all episodes are scored.
+
+    Tokens and `micros` (micro-batches of a data-parallel rank per minibatch) are maxima, for episodes of maximum length. `kept`,
+    `shown`: maximum episodes and demonstrations added by `algorithm.experience` and `algorithm.demonstrations`."""
 
     groups: int
     group_size: int
@@ -72,7 +73,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Of a role that learns: all its parameters, and those that an optimizer changes."""
+    """Parameter counts of a role that learns: all, and those that an optimizer changes."""
 
     role: str
     all: int
@@ -81,7 +82,9 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Evaluations:
-    """Schedule of evaluations: the number of updates between them (0: before the first), on how many tasks each time."""
+    """Schedule of evaluations: `after` how many updates (0: before the first), and on how many tasks each time.
+
+    `environments`: description of the evaluation by environment name."""
 
     after: list[int]
     tasks: int
@@ -90,10 +93,10 @@ class Evaluations:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A run. `threads`: of each process, None on GPUs. `episodes`: those of all updates, without those played again, filtered
-    or cancelled; `transcripts`: of the warm start, at least and at most; `checkpoints`: the updates after which one is saved if
-    nothing else happens (0: before the first). `checkpoint_bytes`: of weights and optimizers; `model_bytes`: of the models that
-    are written: the first, if the run makes it, the warm start's and the last."""
+    """Plan of a run. `threads`: per process, None on GPUs. `episodes`: of all updates, without retried, filtered and cancelled
+    ones. `transcripts`: minimum and maximum of the warm start. `checkpoints`: updates after which one is certainly saved (0:
+    before the first). `checkpoint_bytes`: of weights and optimizers; `model_bytes`: of all models written: a first one that the
+    run makes, the warm start's, and the last."""
 
     name: str
     folder: str
@@ -124,14 +127,14 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans a run of a config."""
+    """Computes the plan of a config."""
 
     config: TrainConfig
 
     def derived_values(self) -> dict[str, str]:
-        """Key -> its value as TOML. `--dry-run` says the rest, which takes the model and the cluster's nodes.
+        """Map keys that the config leaves open to their derived values as TOML.
 
-        Raises UserError as the choice of an engine does.
+        Values that need the model or the cluster's nodes are in `dry_run`. Raises UserError as the choice of an engine.
         """
         config, several = self.config, isinstance(self.config.env, list)
         called = {
@@ -148,7 +151,7 @@ class Planner:
         found |= {key: inline(lr) for key, lr in rates.items()}
         if config.sft is not None and config.sft.optimizer is None:
             found["sft.optimizer"] = inline(optims_of(config)["sft"].name)
-        if joins(config.cluster):  # what its nodes have is not known here
+        if joins(config.cluster):  # the hardware of its nodes is not known here
             return found
         if config.engine == AUTO:
             found["engine"] = inline(EngineChoice(config).name)
@@ -157,19 +160,18 @@ class Planner:
         return found
 
     def dry_run(self, gpu_memory: float | None = None, nodes: tuple[int, int] | None = None) -> DryRun:
-        """The plan, all that would be refused before it, where processes would be if they use GPUs, the memory, and what came of
-        one rehearsed episode if an agent plays.
+        """Check the config as its run would, and compute the plan, the places of processes with GPUs and the memory.
 
-        `gpu_memory`: GiB of each card, for a run on another machine or on a cluster whose cards do not say; else that of the
-        cards of the nodes that run it, or host memory without any. `nodes`: how many the run is planned for, whether or not it
-        would join a cluster, and the cards of each; by default one, with as many as it takes.
+        Rehearses one episode if an agent program plays. `gpu_memory`: GiB per card, for another machine or a cluster whose cards
+        do not report it; by default that of the nodes' cards, or host memory without cards. `nodes`: (nodes, cards per node) to
+        plan for, whether or not the run would join a cluster; by default one node with as many cards as needed.
 
-        Raises a UserError as the run would, and ResourceError, with the table, if a device cannot hold its parts.
+        Raises a UserError as the run would, and ResourceError with the memory table if a device cannot hold its roles.
         """
         config, name = self.config, self.config.model.path
         if gpu_memory is None or (nodes is None and joins(config.cluster)):
             return self._dry_run(gpu_memory)
-        with planned_elsewhere(nodes), shape_folder(name) as folder:  # of a model that may be known by its shape alone
+        with planned_elsewhere(nodes), shape_folder(name) as folder:  # for a model of which only the shape is known
             model = config.model if folder is None else config.model.model_copy(update={"path": folder})
             found = Planner(config.model_copy(update={"model": model}))._dry_run(gpu_memory)
         used = {(one.address, card) for role in found.locations.values() for one in role for card in one.cards}
@@ -178,7 +180,7 @@ class Planner:
             where = f"planned for one node of {size} card{'s' if size > 1 else ''} (for others: --nodes {-(-size // 8)}x8):"
         else:
             where = f"planned for --nodes {nodes[0]}x{nodes[1]}, of whose {nodes[0] * nodes[1]} cards {len(used)} are used:"
-        why = f"model.path = {name}: its shape is known here, and no file of it; prompts are counted with the packaged tokenizer"
+        why = f"model.path = {name}: only its shape is known here, not its files; the packaged tokenizer counts the prompts"
         notes = [*found.notes, *([] if folder is None else [why])]
         return replace(found, plan=replace(found.plan, model=name or found.plan.model), notes=notes, nodes=where)
 
@@ -189,7 +191,7 @@ class Planner:
             lacks = [] if any(Path(path).glob("tokenizer*")) else ["tokenizer"]
             lacks += [] if has_weights(path) else ["weights"]
         if path is not None and "tokenizer" in lacks:
-            # The checks see a dense model of its sizes with the packaged tokenizer, which nothing splits.
+            # The checks see an unsharded dense model of its sizes with the packaged tokenizer.
             trust = config.model.trust_remote_code
             init = InitModelConfig(
                 context=model_context(path, trust), head_dim=head_dim(path, trust) or InitModelConfig().head_dim
@@ -198,7 +200,7 @@ class Planner:
             rollout = config.rollout.model_copy(update={"router_replay": False})
             checked = config.model_copy(update={"model": config.model.model_copy(update=plain), "rollout": rollout})
         suspicious = check_config(checked, planned=True, capacity=here)
-        # Of the real model, in whose place the checks may have had another: its routers, heads, experts and plans, and its cache.
+        # The checks above may have seen a stand-in: check routers, heads, experts, plans and cache of the real model.
         start = RunStart(config, planned=True)
         check_router_replay(start)
         check_train_engine(config)
@@ -218,14 +220,14 @@ class Planner:
             *waiting(placed),
             *(roles.worker_lines() if here else []),
             f"model.packing: {packing.reason}",
-            *(f"warning: the start refuses this: model.path = {path} has no {it}; its shape is planned" for it in lacks),
+            *(f"warning: a run would refuse this: model.path = {path} has no {it}; only its shape is planned" for it in lacks),
             *(f"warning: {line}" for line in (*suspicious, *start_notes(start))),
             *run_checks(start, "plan"),
         ]
         return DryRun(Planner(start.config).plan(total is not None), locations, placed, found, notes)
 
     def plan(self, cuda: bool) -> RunPlan:
-        """The plan of a config whose packing is settled. Raises UserError as the parts do that it asks."""
+        """Compute the plan of a config whose packing is decided. Raises UserError as the parts that it reads."""
         config, steps, batches = self.config, self.config.steps, self.batches()
         every = config.eval.every
         evaluated = [0, *(step for step in range(1, steps) if every and step % every == 0), steps]
@@ -247,7 +249,7 @@ class Planner:
             if p.requires_grad
         ]
         plain = numel(p for name, p in shells["actor"].named_parameters() if ".lora_" not in name)
-        # Of each environment what it is, how its episodes are scored, and its limits; of several also its share of the groups.
+        # One line per environment: id, reward, limits, and with several environments its share of the groups.
         environments, how = [], {}
         several = len(config.envs) > 1
         shares = MixedTasks(parts_of(config), config.rollout.mixture, config.seed).shares() if several else {}
@@ -294,12 +296,12 @@ class Planner:
         )
 
     def batches(self) -> Batches:
-        """The arithmetic of an update."""
+        """Compute the sizes of an update."""
         config, rollout, algorithm = self.config, self.config.rollout, self.config.algorithm
         episodes = rollout.groups * rollout.group_size
         members = np.repeat(np.arange(rollout.groups), rollout.group_size) if algorithm.groups == "kept" else None
         parts = [len(part) for part in shuffle_parts(episodes, algorithm.minibatch, config.seed, 0, members)]
-        greedy = needs_greedy(algorithm.advantage)  # an episode a group that is no member
+        greedy = needs_greedy(algorithm.advantage)  # one more episode per group, which is no member
         pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
         ranks = mesh_of(config.model, config.cluster, None if pool is None else pool.nodes * pool.per_node)["dp"]
         wide = config.widest(config.trained_envs).rollout
@@ -330,7 +332,7 @@ class Planner:
 
 
 def lines(plan: RunPlan) -> list[str]:
-    """The plan as a person reads it, a line for each question."""
+    """Format the plan for people, one line per question."""
     b, ev = plan.batches, plan.evaluations
     least, most = min(b.minibatches), max(b.minibatches)
     sizes = f"{most:,}" if least == most else f"{least:,} to {most:,}"
@@ -338,7 +340,7 @@ def lines(plan: RunPlan) -> list[str]:
     passes = f" x {b.epochs} passes" if b.epochs > 1 else ""
     more = f" ({b.started:,} are started)" if b.started > b.episodes else ""
     added = [f"{count:,} {what}" for count, what in ((b.kept, "kept"), (b.shown, "demonstrations")) if count]
-    beside = f", and at most {' and '.join(added)} next to them" if added else ""
+    extra = f", and at most {' and '.join(added)} next to them" if added else ""
     early = "" if plan.stops_at is None else f", or until an evaluation finds {plan.stops_at:.0%} success"
     rows = [
         ("run", f"{plan.name}: {_count(plan.updates, 'update')} with {plan.algorithm}{early}"),
@@ -346,7 +348,7 @@ def lines(plan: RunPlan) -> list[str]:
         ("model", f"{plan.model}, {computation_text(plan.dtype, plan.threads)}; engine {plan.engine}"),
         *(("trained", f"{one.role}: {one.trained:,} of {one.all:,} parameters") for one in plan.parameters),
         ("an update", f"{b.groups:,} groups x {b.group_size:,} = {b.episodes:,} episodes{more} -> {cut}{passes} -> "
-         f"{_count(b.optimizer_steps, 'optimizer step')}{beside}"),
+         f"{_count(b.optimizer_steps, 'optimizer step')}{extra}"),
         ("tokens", f"an episode at most {b.sampled_tokens:,} sampled and {b.episode_tokens:,} in all, an update {b.tokens:,}"),
         ("a minibatch", f"over {_count(b.data_ranks, 'rank')}, in micro-batches of at most {b.micro_tokens:,} tokens: at most "
          f"{b.micros:,} on each, if every episode is as long as it may be"),
@@ -358,7 +360,7 @@ def lines(plan: RunPlan) -> list[str]:
     if plan.transcripts is not None:
         rows.append(("warm start", f"{plan.transcripts[0]:,} to {plan.transcripts[1]:,} transcripts of the teacher before it"))
     rows += [("evaluated", f"{name}: {how}, {_schedule_text(ev.after)}") for name, how in ev.environments.items()]
-    # With a checkpoint that is being written; one may be of the newest and of the best.
+    # One more than kept, for a checkpoint that is being written; the newest may also be the best.
     disk = min(plan.kept + 1, len(plan.checkpoints)) * plan.checkpoint_bytes + plan.model_bytes
     kept = "all stay" if plan.kept >= len(plan.checkpoints) else f"at most {plan.kept} stay"
     rows += [
@@ -379,7 +381,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _schedule_text(updates: list[int]) -> str:
-    """ "before, after 10, 20, ... 40 updates"."""
+    """Format a schedule as "before, after 10, 20, ... 40 updates"."""
     named = [str(step) for step in updates if step]
     shown = ", ".join(named) if len(named) <= 4 else f"{named[0]}, {named[1]}, ... {named[-1]}"
     return f"{'before, ' if 0 in updates else ''}after {shown} {'update' if named == ['1'] else 'updates'}"
@@ -390,8 +392,7 @@ def _schedule_text(updates: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """Plan of a run. `peaks`: the most that each device must hold; `notes`: everything else, a line each; `nodes`: those that
-    it is planned for."""
+    """Result of a dry run. `peaks`: maximum memory per device; `notes`: all other lines; `nodes`: a line on the planned nodes."""
 
     plan: RunPlan
     locations: Mapping[str, Sequence[Location]]
@@ -401,14 +402,14 @@ class DryRun:
     nodes: str = ""
 
     def text(self) -> str:
-        """All of it, for a person."""
+        """Format everything for people."""
         nodes = [self.nodes] if self.nodes else []
         places = [placement_table(self.locations), ""] if self.locations else []
         memory = [table_of(self.placed), *map(memory_text, self.peaks)]
         return "\n".join([*lines(self.plan), "", *nodes, *places, *memory, *self.notes])
 
     def json(self) -> dict[str, Any]:
-        """The plan, the memory of each role and the peak of each device in bytes, and the notes."""
+        """Return the plan, memory per role and peak per device in bytes, and the notes, as JSON."""
         roles = [{"role": one.role, "device": one.device, "ranks": one.ranks, **asdict(one.memory)} for one in self.placed]
         places = {role: [{"node": one.node or one.address, "gpus": list(one.cards)} for one in found]
                   for role, found in self.locations.items()}  # fmt: skip

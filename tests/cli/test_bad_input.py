@@ -180,7 +180,7 @@ def test_a_dry_run_of_a_name_that_is_taken_plans_and_says_that_the_start_refuses
     assert main(["train", *config, "--dry-run", "--json"]) == 0
     taken = capsys.readouterr()
     assert refused.startswith("runs/quickstart: there is a run of that name. Continue it: agentrl train --resume")
-    assert taken.err.replace(refused, "IT") == f"{free.err}warning: the start refuses this: IT"
+    assert taken.err.replace(refused, "IT") == f"{free.err}warning: a run would refuse this: IT"
     assert json.loads(taken.out)["batches"] == json.loads(free.out)["batches"]
 
 

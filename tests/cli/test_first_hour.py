@@ -188,7 +188,7 @@ def test_configs_that_are_none_are_told_by_what_is_near(here: Path, capsys: pyte
     assert "a file here" not in said(capsys, "config", "show", "zzzz", code=2)
     assert ".: a folder; name a TOML file" in said(capsys, "train", ".", code=2)
     text = said(capsys, "train", "runs/a", code=2)
-    assert "runs/a: a folder; its config: runs/a/config.toml; to go on with it: --resume" in text
+    assert "runs/a: a folder; its config: runs/a/config.toml; to continue the run: --resume" in text
     text = said(capsys, "train", "shop é.toml", "--resume", "runs/a", code=2)
     assert "--resume runs/a has its own config: leave 'shop é.toml' out" in text
     for missing in ("runs/b", "runs"):

@@ -99,7 +99,7 @@ def test_tasks_of_the_same_name_and_other_content_are_not_paired(tmp_path: Path)
     ):
         compare_all([read_results(one), read_results(two)])
     other = evaluation(tmp_path / "other", {"a": [True]}, env="f")
-    with pytest.raises(ConfigError, match=r"of other environments \(e; f\)"):
+    with pytest.raises(ConfigError, match=r"no environment in common \(e; f\)"):
         compare_all([read_results(one), read_results(other)])
 
 
