@@ -48,7 +48,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
     config = None if args.config is None else load_whole(find_config_file(args.config), args.overrides)
     cluster = ClusterConfig() if config is None else config.cluster
-    workers = 0 if config is None else EngineChoice(config).workers_apart()
+    workers = 0 if config is None else EngineChoice(config).worker_processes()
     findings: list[MachineFinding] = []
     for finding in all_checks(cluster, not args.no_ray and cluster.backend == "ray", workers):
         findings.append(finding)

@@ -19,7 +19,7 @@ from agentrl.env.official import WHOLE, Benchmark, played_of, rate_of
 from agentrl.run.digests import suite_env
 from agentrl.run.folder import stored_object
 from agentrl.run.outcomes import label_of, order
-from agentrl.run.reader import AGAIN, RunRecord
+from agentrl.run.reader import REPEAT_EVAL, RunRecord
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.terminal import cell, folding
 
@@ -163,7 +163,7 @@ def read_results(folder: Path) -> dict[str, Results]:
         env = episodes[0].env or episodes[0].env_id
         if env in found:
             raise ConfigError(f"{folder}: it holds several evaluations of {env}. Give their own folders: {folder}/*")
-        identity = (stored_object(part / "eval.json", AGAIN) or {}).get("identity") or {}
+        identity = (stored_object(part / "eval.json", REPEAT_EVAL) or {}).get("identity") or {}
         tasks: dict[str, TaskResult] = {}
         for name, played in members.items():
             known = [float(t.success) for t in played if t.success is not None]

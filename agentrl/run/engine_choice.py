@@ -1,4 +1,4 @@
-"""The engine of a run (rollout/engine.py has the registry). Only the chosen backend is imported."""
+"""Choice of a run's engine (registry: rollout/engine.py); imports only the chosen backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AUTO = "auto"
 
 
 class EngineChoice:
-    """The engine that a config chooses, before there is one, and what follows from the choice. `name`: another engine's."""
+    """The engine that a config chooses, before it is made, and the consequences. `name`: of another engine to use instead."""
 
     def __init__(self, config: TrainConfig, name: str | None = None) -> None:
         self.config = config
@@ -31,12 +31,12 @@ class EngineChoice:
 
     @cached_property
     def name(self) -> str:
-        """The engine that claims the model (`api:NAME`), else that of `engine`; `auto` is the one that best suits the GPUs
-        available to its own processes (vLLM if there are any, else embedded): those of its pool, or those that the trainer leaves
-        free. With `rollout.colocate` engine and trainer use the same GPUs.
+        """Name of the engine: the one that claims the model (`api:NAME`), else the key `engine`.
 
-        Raises ConfigError for an unknown name, DependencyError if a package that the engine needs is not installed,
-        ResourceError if the cluster's nodes do not answer.
+        `auto` is the engine that best suits the GPUs available to it (vLLM if there are any, else embedded): those of its pool,
+        or those that the trainer leaves free. With `rollout.colocate` engine and trainer use the same GPUs. Raises ConfigError
+        for an unknown name, DependencyError if a package of the engine is missing, ResourceError if the cluster's nodes do not
+        answer.
         """
         config, cluster = self.config, self.config.cluster
         if claiming := claiming_engine(config.model.path):
@@ -51,7 +51,7 @@ class EngineChoice:
         available = sum(node.gpus for node in nodes_of(cluster, "actor"))
         if config.rollout.colocate:
             return _best_for(available)
-        if cluster.backend == "inline":  # Ray does not know which one the driver uses
+        if cluster.backend == "inline":  # the driver uses a GPU without a reservation in Ray
             return _best_for(0.0)
         placed = {pool for pool in cluster.roles.values() if pool in cluster.pools}
         taken = sum(node_need(cluster.pools[name])[1] * cluster.pools[name].nodes for name in placed)
@@ -59,18 +59,20 @@ class EngineChoice:
 
     @property
     def traits(self) -> frozenset[str]:
-        """Its traits in the registry. Raises as `name`."""
+        """Traits of the engine in the registry. Raises as `name`."""
         return ENGINES.entry(self.name).traits
 
     def maker(self) -> EngineMaker:
-        """Its maker, with the config's `engine_args`. Raises ConfigError for an unknown or invalid argument."""
+        """Make the engine's maker with `engine_args`. Raises ConfigError for an unknown or invalid argument."""
         maker: EngineMaker = ENGINES.bind(self.name, self.config.engine_args)(self.config.widest())
         maker.cuda = partial(has_gpus, self.config.cluster, "rollout")
         return maker
 
     def make(self, model: str, pools: Pools | None = None, unused: Sequence[int] = (), room: int | None = None) -> Engine:
-        """The engine, not started. `model`: a folder or hub name; with `pools`, the engine's own processes run in the pool of the
-        role "rollout"; `unused` ids are never drawn; `room`: bytes of its GPU for it (run/role_placement.py)."""
+        """Make the engine without starting it.
+
+        `model`: folder or hub name; `pools`: the engine's processes run in the pool of the role "rollout"; `unused`: token ids
+        that are never sampled; `room`: bytes of its GPU that it may use (run/role_placement.py)."""
         maker = self.maker()
         maker.unused, maker.room = unused, room
         processes = maker.processes()
@@ -80,8 +82,9 @@ class EngineChoice:
         return maker.make(named_anywhere(model), model_context(model, self.config.model.trust_remote_code), ray_options)
 
     def without_trainer(self) -> TrainConfig:
-        """The config of a command that trains nothing: for it `auto` is the engine that suits all GPUs that there are, as no
-        trainer takes any of them. Raises ResourceError if the nodes cannot be asked."""
+        """Return the config of a command without training, in which `auto` is the engine that suits all GPUs.
+
+        Raises ResourceError if the cluster's nodes do not answer."""
         config = self.config
         if config.engine != AUTO or claiming_engine(config.model.path):
             return config
@@ -89,20 +92,20 @@ class EngineChoice:
         return config.model_copy(update={"engine": _best_for(gpus)})
 
     def samples_on_ray(self) -> bool:
-        """Return True if what samples needs Ray: the run's engine, or one next to it."""
+        """Return True if the run's engine or a service's engine needs Ray."""
         names = [self.name, *(one.engine for one in RunServices(self.config).engines())]
         return any("ray" in ENGINES.entry(name).needs for name in names)
 
-    def workers_apart(self) -> int:
-        """Number of rollout workers that have processes of their own."""
+    def worker_processes(self) -> int:
+        """Return the number of rollout workers outside of the engine's processes."""
         workers = self.config.rollout.workers
         return workers - self.maker().seats() if workers else 0
 
     def with_threads(self, trains: bool = True, samples: bool = True) -> TrainConfig:
-        """The config with what `model.threads = "auto"` stands for: one decision for all processes of trainer and engine.
+        """Return the config with `model.threads = "auto"` resolved, the same for all processes of trainer and engine.
 
-        Their turns alternate in a synchronous run, so that each has all cores; in an asynchronous one they share them.
-        `trains`, `samples`: a trainer or engine computes; a warm start only trains.
+        In a synchronous run trainer and engine alternate, so each uses all cores; in an asynchronous run they share them.
+        `trains`, `samples`: whether a trainer and an engine compute; a warm start only trains.
         """
         config = self.config
         if config.model.threads != "auto":
@@ -111,17 +114,17 @@ class EngineChoice:
         actors = 1 if config.cluster.backend == "inline" else config.cluster.actors
         training = (actors if pool is None else pool.nodes * pool.per_node) if trains else 0
         sampling = 0
-        if samples and config.data is None:  # the processes that compute for the engine and those next to it
+        if samples and config.data is None:  # count processes of the run's engine and of the services' engines
             engine = self.maker().processes()
             sampling = len(RunServices(config).engines()) + (1 if engine is None else engine.count * max(engine.gpus, 1))
         at_once = sampling + training if config.rollout.max_staleness else max(sampling, training)
         nodes = [int(node.cpus) for node in nodes_of(config.cluster, "actor")]
-        # Processes are spread evenly over nodes, and none has more cores than its node.
+        # Processes are spread evenly over nodes, and a process has at most the cores of its node.
         threads = threads_for(config.model.size(), min(sum(nodes), max(nodes) * at_once), at_once)
         return config.model_copy(update={"model": config.model.model_copy(update={"threads": threads})})
 
     def computation_line(self, trains: bool) -> str:
-        """Type and threads of a run's model, as a line; empty if `trains` is False and the engine computes no model itself."""
+        """Describe dtype and threads of the model; "" if `trains` is False and the engine computes no model itself."""
         if not trains and "judges" not in self.traits:
             return ""
         cuda = has_gpus(self.config.cluster, "actor" if trains else "rollout")
@@ -134,12 +137,12 @@ def _best_for(gpus: float) -> str:
 
 
 def claiming_engine(model: str | None) -> Entry[type[EngineMaker]] | None:
-    """The engine that claims a model of this name, whatever `engine` says."""
+    """Find the engine that claims a model of this name, regardless of the key `engine`."""
     return next((entry for entry in ENGINES.own() if entry.make.claims(model)), None)
 
 
 def computation_text(dtype: str, threads: int | str | None) -> str:
-    """In which type a model is computed, and by how many threads (None: on GPUs)."""
+    """Describe dtype and threads of a model's computation (`threads` None: on GPUs)."""
     if threads is None:
         return f"computed in {dtype}"
     return f"computed in {dtype} on the CPU, by {threads} thread{'' if threads == 1 else 's'} of each process"

@@ -1,4 +1,4 @@
-"""Outcomes of episodes: by horizon, by environment, and as a learning curve."""
+"""Statistics of episodes: by horizon, by environment, and as a learning curve."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from agentrl.rollout.player import RunEnv
 VALUES = ("success", "reward", "scored", "unscored", "turns", "response_length")
 """Values of a row for each range of horizons, under `horizon/RANGE/`."""
 KEY = re.compile(r"(?:env/([^/]+)/)?horizon/([^/]+)/success")
-"""A success by horizon in a row: the environment's name, of several, and the range."""
+"""Pattern of the key of success by horizon: the environment's name (if there are several) and the range."""
 
 
 def label_of(horizon: int) -> str:
-    """The range of a horizon: 1 to 4 alone, then two ranges an octave: "5-6", "7-8", "9-12", "13-16", "17-24", ..."""
+    """Return the range of a horizon: 1 to 4 alone, then two ranges per octave: "5-6", "7-8", "9-12", "13-16", ..."""
     if horizon <= 4:
         return str(horizon)
     half = 1 << (horizon - 1).bit_length() - 2
@@ -33,12 +33,12 @@ def label_of(horizon: int) -> str:
 
 
 def order(label: str) -> int:
-    """By which labels are sorted, from the shortest tasks to the longest."""
+    """Return the sort key of a range: its first horizon."""
     return int(label.partition("-")[0])
 
 
 def by_label(horizons: Iterable[int | None]) -> dict[str, list[int]]:
-    """The places of the known horizons by the ranges that they are in, the shortest first."""
+    """Group the indices of known horizons by range, shortest first."""
     found: dict[str, list[int]] = {}
     for place, horizon in enumerate(horizons):
         if horizon is not None:
@@ -47,13 +47,14 @@ def by_label(horizons: Iterable[int | None]) -> dict[str, list[int]]:
 
 
 def labels_of(row: Mapping[str, Any], env: str | None = None) -> list[str]:
-    """The ranges of horizons with a success in a row: of its environment, or of the one called `env`; the shortest first."""
+    """List the ranges with a success in a row, of its only environment or of `env`; shortest first."""
     return sorted({match[2] for key in row if (match := KEY.fullmatch(key)) and match[1] == env}, key=order)
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]], env: str | None = None) -> dict[str, dict[str, Any]]:
-    """By horizon, of the held-out tasks before and after training: how many, success and reward, and how long their episodes were
-    after it. Empty without horizons."""
+    """Summarize held-out tasks by horizon: count, success and reward before and after training, episode lengths after it.
+
+    Empty without horizons."""
     ends = {row["phase"]: row for row in rows if row["phase"] in ("before", "after")}
     found: dict[str, dict[str, Any]] = {}
     for label in sorted({label for row in ends.values() for label in labels_of(row, env)}, key=order):
@@ -73,24 +74,25 @@ def summary_of(rows: Sequence[Mapping[str, Any]], env: str | None = None) -> dic
 Row = dict[str, Any]
 Kind = Literal["term", "metric"]
 Kinds = Mapping[str, Mapping[str, Kind]]
-"""What the values in `Trajectory.metrics` are, by environment and id: of a node of the rewarded tree (or of `success`), or of
-one of the spec's `metrics`."""
-GRAM, LEAST, PRIME = 4, 16, 1_000_003
-"""Tokens of a run that is repeated, and of the shortest turn that is searched for them; PRIME: of their hash."""
+"""Kind of a value in `Trajectory.metrics` by environment and id: a node of the rewarded tree (or `success`), or a metric of the
+reward spec."""
+GRAM, MIN_TURN, PRIME = 4, 16, 1_000_003
+"""For the metric `repetition`: n-gram size and minimum turn length in tokens, and the base of the n-gram hash."""
 THIN = 4
-"""Scored members below which a group whose other members are unscored is thin: of 3, the mean of the others is of 2."""
+"""A group is thin with fewer scored members than this: a baseline from the other two of three is noisy."""
 
 
 def kinds_of(envs: Iterable[RunEnv]) -> dict[str, dict[str, Kind]]:
-    """By the environments' reward specs. An id that has both kinds is a term."""
+    """Read the kinds from the environments' reward specs; an id of both kinds is a term."""
     return {env.name: {**dict.fromkeys(env.scorer.measures, "metric"), **dict.fromkeys(env.scorer.terms, "term")} for env in envs}
 
 
 def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: bool, several: bool = False) -> Row:
-    """Means, shares and counts over these episodes. `trained`: they belong to an update, for which only those with a reward are
-    scored; an evaluation has also scored one with a known success alone. `several`: they are of several environments, so that
-    nothing is said by horizon."""
-    # Each id's known values, by the episode's place; of an id that no episode knows, none.
+    """Compute means, shares and counts over episodes.
+
+    `trained`: they belong to an update, where an episode is scored only with a reward; in an evaluation a known success suffices.
+    `several`: they come from several environments, so there are no values by horizon."""
+    # Known values of each id by index of the episode; an id without any known value stays, empty.
     ends: dict[str, dict[int, float]] = {"success": {}, "reward": {}}
     terms: dict[str, dict[int, float]] = {}
     for env in sorted({t.env for t in episodes}):
@@ -113,7 +115,7 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     found: Row = {name: sum(known.values()) / len(known) if known else None for name, known in everything.items()}
     found |= {"scored": len(scored), "unscored": len(episodes) - len(scored)}
     found |= {f"unscored/{cause}": number for cause, number in sorted(unscored.items())}
-    # An episode that was cut before its first token counts with 0.
+    # An episode that was cut before its first token counts as 0.
     count, tokens, turns = max(len(episodes), 1), [t.sampled_tokens for t in episodes], [len(t.turns) for t in episodes]
     finishes = [turn.finish for t in episodes for turn in t.turns]
     later = sum(max(number - 1, 0) for number in turns)
@@ -128,7 +130,7 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
         "forks": sum(max(len(t.ledgers) - 1 - len(t.rewrites), 0) for t in episodes) / later if later else None,
         **_repetition(episodes),
     }
-    # Gold calls that an episode was given, if any was given some.
+    # Gold calls given to episodes at their start, only if an episode got any.
     given = [sum(len(turn.message.tool_calls) for turn in t.turns[: t.given]) for t in episodes]
     found |= {"given": sum(given) / count} if any(given) else {}
     answers = [[result.error is not None for turn in t.turns for result in turn.results] for t in episodes]
@@ -138,7 +140,7 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     found |= {f"stop/{stop}": n / len(episodes) for stop, n in sorted(Counter(t.stop.value for t in episodes).items())}
     found |= {f"n/{name}": len(known) for name, known in everything.items() if list(known) != scored}
     found |= {"n/tool_error_rate": len(called)} if called != scored else {}
-    # Of the episodes of each range of horizons, counted in the same way.
+    # The same for the episodes of each range of horizons.
     for label, places in () if several else by_label(t.horizon for t in episodes).items():
         at, has = f"horizon/{label}", sum(is_scored(episodes[place], trained) for place in places)
         for name, known in ends.items():
@@ -153,7 +155,7 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
 
 
 def group_values(groups: Sequence[Group]) -> Row:
-    """Differences of rewards within groups, from which group-relative estimators learn."""
+    """Compute statistics of reward differences within groups, from which group-relative estimators learn."""
     rewards = [[t.reward for t in group.scored() if t.reward is not None] for group in groups]
     spreads = [statistics.stdev(own) for own in rewards if len(own) > 1]
     thin = sum(len(own) < THIN and 2 * len(own) <= len(of.trajectories) for own, of in zip(rewards, groups, strict=True))
@@ -165,17 +167,17 @@ def group_values(groups: Sequence[Group]) -> Row:
 
 
 def is_scored(trajectory: Trajectory, trained: bool = False) -> bool:
-    """Return True if its reward is known, or, outside of an update, its success."""
+    """Return True if the reward or, outside of an update, the success is known."""
     return trajectory.reward is not None or (trajectory.success is not None and not trained)
 
 
 def _repetition(episodes: Sequence[Trajectory]) -> Row:
-    """Shares of the policy's words that it has said before: within a turn, and at the ends of episodes of different tasks."""
+    """Compute shares of repeated output: n-grams within a turn, and last messages over episodes of different tasks."""
     grams = new = 0
-    said, tasks = Counter[tuple[object, ...]](), set[tuple[str, str, int]]()
+    answers, tasks = Counter[tuple[object, ...]](), set[tuple[str, str, int]]()
     for t in episodes:
         for turn in t.turns:
-            if turn.ledger >= 0 and turn.sampled_tokens >= LEAST:
+            if turn.ledger >= 0 and turn.sampled_tokens >= MIN_TURN:
                 ids = t.ledgers[turn.ledger].token_ids[turn.end + 1 - turn.sampled_tokens : turn.end + 1].astype(np.int64)
                 hashes = np.zeros(len(ids) - GRAM + 1, np.int64)
                 for at in range(GRAM):
@@ -183,11 +185,11 @@ def _repetition(episodes: Sequence[Trajectory]) -> Row:
                 grams, new = grams + len(hashes), new + len(np.unique(hashes))
         if t.turns:
             last = t.turns[-1].message
-            said[(last.content.strip(), *((call.name, str(call.arguments)) for call in last.tool_calls))] += 1
+            answers[(last.content.strip(), *((call.name, str(call.arguments)) for call in last.tool_calls))] += 1
             tasks.add((t.env, t.task.id, t.task.seed))
     return {
         "repetition": 1 - new / grams if grams else None,
-        "same_answer": max(said.values()) / said.total() if len(tasks) > 1 else None,
+        "same_answer": max(answers.values()) / answers.total() if len(tasks) > 1 else None,
     }
 
 
@@ -197,8 +199,9 @@ TRAIN, EVALUATED = ("train",), ("before", "eval", "after")
 
 
 def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw success per step (on sampled training tasks, and on held-out tasks at evaluations) into a PNG; of several environments
-    a pair of lines each, and the mean of the evaluations."""
+    """Draw success by step (training tasks and held-out tasks) into a PNG.
+
+    Several environments have a pair of lines each, and there is a line for the mean of the evaluations."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -224,9 +227,9 @@ def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
         axes.legend(loc="lower right")
     temporary = path.with_name(f".{path.name}")
     figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(path)  # a viewer never reads half an image
+    temporary.replace(path)  # atomic, so that a viewer never reads half an image
 
 
 def points(rows: Sequence[Mapping[str, Any]], phases: Sequence[str], key: str) -> list[tuple[int, float]]:
-    """(step, value) of the rows of these phases in which the key is known."""
+    """List (step, value) of the rows of these phases in which `key` is known."""
     return [(row["step"], row[key]) for row in rows if row["phase"] in phases and row.get(key) is not None]

@@ -1,4 +1,4 @@
-"""Provenance: what a run was started with, and the models that runs have made."""
+"""Provenance: the values and files that a run was started with, and the models that runs have made."""
 
 from __future__ import annotations
 
@@ -35,24 +35,23 @@ FILE = "provenance.json"
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Compares a config with the values and the files that the run in a folder was started with."""
+    """Compares a config with the values and files with which the run in a folder was started."""
 
     folder: RunFolder
     config: TrainConfig
 
     def write(self) -> None:
-        """Record what a new run is started with. Raises a UserError if a file that the config names is missing."""
+        """Record the values and files of a new run. Raises a UserError if a file that the config names is missing."""
         contents, identity = contents_of(self.config, "train").digests, identity_of(self.config, "train")
         provenance = {"folder": str(Path.cwd()), "contents": contents, "identity": identity}
         atomic_write(self.folder.path / FILE, json.dumps(redact_json(provenance), indent=2) + "\n")
 
     def check_resumable(self, before: TrainConfig, check: Callable[[], list[str]]) -> tuple[str, ...]:
-        """All checks before a run that was started with `before` continues with the config, `check` among them; returns what its
-        user should know.
+        """Check that a run started with the config `before` can continue with this one; returns notes for the user.
 
-        Raises a UserError if something that the run needs is missing (the message then says where it was started), and
-        ConfigError if a file has other content than at the start (of one over 1 GiB, in the parts that `digests` samples), or
-        config.toml other values than the newest checkpoint was trained with.
+        `check`: further checks. Raises a UserError if a needed file is missing (the message names the folder in which the run was
+        started), and ConfigError if a file's content has changed (of files over 1 GiB only sampled parts count) or config.toml
+        differs from the values of the newest checkpoint.
         """
         config, folder, steps = self.config, self.folder, self.config.steps
         folder.check_places()
@@ -64,22 +63,20 @@ class Provenance:
             raise type(error)(f"{error}{origin_hint(folder)}") from None
         if _read_provenance(folder) is None:
             self.write()  # so that the next resume can compare
-            said = [f"{folder.path}: no {FILE}: the files of the config are taken to be the same"]
+            warnings = [f"{folder.path}: no {FILE}: the files of the config are assumed to be the same"]
         else:
-            said = self.check_contents()
-        # Keys that steer later updates, and the end of the run.
+            warnings = self.check_contents()
+        # Changed keys that affect only later updates, and the end of the run.
         done = updates_done(folder)
         notes += [f"{change} from update {done + 1} on" for change in later_changes(before, config)]
         if steps < done and config.data is None:
-            notes.append(
-                f"steps = {steps}, and the run has done {done} updates: it is over; continue with more, as steps={done + 10}"
-            )
+            notes.append(f"steps = {steps}, and the run has done {done} updates: it is complete; to continue: steps={done + 10}")
         last = max((row["step"] for row in folder.read_metrics() if row["phase"] == "train"), default=0)
         if last > done:
-            notes.append(f"updates {done + 1} to {last} are in no checkpoint of {folder.checkpoints}; they are done again")
+            notes.append(f"updates {done + 1} to {last} are in no checkpoint of {folder.checkpoints}; they are repeated")
         optim = config.optim
         if optim.schedule != "constant" and before.steps != steps:
-            # Updates in which only the critic learns do not count for the policy's schedule.
+            # The policy's schedule does not count updates in which only the critic learns.
             past = max(done - (config.critic.warmup if config.critic is not None else 0), 0)
             ends = [policy_updates(each.steps, each.critic) for each in (before, config)]
             was, now = (rate(past, optim.warmup, optim.schedule, end) for end in ends)
@@ -87,36 +84,37 @@ class Provenance:
                 f'optim.schedule = "{optim.schedule}" ends with the run, which has {steps} steps now and had {before.steps}: '
                 f"after update {done} it is {now:.3g} of optim.lr; it would have been {was:.3g}"
             )
-        return (*said, *notes)
+        return (*warnings, *notes)
 
     def check_unchanged(self, before: TrainConfig) -> None:
-        """The part of `check_resumable` that checks a run's files. Raises as it does."""
+        """Check only a run's files and values, as `check_resumable`, and raise as it does."""
         self.folder.check_places()
         check_resumed(before, self.config, self.folder.path)
         check_own_config(identity_of(before, "train"), self.folder)
         self.check_contents()
 
     def check_contents(self) -> list[str]:
-        """Notes on code that changed since the run began. Raises ConfigError if the reward spec, data or a model did."""
+        """Return notes on changed code. Raises ConfigError if the reward spec, data or a model has changed."""
         if (recorded := _read_provenance(self.folder)) is None:
             return []
         found_now = contents_of(self.config, "train")
         then, now, code = recorded["contents"], found_now.digests, found_now.code
-        # With what an older version did not record, nothing can be compared.
+        # Compare only digests that the run's version of agentrl recorded.
         both = ({key: one.get(key) for key in then if key not in code} for one in (then, now))
         if found := changes(*both):
             keys = tuple(f"{line.split(' was ')[0].rpartition(' ')[2]}." for line in found)
             named = [v for k, v in identity_of(self.config, "train").items() if f"{k}.".startswith(keys) and isinstance(v, str)]
             raise ConfigError(
-                f"{self.folder.path / FILE}: the run has learned with other files: {'; '.join(found)}; restore "
+                f"{self.folder.path / FILE}: the run was trained with other files: {'; '.join(found)}; restore "
                 f"{' or '.join(named) or 'the reward spec of the environment'}, start another run, or delete this file to go on"
             )
-        # Code may change: a run that stopped at a bug must be able to continue with the bug fixed.
+        # Code may change, so that a run that stopped at a bug can continue after the fix.
         return [f"{key} have changed since the run began" for key in code if then.get(key, now.get(key)) != now.get(key)]
 
     def differences(self) -> list[str]:
-        """Differences from the run's own evaluations: of each environment from the run's of that name, or else from that of the
-        same id, if it has one."""
+        """List the differences from the run's own evaluations, per environment.
+
+        Compares with the run's environment of the same name, else of the same id."""
         before, found = with_absolute_paths(load_config(self.folder.config)), list[str]()
         for own in self.config.envs:
             theirs = [e for e in before.envs if e.called == own.called] or [e for e in before.envs if _same_env(e.id, own.id)]
@@ -131,11 +129,11 @@ class Provenance:
         return found
 
     def changed_files(self) -> list[str]:
-        """The files named by the run's config (reward specs, environments, tool sets) that have other content than at its start.
+        """List files of the run's config (reward specs, environments, tool sets) that have changed since its start.
 
-        Raises CatalogError or ConfigError, saying where the run began, if one of them is not found from here.
+        Raises CatalogError or ConfigError, with the folder in which the run was started, if a file is not found from here.
         """
-        # Empty if it was started by an older agentrl.
+        # Empty for runs of older versions.
         then = (_read_provenance(self.folder) or {"contents": {}})["contents"]
         try:
             now = contents_of(self.config, "eval").digests if then else {}
@@ -146,59 +144,61 @@ class Provenance:
 
 
 def _read_provenance(folder: RunFolder) -> dict[str, Identity] | None:
-    """Record of `Provenance.write`; None if nothing is there. Raises RunFolderError if it is damaged."""
-    mend = "restore it, or remove it: the files that the config names are then taken to be the same"
-    found = stored_object(folder.path / FILE, mend)
+    """Read the record of `Provenance.write`; None if there is none. Raises RunFolderError if it is damaged."""
+    fix = "restore it, or remove it: the files that the config names are then assumed to be the same"
+    found = stored_object(folder.path / FILE, fix)
     if found is not None and not (isinstance(found.get("contents"), dict) and isinstance(found.get("folder"), str)):
-        raise RunFolderError(f"{folder.path / FILE}: damaged: it lacks what agentrl writes there; {mend}")
+        raise RunFolderError(f"{folder.path / FILE}: damaged: it lacks contents or folder; {fix}")
     return found
 
 
 def origin_hint(folder: RunFolder) -> str:
-    """From where to resume instead, if this is not the working folder in which the run was started."""
+    """Suggest the folder in which the run was started, if it is not the working directory; else ""."""
     recorded = _read_provenance(folder)
     if recorded is None or Path(str(recorded["folder"])) == Path.cwd():
         return ""
     path = os.pathsep.join(part for part in (str(recorded["folder"]), os.environ.get("AGENTRL_PATH", "")) if part)
-    return f"\nthe run began in {recorded['folder']}; if the cause is a file there, resume from there or with AGENTRL_PATH={path}"
+    return f"\nthe run began in {recorded['folder']}; if a file there is missing, resume from there or with AGENTRL_PATH={path}"
 
 
 def check_own_config(now: Identity, folder: RunFolder) -> None:
-    """Raises ConfigError if config.toml was changed by hand or is another run's. Keys that one lacks are another version's."""
+    """Raise ConfigError if config.toml was edited by hand or belongs to another run.
+
+    Ignores keys that only one side has: they come from another version."""
     newest = Checkpoints(folder.checkpoints, keep=1).newest()
     try:
         began = (_read_provenance(folder) or {}).get("identity", {})
         then: Identity = began if newest is None else read_json(read_plain(newest / DRIVER)).get("identity", {})
     except (OSError, ValueError, AttributeError):
-        return  # damaged: it is not loaded either, which is said then
+        return  # damaged: loading it reports the error
     both = then.keys() & now.keys()
     if found := differences({k: then[k] for k in both}, {k: now[k] for k in both}):
         raise ConfigError(
-            f"{folder.config}: {newest or 'the run'} was trained with other values: {found}; put them back (what the file was is "
-            f"in {folder.history.name}/ if a resume changed it), or start another run"
+            f"{folder.config}: {newest or 'the run'} was trained with other values: {found}; put them back (after a resume the "
+            f"earlier files are in {folder.history.name}/), or start another run"
         )
 
 
 def updates_done(folder: RunFolder) -> int:
-    """The updates that the newest checkpoint of a run has had; 0 if it has none."""
+    """Return the number of updates in the run's newest checkpoint; 0 without one."""
     newest = Checkpoints(folder.checkpoints, keep=1).newest()
     return 0 if newest is None else int(newest.name.rpartition("_")[2])
 
 
 # Models of a run
 
-_UNFIT = re.compile(r"[^\w.-]+")
-_COMMON = ("final", "warm_start", "model")
+_UNSAFE = re.compile(r"[^\w.-]+")
+_COMMON_NAMES = ("final", "warm_start", "model")
 _STEP = re.compile(r"step_\d+")
-_LONGEST = 80
+_MAX_LABEL = 80
 _MODEL = ("model.path", "the files of model.path", "model.init", "model.lora")
 _OF_MODEL = tuple(f"{key}." for key in _MODEL)
-_ABOVE = 3
+_MAX_PARENTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class RunModel:
-    """A model of a run: `path` is its Hugging Face folder, `step` the updates that it has had, `label` what tables call it."""
+    """A model of a run: `path`: Hugging Face folder, `step`: number of updates, `label`: name in tables."""
 
     label: str
     path: str
@@ -206,23 +206,23 @@ class RunModel:
 
 
 def run_folder(path: str | Path) -> RunFolder:
-    """The run in this folder. Raises ConfigError, naming the runs next to it, if it is not one."""
+    """Open the run in a folder. Raises ConfigError, with the names of nearby runs, if it is not a run."""
     folder = RunFolder(Path(path).expanduser())
     if not folder.config.is_file():
-        inside, beside = (
+        inside, siblings = (
             sorted(found.parent.name for found in at.glob("*/config.toml")) for at in (folder.path, folder.path.parent)
         )
-        at, near = (folder.path, inside) if inside else (folder.path.parent, beside)
+        at, near = (folder.path, inside) if inside else (folder.path.parent, siblings)
         hint = f"; runs in {at}: {', '.join(near[:20])}" if near else ""
         raise ConfigError(f"{path}: not a run folder (it has no config.toml){hint}")
     return folder
 
 
 def model_of(folder: RunFolder, which: str) -> RunModel:
-    """The model of a run that `which` names: the "last", the "best" by the run's own evaluations, or that of a step; 0 is what
-    the updates started from. A checkpoint is written as a model folder into the run's `exports`, once.
+    """Return a run's model: "last", "best" (by the run's evaluations) or of a step; 0 is the start of training.
 
-    Raises CheckpointError if there is no such checkpoint, ConfigError if `which` is not one of these.
+    Exports a checkpoint once, as a model folder in the run's `exports`. Raises CheckpointError if there is no such checkpoint,
+    ConfigError for any other `which`.
     """
     return retry_if_removed(lambda: _model_of(folder, str(which)), named=which not in ("last", "best"))
 
@@ -230,7 +230,7 @@ def model_of(folder: RunFolder, which: str) -> RunModel:
 def _model_of(folder: RunFolder, which: str) -> RunModel:
     if which not in ("last", "best") and not which.isdigit():
         raise ConfigError(f"--checkpoint {which}: expected last, best or the number of a step, as in {folder.checkpoints}")
-    # The updates that the model in `final` has had; None without one, or if the run went on after it.
+    # Number of updates of the model in `final`; None without one, or if the run has continued since.
     summary = folder.read_summary() if (folder.final / "config.json").is_file() else None
     ends = None if summary is None or summary["status"] in ("failed", "interrupted") else int(summary["steps"])
     checkpoints = Checkpoints(folder.checkpoints, keep=1)
@@ -262,45 +262,45 @@ def _export_path(folder: RunFolder, step: int) -> Path:
     out = folder.exports / f"step_{step:06d}"
     if (out / "config.json").is_file():
         return out
-    aside = out.with_name(f".{out.name}")  # an export that was cut short must not be taken for a model
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    with lock_folder(aside.parent, "repeat this later", wait=True):
-        if not (out / "config.json").is_file():  # else another evaluation has written it meanwhile
-            shutil.rmtree(aside, ignore_errors=True)
-            export_run(folder.path, aside, step)
-            aside.rename(out)
+    staging = out.with_name(f".{out.name}")  # an interrupted export must not pass for a model
+    staging.parent.mkdir(parents=True, exist_ok=True)
+    with lock_folder(staging.parent, "repeat this later", wait=True):
+        if not (out / "config.json").is_file():  # else another evaluation wrote it while this one waited
+            shutil.rmtree(staging, ignore_errors=True)
+            export_run(folder.path, staging, step)
+            staging.rename(out)
     return out
 
 
 def model_label(model: str) -> str:
-    """A model's name as part of a file name: of a path its last part, with the run's name if that is one that every run has."""
+    """Make a model's name for file names: the last part of a path, with the run's name if every run has that part."""
     parts = list(Path(model).absolute().parts[1:]) if Path(model).exists() else [model]
     kept = parts[-1:]
-    while len(kept) < len(parts) and (kept[0] in (*_COMMON, "exports", "checkpoints") or _STEP.fullmatch(kept[0])):
+    while len(kept) < len(parts) and (kept[0] in (*_COMMON_NAMES, "exports", "checkpoints") or _STEP.fullmatch(kept[0])):
         kept = parts[-len(kept) - 1 :]
     words = [part for part in kept if part not in ("exports", "checkpoints")]
-    return _UNFIT.sub("_", "_".join(words)).strip("._")[-_LONGEST:] or "model"
+    return _UNSAFE.sub("_", "_".join(words)).strip("._")[-_MAX_LABEL:] or "model"
 
 
 def model_note(start: RunStart) -> str | None:
-    """A warning for a model that lies in a run's folder and is played otherwise than the run's evaluations play; else None."""
+    """Warn if a model in a run's folder is evaluated with other settings than the run's own evaluations; else None."""
     model = str(start.config.model.path)
     path = Path(model).absolute()
-    for above in list(path.parents)[:_ABOVE] if path.is_dir() else []:
+    for above in list(path.parents)[:_MAX_PARENTS] if path.is_dir() else []:
         if not ((above / "config.toml").is_file() and (above / FILE).is_file()):
             continue
         run = Provenance(RunFolder(above), start.config)
         if not (differs := run.differences()):
             return None
         return (
-            f"{model} is a model of the run {run.folder.path}, which evaluates otherwise: {'; '.join(differs)}. To evaluate as "
-            f"it does: agentrl eval --run {shlex.quote(str(run.folder.path))}"
+            f"{model} is a model of the run {run.folder.path}, whose evaluations differ: {'; '.join(differs)}. To evaluate as "
+            f"the run does: agentrl eval --run {shlex.quote(str(run.folder.path))}"
         )
     return None
 
 
 def _same_env(one: str, other: str) -> bool:
-    """Return True if two ids are of one environment: its id, or its short name on the shelves."""
+    """Return True if two ids (or short names on the shelves) name the same environment."""
     if one == other:
         return True
     try:

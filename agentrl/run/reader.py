@@ -1,4 +1,4 @@
-"""Run folders, read: what `agentrl.load_run`, the viewer and the terminal commands know of a run. Never imports torch."""
+"""Reader of run folders for `agentrl.load_run`, the viewer and the terminal commands. Never imports torch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ if TYPE_CHECKING:
 
 
 PHASES = {"before": "before", "eval": "eval", "step": "train", "after": "after"}
-"""The first part of a trajectory file's name -> the phase in metrics.jsonl."""
+"""First part of a trajectory file's name -> phase in metrics.jsonl."""
 _NAME = re.compile(r"([a-z]+)_(\d+)\.jsonl")
 _ORDER = {"before": 0, "train": 1, "eval": 2, "rollout": 2, "after": 3}
-AGAIN = "remove it, and repeat the evaluation"
+REPEAT_EVAL = "remove it, and repeat the evaluation"
 _TAIL = 65536
 LIVE_S = 120.0
-"""A run without a final word is taken to be going on for this many seconds after its last sign of life, or four of its steps if
-these are longer."""
+"""A run without a summary counts as live for this many seconds after its last write, or for four of its steps if longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class EpisodeFile:
 
 
 class RunRecord:
-    """A run folder, as it is on disk at the time of each access, but for cached parts: `text`, `table` and `config`."""
+    """A run folder; each access reads the disk, except the cached `text`, `table` and `config`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -60,7 +59,7 @@ class RunRecord:
 
     @property
     def evaluation(self) -> str | None:
-        """Purpose of a folder that is no run: "eval" or "rollout"; None for a run."""
+        """Purpose of a folder that is not a run: "eval" or "rollout"; None for a run."""
         if self.folder.config.is_file() or self.folder.metrics.is_file() or self.folder.trajectories.is_dir():
             return None
         return "rollout" if (self.path / "rollout.json").is_file() else "eval"
@@ -69,13 +68,13 @@ class RunRecord:
 
     @cached_property
     def text(self) -> str:
-        """config.toml as it is; "" without one. Raises RunFolderError if it cannot be read."""
+        """Text of config.toml; "" without one. Raises RunFolderError if it cannot be read."""
         with _name_damaged(self.folder.config):
             return read_plain(self.folder.config, "replace") if self.folder.config.exists() else ""
 
     @cached_property
     def table(self) -> dict[str, Any]:
-        """config.toml as a table, not validated: also that of another version. Raises RunFolderError if it is no TOML."""
+        """config.toml as a table, not validated, so of any version. Raises RunFolderError if it is not TOML."""
         with _name_damaged(self.folder.config):
             return toml_table(self.text)
 
@@ -93,8 +92,9 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The run's name in its config, else that of the folder; of an evaluation with the folder above, which names what was
-        evaluated."""
+        """Name of the run in its config, else of its folder.
+
+        For an evaluation it includes the parent folder, which is named after the model."""
         own = self.path.name if self.evaluation is None else f"{self.path.parent.name}/{self.path.name}"
         try:
             return str(self.table.get("name", own))
@@ -103,7 +103,7 @@ class RunRecord:
 
     @property
     def envs(self) -> list[str]:
-        """The names of the run's environments."""
+        """Names of the run's environments."""
         from agentrl.config.envs import name_of
 
         try:
@@ -113,8 +113,8 @@ class RunRecord:
         return [name for entry in (given if isinstance(given, list) else [given]) if (name := name_of(entry))]
 
     def evaluated_env(self) -> dict[str, Any]:
-        """The environment of an evaluation's note, as the table of a config."""
-        identity = (stored_object(self.path / f"{self.evaluation}.json", AGAIN) or {}).get("identity")
+        """Return the environment in an evaluation's identity as a config table."""
+        identity = (stored_object(self.path / f"{self.evaluation}.json", REPEAT_EVAL) or {}).get("identity")
         found = identity if isinstance(identity, dict) else {}
         table: dict[str, Any] = {}
         for key in (key for key in found if key.startswith("env.")):
@@ -129,11 +129,11 @@ class RunRecord:
     @property
     def report(self) -> dict[str, Any]:
         """report.json of an evaluation; empty without one. Raises RunFolderError if it is damaged."""
-        return stored_object(self.path / "report.json", AGAIN) or {}
+        return stored_object(self.path / "report.json", REPEAT_EVAL) or {}
 
     @property
     def official(self) -> dict[str, Any]:
-        """Tables of an evaluation's suites: its own, or that of all environments, in the folder above. Raises RunFolderError."""
+        """Official tables of an evaluation, its own or the joint ones in the parent folder. Raises RunFolderError."""
         above = RunRecord(self.path.parent).report
         shared = above.get("official") if self.path.name in (above.get("envs") or {}) else None
         return self.report.get("official") or shared or {}
@@ -142,12 +142,12 @@ class RunRecord:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """summary.json; None as long as the run has not ended. Raises RunFolderError if it is damaged."""
+        """summary.json; None until the run has ended. Raises RunFolderError if it is damaged."""
         return stored_object(self.folder.summary, "remove it")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl; a last one that is being written is left out. Raises RunFolderError if it is damaged."""
+        """Rows of metrics.jsonl, without an incomplete last one. Raises RunFolderError if a line is damaged."""
         with _name_damaged(self.folder.metrics):
             rows, damaged, _ = self.folder.sorted_metrics()
         if damaged:
@@ -156,8 +156,7 @@ class RunRecord:
 
     @property
     def files(self) -> list[EpisodeFile]:
-        """The files of episodes, in the order of steps: before, then each step with its evaluation, then after. Raises
-        RunFolderError if their folder cannot be read."""
+        """Episode files by step: before, each step with its evaluation, after. Raises RunFolderError for an unreadable folder."""
         kind = self.evaluation
         if kind is not None:
             path = self.path / "trajectories.jsonl"
@@ -171,13 +170,14 @@ class RunRecord:
 
     @checks_arguments
     def episodes(self, phase: str | None = None, step: int | None = None) -> Iterator[Trajectory]:
-        """The episodes in order of their files' steps, one at a time in memory. Raises ConfigError for an unknown phase,
-        RunFolderError for a damaged row."""
+        """Yield the episodes by step, one at a time in memory.
+
+        Raises ConfigError for an unknown phase, RunFolderError for a damaged row."""
         files = self.files
         if phase is not None and phase not in _ORDER:
-            there = ", ".join(dict.fromkeys(file.phase for file in files)) or "none"
+            known = ", ".join(dict.fromkeys(file.phase for file in files)) or "none"
             hint = hint_text(phase, _ORDER)
-            raise ConfigError(f"episodes: phase = {phase!r}{hint}; phases with episodes in {self.path}: {there}")
+            raise ConfigError(f"episodes: phase = {phase!r}{hint}; phases with episodes in {self.path}: {known}")
         return self._episodes(files, phase, step)
 
     def _episodes(self, files: list[EpisodeFile], phase: str | None, step: int | None) -> Iterator[Trajectory]:
@@ -192,13 +192,12 @@ class RunRecord:
 
     @property
     def live(self) -> bool:
-        """True if the run seems to go on: it has no summary (a run that begins or goes on removes its old one), and has shown a
-        sign of life not long ago."""
+        """True if the run seems to be running: it has no summary (a start or resume removes it) and has written recently."""
         if self.evaluation is not None or self.folder.summary.exists():
             return False
         signs = [_change_time(path) for path in (self.folder.metrics, self.folder.log, self.folder.trajectories)]
         last = max((sign for sign in signs if sign is not None), default=None)
-        # The last whole rows, as far as they lie in the file's last bytes and are JSON objects.
+        # Complete rows within the last bytes of the file that are JSON objects.
         ends, lines = list[Any](), list[bytes]()
         with suppress(OSError), open_plain(self.folder.metrics) as file:
             size = file.seek(0, 2)
@@ -213,13 +212,13 @@ class RunRecord:
 
     @property
     def started(self) -> float | None:
-        """Time at which the folder's first file was written, in seconds since 1970; None if unknown."""
+        """Unix time at which the folder's first file was written; None if unknown."""
         files = (self.path / "provenance.json", self.folder.config, self.path / "eval.json", self.path / "rollout.json")
         return min((time for path in files if (time := _change_time(path)) is not None), default=None)
 
 
 def episode_of(line: str | bytes, where: str) -> Trajectory:
-    """A row of a trajectory file. Raises RunFolderError, which begins with `where`, for anything else."""
+    """Parse a row of a trajectory file. Raises RunFolderError, beginning with `where`, if it is none."""
     try:
         return Trajectory.from_json(read_json(line))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as problem:
@@ -228,20 +227,20 @@ def episode_of(line: str | bytes, where: str) -> Trajectory:
 
 
 def is_run(path: Path) -> bool:
-    """Return True if a folder holds a run, or the episodes of an evaluation."""
+    """Return True if a folder holds a run or the episodes of an evaluation."""
     names = ("config.toml", "metrics.jsonl", "trajectories", "trajectories.jsonl")
     return path.is_dir() and any((path / name).exists() for name in names)
 
 
 @checks_arguments
 def load_run(path: str | Path) -> RunRecord:
-    """The run in a folder. Raises RunFolderError without one, with near names."""
+    """Open the run in a folder. Raises RunFolderError, with similar names, if there is none."""
     folder = Path(path).expanduser()
     if is_run(folder):
         return RunRecord(folder)
     if not folder.exists():
         near = [item.name for item in folder.parent.iterdir() if item.is_dir()] if folder.parent.is_dir() else []
-        usual = "runs" / folder  # `agentrl train` prints a run's name beside its folder
+        usual = "runs" / folder  # the user may have given only the run's name
         hint = hint_text(folder.name, near, show=lambda name: repr(str(folder.parent / name)))
         hint = f"; did you mean {str(usual)!r}?" if is_run(usual) else hint
         raise RunFolderError(f"{folder}: there is no such folder{hint}")
@@ -253,7 +252,7 @@ def load_run(path: str | Path) -> RunRecord:
 
 
 def find_runs(folder: Path, depth: int = 3) -> list[RunRecord]:
-    """The runs at most `depth` levels below a folder (evaluations are in evals/NAME/MODEL/ENV), by path; none inside runs."""
+    """Find the runs at most `depth` levels below a folder (evaluations: evals/NAME/MODEL/ENV), by path; not inside runs."""
     found: list[RunRecord] = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if is_run(path):
@@ -265,7 +264,7 @@ def find_runs(folder: Path, depth: int = 3) -> list[RunRecord]:
 
 @contextmanager
 def _name_damaged(path: Path) -> Iterator[None]:
-    """Raise RunFolderError, with the path, for what cannot be read."""
+    """Turn an OSError or ValueError of reading into RunFolderError with the path."""
     try:
         yield
     except (OSError, ValueError) as problem:
@@ -279,17 +278,16 @@ def _change_time(path: Path) -> float | None:
         return None
 
 
-# `tokens/<name>.jsonl`: what training made of the tokens in `trajectories/<name>.jsonl`, row by row.
+# `tokens/<name>.jsonl`: advantages and ratios of the tokens in `trajectories/<name>.jsonl`, row by row.
 #
-# A row is `{"check": n, "ledgers": [{"advantage": a, "log_ratio": r}, ...]}`, with an entry for each ledger, or "ledgers":
-# null for
-# an episode that is not trained on. `a` is one number if it is that of all sampled tokens, else base64 of little-endian float32,
-# one for each sampled token; `r` is base64 of float16, or null. `check` is of the sampled log probabilities in the
-# trajectory's row: a resumed run writes both files again, and if it is killed in between, they are of different episodes.
+# A row is `{"check": n, "ledgers": [{"advantage": a, "log_ratio": r}, ...]}`, with one entry per ledger, or "ledgers": null for
+# an episode that was not trained on. `a` is one number if all sampled tokens share it, else base64 of little-endian float32, one
+# per sampled token; `r` is base64 of float16, or null. `check` is a checksum of the sampled log probabilities in the trajectory's
+# row: a resumed run rewrites both files, and if it is killed in between, they hold different episodes.
 
 
 def token_lines(members: Sequence[Trajectory], tokens: TrainedTokens) -> Iterator[str]:
-    """A line for each of `members`; the scored ones' ledgers with tokens are the rows of `tokens`, in order."""
+    """Yield one line per member; the rows of `tokens` are the non-empty ledgers of scored members, in order."""
     row = 0
     for member in members:
         entries: list[dict[str, Any]] | None = None
@@ -309,7 +307,7 @@ def token_lines(members: Sequence[Trajectory], tokens: TrainedTokens) -> Iterato
 
 
 def check_of(ledgers: Sequence[TokenLedger]) -> int:
-    """A checksum of the log probabilities of an episode's sampled tokens."""
+    """Compute a checksum of the log probabilities of an episode's sampled tokens."""
     found = 0
     for ledger in ledgers:
         found = zlib.crc32(np.ascontiguousarray(ledger.logprobs[ledger.sampled], dtype="<f4").tobytes(), found)
@@ -319,8 +317,10 @@ def check_of(ledgers: Sequence[TokenLedger]) -> int:
 def token_columns(
     row: Mapping[str, Any], ledgers: Sequence[TokenLedger], at: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None] | None:
-    """Advantages and ratios of the sampled tokens of ledger `at`, from its episode's row; None if the episode was not trained on,
-    or the row is of another episode. Raises KeyError, TypeError, ValueError or IndexError for a row of another shape."""
+    """Return advantages and ratios of the sampled tokens of ledger `at`, from its episode's row in the token file.
+
+    None if the episode was not trained on, or the row belongs to another episode. Raises KeyError, TypeError, ValueError or
+    IndexError for a malformed row."""
     if row["check"] != check_of(ledgers) or row["ledgers"] is None:
         return None
     entry, count = row["ledgers"][at], ledgers[at].sampled_tokens

@@ -1,4 +1,4 @@
-"""All registries, by the config key whose names they hold."""
+"""All registries, by the config key that takes their names."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ REGISTRIES = {
     "trackers": ("agentrl.run.trackers", "TRACKERS"),
     "weights.route": ("agentrl.engines.weights.base", "ROUTES"),
 }
-"""Config key -> module and name of its registry. Not imported here, since most of them load torch."""
+"""Config key -> module and name of its registry; imported on demand, because most modules load torch."""
 SAME = {"env.sampler": "rollout.sampler", "env.advantage": "algorithm.advantage"}
-"""Keys of an environment that take the names of a key of the run."""
+"""Keys of an environment -> key of the run that takes the same names."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredName:
-    """A registered name: what it is, and its arguments with their defaults as TOML, "unset" or "required"."""
+    """A registered name: its meaning, and its arguments with defaults as TOML, "unset" or "required"."""
 
     name: str
     meaning: str
@@ -43,13 +43,13 @@ class RegisteredName:
 
 
 def registry_of(key: str) -> Registry[Any] | None:
-    """The registry of the names that a config key takes; None if it takes none."""
+    """Import the registry of the names that a config key takes; None if it takes none."""
     home = REGISTRIES.get(SAME.get(key, key))
     return None if home is None else getattr(import_module(home[0]), home[1])
 
 
 def names_of(key: str) -> list[RegisteredName]:
-    """The names that a key takes, each with its arguments. What does not load says why."""
+    """List the names that a key takes, with their arguments, or with the error if a name cannot be loaded."""
     found: list[RegisteredName] = []
     if (registry := registry_of(key)) is None:
         return found

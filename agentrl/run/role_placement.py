@@ -100,7 +100,7 @@ class RunRoles:
 
     def worker_lines(self) -> list[str]:
         """Resources of the rollout workers, in words; none without workers."""
-        config, workers, nodes = self.config, self.choice.workers_apart(), nodes_of(self.cluster, "actor")
+        config, workers, nodes = self.config, self.choice.worker_processes(), nodes_of(self.cluster, "actor")
         if config.rollout.workers and not workers:
             return [f"rollout.workers: {config.rollout.workers}, in the processes of the {self.choice.name} engine"]
         if not workers:

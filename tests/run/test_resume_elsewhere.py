@@ -101,7 +101,7 @@ def test_an_edited_reward_spec_ends_a_run(executed: Executed, capsys: pytest.Cap
     write_spec("spec.json", 2.0)
     Path("runs/r/provenance.json").unlink()  # of an older version, which goes on and is held to what it has then
     assert resume() == 0
-    assert executed[2][1][0].endswith("no provenance.json: the files of the config are taken to be the same")
+    assert executed[2][1][0].endswith("no provenance.json: the files of the config are assumed to be the same")
     write_spec("spec.json", 1.0)
     assert resume() == 2 and len(executed) == 3
 
@@ -225,7 +225,7 @@ def test_a_config_that_is_edited_before_the_first_checkpoint_is_refused(
 
 
 STRETCHED = "after update 10 it is {} of optim.lr; it would have been {}"
-OVER = "steps = 9, and the run has done 10 updates: it is over; continue with more, as steps=20"
+OVER = "steps = 9, and the run has done 10 updates: it is complete; to continue: steps=20"
 
 
 @pytest.mark.parametrize(("began", "steps", "said"), [

@@ -70,7 +70,7 @@ def test_workers_need_processes_calls_and_slots(monkeypatch: pytest.MonkeyPatch)
     inside = ("engine=vllm", "vllm.replicas=6", "rollout.workers=6")
     assert worker_lines(of(*inside)) == ["rollout.workers: 6, in the processes of the vllm engine"]
     check_workers(RunStart(of(*inside)))
-    assert [EngineChoice(of(*inside, f"rollout.workers={n}")).workers_apart() for n in (5, 6, 7)] == [5, 0, 7]
+    assert [EngineChoice(of(*inside, f"rollout.workers={n}")).worker_processes() for n in (5, 6, 7)] == [5, 0, 7]
     with pytest.raises(ResourceError, match=r"rollout.workers = 7: each takes 0.5 CPU slots"):
         check_workers(RunStart(of(*inside, "rollout.workers=7")))
     found = {workers: doctor._room_for(workers, ClusterConfig(), 3.0).level for workers in (4, 5)}

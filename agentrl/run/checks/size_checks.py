@@ -56,7 +56,7 @@ def check_capacity(start: RunStart) -> None:
     if not os.access(folder, os.W_OK):
         raise ResourceError(f"{folder}: no permission to write; set out=DIR")
     config, cluster, roles = start.config, start.config.cluster, RunRoles(start.engine)
-    engine, apart, away = roles.engine, start.engine.workers_apart(), joins(cluster)
+    engine, apart, away = roles.engine, start.engine.worker_processes(), joins(cluster)
     need = MIN_MEMORY_MIB
     if not away:  # processes on a cluster use the memory of its nodes
         need += MEMORY_PER_PROCESS_MIB * (cluster.actors + apart) if cluster.backend == "ray" else 0
@@ -464,7 +464,7 @@ def check_workers(start: RunStart) -> None:
     if is_planned():
         return
     # The nodes have CPU slots for the workers next to the run's other processes.
-    roles, cluster, apart = RunRoles(start.engine), config.cluster, start.engine.workers_apart()
+    roles, cluster, apart = RunRoles(start.engine), config.cluster, start.engine.worker_processes()
     slots, taken = sum(node.cpus for node in nodes_of(cluster, "actor")), 0.0
     if start.purpose == "train":
         pools, unpooled = pools_of_roles(cluster, roles.with_pool), roles.without_pool
