@@ -28,11 +28,11 @@ from agentrl.run.role_placement import (
     RolePlacement,
     RunMemory,
     RunRoles,
+    host_lines,
     memory_text,
     peaks,
     placement_table,
     table_of,
-    waiting,
 )
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.families import packing_of
@@ -217,7 +217,7 @@ class Planner:
         memory.check_fits(placed)
         notes = [
             *run_checks(RunStart(checked, planned=True), "start"),
-            *waiting(placed),
+            *host_lines(placed),
             *(roles.worker_lines() if here else []),
             f"model.packing: {packing.reason}",
             *(f"warning: a run would refuse this: model.path = {path} has no {it}; only its shape is planned" for it in lacks),

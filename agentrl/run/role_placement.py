@@ -1,4 +1,4 @@
-"""Placement of a run's roles: pools and processes, and the memory of each role on each device."""
+"""Placement of a run's roles: their pools and processes, and the memory of each role per device."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 
 class RunRoles:
-    """Roles of a run, with the places that their processes take on the cluster's nodes.
+    """Roles of a run, and the places of their processes on the cluster's nodes.
 
-    `engine`: the processes of the run's engine, None for one in the driver; `side`: engines of services that have processes.
-    `names`: the roles that have processes, as `cluster.roles` names them; `with_pool`: those that have a pool."""
+    `engine`: processes of the run's engine, None for one in the driver; `side`: service engines with processes. `names`: roles
+    with processes, as in `cluster.roles`; `with_pool`: those with a pool. `colocated`: role -> role whose GPUs it shares."""
 
     def __init__(self, choice: EngineChoice) -> None:
         self.choice, self.config, self.cluster = choice, choice.config, choice.config.cluster
@@ -67,23 +67,24 @@ class RunRoles:
         }
         self.names = [role for role, used in present.items() if used]
         self.with_pool = [role for role in self.names if role in {str(name) for name in self.cluster.roles}]
-        # With `rollout.colocate`, an engine that has processes of its own uses the actors' GPUs.
+        # With `rollout.colocate`, an engine with its own processes uses the actors' GPUs.
         shares = config.rollout.colocate and self.engine is not None and self.cluster.backend == "ray"
-        self.beside = {"rollout": "actor"} if shares else dict[str, str]()
+        self.colocated = {"rollout": "actor"} if shares else dict[str, str]()
 
     @property
     def without_pool(self) -> dict[str, Unpooled]:
-        """The roles without a pool whose processes have GPUs of their own: every actor takes one GPU, a process of the engine as
-        many as it computes on. Empty on nodes without GPUs: there Ray places the processes, by CPU slots alone."""
-        # The actors come first: the search gives the fewest nodes to the first role, and they exchange gradients.
+        """Roles without a pool whose processes reserve GPUs: one per actor, for the engine as many as it computes on.
+
+        Empty on nodes without GPUs, where Ray places the processes by CPU slots."""
+        # Actors first: the search gives the fewest nodes to the first role, and actors exchange gradients.
         cluster, engine, found = self.cluster, self.engine, dict[str, Unpooled]()
         if cluster.backend != "ray":
             return {}
         if "actor" not in cluster.roles and has_gpus(cluster, "actor"):
-            block = engine.gpus if engine is not None and self.beside else 1
+            block = engine.gpus if engine is not None and self.colocated else 1
             key = engine.gpus_key if engine is not None else ""
             found["actor"] = Unpooled("cluster.actors", cluster.actors, 1.0, 1.0, block, key)
-        if engine is not None and "rollout" not in {*cluster.roles, *self.beside} and has_gpus(cluster, "rollout"):
+        if engine is not None and "rollout" not in {*cluster.roles, *self.colocated} and has_gpus(cluster, "rollout"):
             found["rollout"] = Unpooled(engine.count_key, engine.count, 0.0, engine.gpus, 1, engine.gpus_key)
         for one, own in self.side:
             if one.role not in cluster.roles and has_gpus(cluster, one.role):
@@ -92,14 +93,13 @@ class RunRoles:
         return found
 
     def check_room(self) -> None:
-        """Raise ResourceError, with a table, if the cluster's nodes have no room for the run's pools and its processes with GPUs,
-        even when nothing else runs there."""
+        """Raise ResourceError, with a table, if even idle nodes have no room for the run's pools and processes with GPUs."""
         pools, unpooled = pools_of_roles(self.cluster, self.with_pool), self.without_pool
         if self.cluster.backend == "ray" and (pools or unpooled):
             assign(dict(pools.values()), list(unpooled.values()), nodes_of(self.cluster, "actor"))
 
     def worker_lines(self) -> list[str]:
-        """Resources of the rollout workers, in words; none without workers."""
+        """Describe the resources of the rollout workers; empty without workers."""
         config, workers, nodes = self.config, self.choice.worker_processes(), nodes_of(self.cluster, "actor")
         if config.rollout.workers and not workers:
             return [f"rollout.workers: {config.rollout.workers}, in the processes of the {self.choice.name} engine"]
@@ -112,23 +112,23 @@ class RunRoles:
         ]
 
     def open_pools(self) -> Pools | None:
-        """Reserve the run's places: of its roles with a pool, and of the actors and the engine's processes if they use GPUs.
-        None if there is nothing to reserve, and with backend "inline".
+        """Reserve the places of roles with a pool, and of actors and engine processes with GPUs.
 
-        Raises ResourceError, with a table of demand and supply, if they do not fit. Ray must be up.
+        None if there is nothing to reserve, and with backend "inline". Ray must be running. Raises ResourceError, with a table
+        of demand and supply, if they do not fit.
         """
         if self.cluster.backend != "ray" or not (self.with_pool or self.without_pool):
             return None
         from agentrl.cluster.placement import Pools
 
-        return Pools(self.cluster, self.with_pool, self.cluster.call_timeout, self.without_pool, self.beside)
+        return Pools(self.cluster, self.with_pool, self.cluster.call_timeout, self.without_pool, self.colocated)
 
     def locations(self) -> dict[str, list[Location]]:
-        """Place of each process of each role: its node and its GPUs, by role and rank, as Ray reserves them now (and releases
-        again), or as they are assigned to planned nodes. Empty if there is nothing to reserve: then Ray places the processes by
-        CPU slots alone.
+        """Return node and GPUs of each process, by role and rank.
 
-        Raises ResourceError if they do not fit, now or at all. Starts or joins Ray if the run would, and if it was not up.
+        They are those that Ray reserves now (and releases again), or an assignment to planned nodes. Empty if there is nothing to
+        reserve: then Ray places the processes by CPU slots. Starts or joins Ray as the run would, if it is not running. Raises
+        ResourceError if the processes do not fit, now or at all.
         """
         if self.cluster.backend != "ray":
             [node, *_] = nodes_of(self.cluster, "actor")
@@ -139,7 +139,7 @@ class RunRoles:
         roles = [*self.names, *(one.name for one, _ in self.side)]
         size = self.engine.gpus if self.engine is not None else 0
         if is_planned():
-            table, unpooled, others = pools_of_roles(self.cluster, self.with_pool), self.without_pool, self.beside
+            table, unpooled, others = pools_of_roles(self.cluster, self.with_pool), self.without_pool, self.colocated
             by_name = dict(table.values())
             shares = assign(by_name, list(unpooled.values()), nodes_of(self.cluster, "actor"))
             gpus = {name: pool.gpus for name, pool in by_name.items()} | {one.key: one.gpus for one in unpooled.values()}
@@ -157,7 +157,7 @@ class RunRoles:
                     own = {role: pools.locations(role, size) for role in roles if role in pools}
                 finally:
                     pools.close()
-        # A role without processes of its own uses the actors' processes.
+        # A role without its own processes uses the actors' processes.
         shared = own.get("actor", [])
         elsewhere = {"rollout", *(name for one, _ in self.side for name in (one.role, one.name))}
         return {role: own.get(role, shared) for role in roles if role in own or role not in elsewhere}
@@ -166,7 +166,7 @@ class RunRoles:
 def start_actors(
     model: ModelConfig, cluster: ClusterConfig, pools: Pools | None, role: type[Any] | None = None
 ) -> WorkerGroup[Any]:
-    """The actor's processes, in its pool if it has one; `role`: what learns in them, if it is no actor."""
+    """Start the actor's processes, in its pool if it has one. `role`: worker class that learns instead of `Actor`."""
     role = role or Actor
     mesh = mesh_of(model, cluster)
     if pools is None or "actor" not in pools:
@@ -187,7 +187,7 @@ def start_actors(
 
 
 def placement_table(locations: Mapping[str, Sequence[Location]]) -> str:
-    """The locations of every role, one row for each node: ranks, node, and the GPUs of each rank."""
+    """Format the locations, one row per role and node: ranks, node, and the GPUs of each rank."""
     rows = [("role", "ranks", "node", "GPUs of each")]
     for role, of_role in locations.items():
         first = 0
@@ -213,14 +213,14 @@ MODULE_OF: dict[str, Role] = {
 PUBLISH = "publish"
 HOST = "host memory"
 FILL = 0.85
-"""Of a GPU's memory that an engine with the trait "fills" plans with; a step computes in the rest."""
+"""Share of a GPU's memory that an engine with the trait "fills" may use; the rest is for the computation of a step."""
 COLUMNS = ("weights", "optimizer", "gradients", "gathered", "activations", "working", "cache")
 
 
 @dataclass(frozen=True, slots=True)
 class RolePlacement:
-    """A role on a device: its part of the memory there. `device`: the pool or the role whose processes it uses; `rests`: whether
-    it gives its memory back between its turns; `lower`: the config key that makes an engine's cache smaller."""
+    """Memory of a role on a device. `device`: pool or role whose processes it uses; `rests`: it frees its memory between its
+    turns; `lower`: config key that makes an engine's cache smaller."""
 
     role: str
     device: str
@@ -232,7 +232,7 @@ class RolePlacement:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that a device must hold: `size` bytes of `limit`, in the turn of `role`, or in a publish."""
+    """Maximum memory of a device: `size` of `limit` bytes, during the turn of `role` or a publish."""
 
     device: str
     role: str
@@ -240,15 +240,17 @@ class Peak:
     limit: int
 
 
-def waiting(placed: list[RolePlacement]) -> list[str]:
-    """Host memory that roles hold, between their turns or always, a line each."""
+def host_lines(placed: list[RolePlacement]) -> list[str]:
+    """Describe the host memory that roles hold between their turns or always, one line per role."""
     between = [
-        f"{one.role}: {one.memory.resident / GIB:.1f} GiB of pinned host memory a rank between its turns"
+        f"{one.role}: {one.memory.resident / GIB:.1f} GiB of pinned host memory per rank between its turns"
         for one in placed
         if one.rests and one.role != "rollout"
     ]
     always = [
-        f"{one.role}: {one.memory.host / GIB:.1f} GiB of host memory a rank (model.offload)" for one in placed if one.memory.host
+        f"{one.role}: {one.memory.host / GIB:.1f} GiB of host memory per rank (model.offload)"
+        for one in placed
+        if one.memory.host
     ]
     return between + always
 
@@ -262,12 +264,12 @@ class RunMemory:
         self.card, self.choice = card, EngineChoice(self.config)
 
     def roles(self) -> list[RolePlacement]:
-        """Every role of the run and what it takes on one of its devices."""
-        found, rollout = self._others(trains=True), self.config.rollout
+        """Return the memory of every role on one of its devices."""
+        found, rollout = self._other_roles(trains=True), self.config.rollout
         try:
             maker, taken = self._with_engine(found)
         except ResourceError:
-            self.check_fits(found)  # first, if the other roles alone do not fit: with the table
+            self.check_fits(found)  # prefer the error with the table if even the other roles do not fit
             raise
         if taken is not None:
             processes = maker.processes()
@@ -278,12 +280,12 @@ class RunMemory:
         return found
 
     def engine(self) -> EngineMemory | None:
-        """The engine's own memory on a device. Raises UserError if that holds no episode."""
+        """Return the engine's memory on a device. Raises UserError if it cannot hold an episode."""
         counted = card_of_engine(self.choice.traits, self.card) is not None and "kv_cache_mib" not in self.config.engine_args
         return self._with_engine(self.count_others(trains=True) if counted else [])[1]
 
     def _with_engine(self, others: list[RolePlacement]) -> tuple[EngineMaker, EngineMemory | None]:
-        """The engine's maker, and the memory that it takes in addition to the roles `others`."""
+        """Return the engine's maker, and the memory that the engine takes next to the roles `others`."""
         config = self.config
         maker, dtype = self.choice.maker(), config.model.dtype
         maker.room = self.bytes_for_engine(others, card_of_engine(self.choice.traits, self.card))
@@ -292,27 +294,27 @@ class RunMemory:
         return maker, maker.memory(numel(model.parameters()) * width(dtype), token_bytes(model, dtype), self.card)
 
     def count_others(self, trains: bool) -> list[RolePlacement]:
-        """As `_others`, for the size of the engine's cache."""
+        """Return `_other_roles`, to size the engine's cache; its errors name `engine_args.kv_cache_mib`."""
         try:
-            return self._others(trains)
+            return self._other_roles(trains)
         except (ConfigError, ModelError) as problem:
             raise type(problem)(
-                f"engine_args.kv_cache_mib: it is not set, and what the trainer leaves of the GPU is not known ({problem}). "
+                f"engine_args.kv_cache_mib: not set, and the GPU memory left by the trainer cannot be computed ({problem}). "
                 "Set it"
             ) from problem
 
-    def _others(self, trains: bool) -> list[RolePlacement]:
-        """All roles but the engine of the policy."""
+    def _other_roles(self, trains: bool) -> list[RolePlacement]:
+        """Return the memory of all roles except the policy's engine."""
         config, cluster, found = self.config, self.config.cluster, list[RolePlacement]()
-        # As the run will choose: the kernel that reads key heads by groups needs a card and half precision.
+        # The same choice as in the run: the attention kernel with grouped key heads needs a card and half precision.
         grouped = self.card is not None and config.model.dtype != "float32" and varlen_takes_groups()
-        # The most tokens of a micro-batch: its cap, or with one row a pass the longest row. A warm start's transcripts, and
-        # demonstrations, may be as long as a micro-batch.
+        # Maximum tokens of a micro-batch: its cap, or the longest row if a pass has one row. Transcripts of a warm start and
+        # demonstrations may be as long as a micro-batch.
         tokens = config.optim.micro_tokens
         short = config.sft is None and config.algorithm.demonstrations is None
         if trains and short and config.model.packing != "packed":
             tokens = min(tokens, config.widest(config.trained_envs).rollout.max_episode_tokens)
-        # What is frozen has no adapters; a reward model has no shared tokens either (trainer/roles.py).
+        # Frozen models have no adapters; a reward model has no sequence parallelism either (trainer/roles.py).
         plain: dict[str, dict[str, Any]] = {"reward_model": {"lora": None, "sequence_parallel": 1}, "teacher": {"lora": None}}
         paths = {"critic": "critic.path", "reward_model": "reward_model.path", "teacher": "algorithm.distillation.path"}
         for role in [name for name in RunRoles(self.choice).names if name in MODULE_OF] if trains else []:
@@ -321,12 +323,12 @@ class RunMemory:
             ranks = cluster.actors if pool is None else pool.nodes * pool.per_node
             model = config.model.model_copy(update=plain.get(role, {}))
             module = shell(model, MODULE_OF[role], config.other_models().get(paths.get(role, "")), grouped=grouped)
-            # A warm start has an optimizer of its own before that of the updates.
+            # A warm start has its own optimizer, before that of the updates.
             sections = {"actor": ("optim", "sft"), "critic": ("critic",)}.get(role, ())
             optims = [optim for section, optim in optims_of(config).items() if section in sections]
             memory = TRAIN_ENGINES.entry(model.engine).make.memory(module, model, ranks, tokens, optims)
             found.append(RolePlacement(role, device, ranks, memory, offloads_when_idle(config, role)))
-        # Engines next to the policy's, which always hold their memory.
+        # Engines of services, which always hold their memory.
         for one in RunServices(config).engines():
             own = one.model
             maker = one.make(model_context(str(own.path), own.trust_remote_code))
@@ -334,32 +336,34 @@ class RunMemory:
             taken = maker.memory(numel(side.parameters()) * width(dtype), token_bytes(side, dtype), self.card)
             memory = RoleMemory() if taken is None else RoleMemory(weights=taken.weights, cache=taken.cache)
             ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
-            # A pool is of all with the role; without one each that has processes has places of its own.
+            # All engines of a role share its pool; without a pool each engine with processes has its own places.
             device = _device(cluster, one.role) if processes is None or one.role in cluster.roles else one.name
             lower = one.lower if processes is None or taken is None else taken.lower
             found.append(RolePlacement(one.name, device, ranks, memory, False, f"{one.key}.{lower}"))
         return found
 
     def bytes_for_engine(self, found: list[RolePlacement], card: int | None) -> int | None:
-        """Bytes of a card that the roles `found` leave to the engine: during its turn if it sleeps in theirs, else always."""
+        """Return the bytes of a card that the roles `found` leave to the engine; None without a card.
+
+        If the engine sleeps during their turns, only memory that they always hold counts."""
         if card is None:
             return None
-        beside = [one for one in found if one.device == _device(self.config.cluster, "rollout")]
-        held = sum(one.memory.resident for one in beside if not one.rests)
-        turns = [] if self.config.rollout.colocate else [turn_of(one, beside) for one in beside]
+        sharing = [one for one in found if one.device == _device(self.config.cluster, "rollout")]
+        held = sum(one.memory.resident for one in sharing if not one.rests)
+        turns = [] if self.config.rollout.colocate else [turn_of(one, sharing) for one in sharing]
         return int(FILL * card) - max([held, *turns])
 
     def check_fits(self, placed: list[RolePlacement]) -> None:
-        """Raise ResourceError, with the keys that help and the table, if a device cannot hold its roles."""
+        """Raise ResourceError, with keys to change and the table, if a device cannot hold its roles."""
         for peak in peaks(placed, self.card):
             if peak.size > peak.limit:
                 raise ResourceError(f"{memory_text(peak)}: it does not fit; {self.advice(placed, peak)}\n{table_of(placed)}")
 
     def advice(self, placed: list[RolePlacement], peak: Peak) -> str:
-        """Keys that make a device's peak smaller, largest part first."""
-        beside = [one for one in placed if one.device == peak.device or peak.device == HOST]
-        # In a publish the weights and gathered layers are the actor's.
-        [one] = [one for one in beside if one.role == peak.role.replace(PUBLISH, "actor")]
+        """List keys that reduce a device's peak, largest part first."""
+        sharing = [one for one in placed if one.device == peak.device or peak.device == HOST]
+        # In a publish the weights and gathered layers belong to the actor.
+        [one] = [one for one in sharing if one.role == peak.role.replace(PUBLISH, "actor")]
         memory, ways = one.memory, []
         if memory.activations + memory.working and peak.role != PUBLISH:
             thin = "" if memory.checkpoints else "set model.activation_checkpointing = true, "
@@ -368,7 +372,7 @@ class RunMemory:
         if memory.gradients and not memory.shards_gradients and one.ranks > 1 and peak.role != PUBLISH:
             ways.append((memory.gradients, "set model.shard_gradients = true"))
         if memory.optimizer:
-            # The ways to less of both on a rank that are left; in host memory more ranks save nothing.
+            # Remaining ways to reduce both per rank; in host memory more ranks save nothing.
             model, cards = self.config.model, peak.device != HOST
             less = (
                 (model.replicas > 1, f"lower model.replicas = {model.replicas}"),
@@ -380,19 +384,19 @@ class RunMemory:
             ways.append((memory.weights + memory.optimizer, ", or ".join(text for fits, text in less if fits)))
         if memory.cache:
             ways.append((memory.cache, f"lower {one.lower}"))
-        waiting = sum(o.memory.resident for o in beside if o is not one and not o.rests)
-        if waiting:
-            engine = "rollout.colocate = true, " if any(o.role == "rollout" and not o.rests for o in beside) else ""
-            ways.append((waiting, f'set {engine}model.offload = "idle", or give roles pools of their own (cluster.roles)'))
+        held = sum(o.memory.resident for o in sharing if o is not one and not o.rests)
+        if held:
+            engine = "rollout.colocate = true, " if any(o.role == "rollout" and not o.rests for o in sharing) else ""
+            ways.append((held, f'set {engine}model.offload = "idle", or give roles pools of their own (cluster.roles)'))
         if peak.device == HOST:
-            ways.append((0, "this machine has no GPU: for a run on cards of another one add --gpu-memory GIB"))
+            ways.append((0, "this machine has no GPU: to plan for cards of another one add --gpu-memory GIB"))
         return "; ".join(text for _, text in sorted(ways, reverse=True) if text)
 
 
 def engine_room(choice: EngineChoice, *, trains: bool) -> int | None:
-    """Bytes of this process's GPU that the run's other roles leave to its engine; None if the engine does not ask, or there is no
-    GPU. `trains`: whether the run has more roles than its engines.
+    """Return the bytes of this process's GPU that the other roles leave to the engine.
 
+    None if the engine does not fill a GPU, its cache size is set, or there is no GPU. `trains`: the run has training roles.
     Raises UserError as `RunMemory.roles`."""
     if "kv_cache_mib" in choice.config.engine_args or (card := card_of_engine(choice.traits, None)) is None:
         return None
@@ -401,14 +405,14 @@ def engine_room(choice: EngineChoice, *, trains: bool) -> int | None:
 
 
 def card_of_engine(traits: frozenset[str], card: int | None) -> int | None:
-    """Bytes of the GPU that the engine fills, which is in this process: of `card` in a plan for another machine."""
+    """Return the bytes of the GPU that the engine fills, in this process; `card` in a plan for another machine."""
     if "fills" not in traits:
         return None
     return card if is_planned() else driver_card()
 
 
 def _device(cluster: ClusterConfig, role: str, own: bool = False) -> str:
-    """The pool of a role; else the processes of the actor, or its `own`."""
+    """Return the device of a role: its pool, else the actor's processes, or the role's (`own`)."""
     if cluster.backend == "inline":
         return "actor"
     pools = {str(name): pool for name, pool in cluster.roles.items()}
@@ -416,34 +420,34 @@ def _device(cluster: ClusterConfig, role: str, own: bool = False) -> str:
 
 
 def peaks(placed: list[RolePlacement], card: int | None) -> list[Peak]:
-    """Each device's peak. Without cards there is one device, this machine's memory, for all ranks together."""
+    """Compute the peak of each device; without cards the only device is this machine's memory, for all ranks together."""
     devices = {name: [one for one in placed if one.device == name] for name in dict.fromkeys(one.device for one in placed)}
     turns = {}
-    for name, beside in devices.items():
-        found = [(turn_of(one, beside), one.role) for one in beside]
-        parts = {one.role: one for one in beside}
+    for name, sharing in devices.items():
+        found = [(turn_of(one, sharing), one.role) for one in sharing]
+        parts = {one.role: one for one in sharing}
         if "actor" in parts and "rollout" in parts and parts["rollout"].rests:
             # The actor sends new weights to a colocated engine, which has no cache yet.
-            others = [one.memory.resident for one in beside if one.role not in ("actor", "rollout") and not one.rests]
+            others = [one.memory.resident for one in sharing if one.role not in ("actor", "rollout") and not one.rests]
             actor, engine = parts["actor"].memory, parts["rollout"].memory
             found.append((actor.resident + actor.gathered + engine.weights + sum(others), PUBLISH))
         turns[name] = max(found)
     if card is not None:
         return [Peak(name, role, size, card) for name, (size, role) in turns.items()]
-    ranks = {name: max(one.ranks for one in beside) for name, beside in devices.items()}
-    # The peaks of different roles' processes may fall together, and all ranks are on this machine.
+    ranks = {name: max(one.ranks for one in sharing) for name, sharing in devices.items()}
+    # The peaks of different roles' processes may coincide, and all ranks are on this machine.
     total = sum(size * ranks[name] for name, (size, _) in turns.items())
-    # `free` and not `total`: what other programs hold will not be there.
+    # `free` and not `total`, because other programs keep their memory.
     return [Peak(HOST, max(turns.values())[1], total, usable_memory().free)]
 
 
-def turn_of(one: RolePlacement, beside: list[RolePlacement]) -> int:
-    """Bytes on a device in the turn of one of its roles: its own, and what those hold that do not give their memory back."""
-    return one.memory.resident + one.memory.turn + sum(o.memory.resident for o in beside if o is not one and not o.rests)
+def turn_of(one: RolePlacement, sharing: list[RolePlacement]) -> int:
+    """Return the bytes on a device in the turn of a role: its memory, and that of `sharing` roles that do not rest."""
+    return one.memory.resident + one.memory.turn + sum(o.memory.resident for o in sharing if o is not one and not o.rests)
 
 
 def table_of(placed: list[RolePlacement]) -> str:
-    """The memory of every role on one of its devices, in GiB; `all`: in its turn, without other roles."""
+    """Format the memory of every role on one of its devices, in GiB; `all`: in its turn, without other roles."""
     rows: list[tuple[str, ...]] = [("device", "role", "ranks", *COLUMNS, "all")]
     for one in placed:
         sizes = [*(getattr(one.memory, column) for column in COLUMNS), one.memory.resident + one.memory.turn]

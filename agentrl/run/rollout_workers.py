@@ -1,7 +1,7 @@
-"""Rollout workers of a run (`rollout.workers`): what each is built from, and the Ray actors that host them.
+"""Rollout workers of a run (`rollout.workers`): the recipe of their parts, and the Ray actors that host them.
 
-A worker makes its parts by the one assembler, as the driver does; only the engine is the driver's, over its connection. What
-needs the state of the whole run stays in the driver: the group ledger, comparisons within a group, judges and their budget.
+A worker assembles its parts as the driver does, except the engine, which it reaches over a connection. Everything that needs the
+state of the whole run stays in the driver: the group ledger, comparisons within a group, judges and their budget.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from agentrl.utils.search_path import pack_given, unpack, used_names
 from agentrl.utils.threads import in_thread, share_the_lock
 
 ENDED = "its process ended"
-HEARD_S, RESPAWNS = 60.0, 8
-"""Seconds without a word after which a worker counts as dead, and how many dead ones are replaced in a run."""
+SILENCE_S, RESPAWNS = 60.0, 8
+"""Seconds of silence after which a worker counts as dead, and the maximum number of replaced workers in a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Recipe for a worker's parts, wherever it runs.
+    """Recipe for a worker's parts, in any process.
 
-    `connection`: to the engine; None: through the driver. `reads`: the tokenizer is read again there. `given`: what the config
-    names of Python's, by value.
+    `connection`: to the engine; None: through the driver. `reads`: the worker loads the tokenizer itself. `given`: pickled Python
+    objects that the config names.
     """
 
     inputs: Inputs
@@ -43,9 +43,9 @@ class Recipe:
     given: bytes = b""
 
     async def build(self, channel: Channel) -> Assembly:
-        """The parts. Raises what `Inputs.assemble` raises."""
+        """Make the parts. Raises as `Inputs.assemble`."""
         unpack(self.given)
-        # In a thread: loading a tokenizer and compiling a spec take seconds, in which the channel must be listened to.
+        # In a thread: loading a tokenizer and compiling a spec take seconds, during which the channel must be served.
         return await in_thread("load", self._parts, channel)
 
     def _parts(self, channel: Channel) -> Assembly:
@@ -53,15 +53,15 @@ class Recipe:
         if self.reads:
             inputs = replace(inputs, tokenizer=tokenizer_of(inputs.config.model, inputs.model))
         engine: Engine | None = None
-        if inputs.tokenizer is not None:  # else an API model, of which each process is a client
+        if inputs.tokenizer is not None:  # else an API model, which each process calls itself
             engine = DriverEngine(channel) if self.connection is None else self.connection.connect()
         return inputs.assemble(connected=engine, asks=False)
 
 
 def recipe_of(inputs: Inputs, connection: EngineConnection | None) -> Recipe:
-    """A worker gets its share of the calls that may be made to API models at once."""
+    """Make the recipe of a worker, with its share of the concurrent calls to API models (`api.concurrency`)."""
     config = inputs.config
-    # A tokenizer of a class that came with the model cannot be pickled, as no other process has that class.
+    # A tokenizer whose class came with the model cannot be pickled, because no other process has that class.
     reads = config.model.trust_remote_code and inputs.tokenizer is not None
     share = config.api.model_copy(update={"concurrency": max(config.api.concurrency // max(config.rollout.workers, 1), 1)})
     given = pack_given(used_names(config.model_dump(mode="json", exclude_none=True)))
@@ -70,10 +70,10 @@ def recipe_of(inputs: Inputs, connection: EngineConnection | None) -> Recipe:
 
 
 class RolloutWorker:
-    """The actor: one process with one event loop, which runs a worker."""
+    """Ray actor: one process with one event loop, which runs a worker."""
 
     async def run(self, name: str, endpoint: Endpoint, recipe: Recipe) -> str:
-        """Play until the driver says that it is enough, or is gone."""
+        """Play until the driver ends the worker or the connection is lost."""
         guard_process(recipe.inputs.config.model_dump(mode="json", exclude_none=True))
         raise_gc_threshold()
         share_the_lock()
@@ -82,7 +82,7 @@ class RolloutWorker:
 
 
 class ActorProcess(WorkerProcess):
-    """An actor's process."""
+    """Process of a Ray actor that hosts a worker."""
 
     def __init__(self, actor: Any, ended: Any) -> None:
         self._actor, self._ended = actor, ended
@@ -98,13 +98,15 @@ class ActorProcess(WorkerProcess):
     def kill(self) -> None:
         import ray
 
-        if ray.is_initialized():  # otherwise ray.kill would start a new Ray
+        if ray.is_initialized():  # otherwise `ray.kill` would start a new Ray
             ray.kill(self._actor)
 
 
 class ActorProcesses(WorkerProcesses):
-    """Ray actors, spread over the nodes. `recipe` is asked once, at the first start: Ray is up then, and the engine started.
-    `joined`: the cluster was there before, and may get more nodes."""
+    """Ray actors, spread over the nodes.
+
+    Calls `recipe` once, at the first start, when Ray and the engine are running. `joined`: the cluster existed before the run,
+    and more nodes may join it."""
 
     def __init__(self, recipe: Callable[[], Recipe], joined: bool) -> None:
         self._make, self._joined = recipe, joined
@@ -113,15 +115,15 @@ class ActorProcesses(WorkerProcesses):
     def host(self) -> str:
         import ray
 
-        # Nodes that join later could not reach the address that is enough for those that are there.
+        # Nodes that join later may not reach an address that suffices for the present nodes.
         return str(ray.util.get_node_ip_address()) if self._joined else reachable_address()
 
     def begin(self, name: str, endpoint: Endpoint) -> WorkerProcess:
         import ray
 
         if self._recipe is None:
-            self._recipe = ray.put(self._make())  # once: it holds a tokenizer, which is some megabytes
-        # Ray must not restart it by itself: its successor connects under another name.
+            self._recipe = ray.put(self._make())  # once, because its tokenizer takes some megabytes
+        # Ray must not restart the actor: a replacement worker connects under another name.
         options: dict[str, Any] = {
             "num_cpus": WORKER_CPUS,
             "scheduling_strategy": "SPREAD",
@@ -133,7 +135,7 @@ class ActorProcesses(WorkerProcesses):
 
 
 def with_workers(inputs: Inputs, parts: Assembly, say: Callable[[str], None] = lambda line: None) -> Assembly:
-    """The driver's `parts`, with `rollout.workers` that play in its place."""
+    """Return the driver's `parts` with `rollout.workers` as the player."""
     engine, rollout, cluster = parts.policy.engine, inputs.config.rollout, inputs.config.cluster
     inside = engine.seats(rollout.workers, partial(recipe_of, inputs), reachable_address)
     pool = WorkerPool(
@@ -141,7 +143,7 @@ def with_workers(inputs: Inputs, parts: Assembly, say: Callable[[str], None] = l
         inside or ActorProcesses(lambda: recipe_of(inputs, engine.connection()), joins(cluster)),
         count=rollout.workers,
         engine=engine,
-        timeout=HEARD_S,
+        timeout=SILENCE_S,
         startup_timeout=cluster.startup_timeout,
         respawns=RESPAWNS,
         say=say,

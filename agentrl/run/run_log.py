@@ -513,7 +513,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._begun = True
         numbers = {key: value for key, value in values.items() if value is None or isinstance(value, (int, float))}
         for tracker in self.trackers:
-            tracker.tell("row", phase, step, numbers)
+            tracker.call("row", phase, step, numbers)
         if self.endpoint is not None:
             self.endpoint.row(phase, step, numbers)
 
@@ -527,13 +527,13 @@ class RunLog(AbstractContextManager["RunLog"]):
 
         -1: from the start of training; `folder.NOTHING`: from the start of the warm start."""
         for tracker in self.trackers if self._begun else []:
-            tracker.tell("rewind", step)
+            tracker.call("rewind", step)
 
     def end(self, status: Status, summary: Mapping[str, Any]) -> None:
         """Set the status and summary that the trackers get when this log closes, and send them the curve."""
         self._ending = (status, summary)
         for tracker in self.trackers if self.folder.curve.is_file() else []:
-            tracker.tell("picture", "curve", self.folder.curve)
+            tracker.call("picture", "curve", self.folder.curve)
 
     async def trajectories(self, name: str, trajectories: Sequence[Trajectory], tokens: TrainedTokens | None = None) -> None:
         """Start writing `trajectories/<name>.jsonl` once the previous file is written; `writes.wait` awaits its end.
@@ -552,7 +552,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Record a held-out evaluation: its row, its trajectories, and a line for the user."""
         self.row(phase, step, values)
         for tracker in self.trackers:
-            tracker.tell("episodes", phase, step, sampled_rows(result.trajectories))
+            tracker.call("episodes", phase, step, sampled_rows(result.trajectories))
         await self.trajectories(f"{phase}_{step:06d}", result.trajectories)
         self.display.show_evaluation(step, result.success)
         for name, one in {"": result, **result.by_env}.items():

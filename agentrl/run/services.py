@@ -1,4 +1,4 @@
-"""Services that answer reward leaves from outside of an episode, as judges do: their engines, start and end."""
+"""Services that answer reward leaves from outside of an episode, such as judges: engines, start and end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SideEngine:
-    """An engine of a service, which runs next to the policy's and holds its memory until the end.
+    """Engine of a service, which runs next to the policy's engine and holds its memory until the end.
 
-    `name`: of its places; `role`: in `cluster.roles`, the name of its service; `key`: of its section; `engine`: its name in
-    `ENGINES`; `make`: its maker, for as many positions as the model takes if they are read; `lower`: the key of its section with
-    which its cache is smaller."""
+    `name`: of its reserved places; `role`: its service's name in `cluster.roles`; `key`: of its config section; `engine`: its
+    name in `ENGINES`; `make`: returns its maker for a context length, or None if the length is not needed; `lower`: key in its
+    section that makes its cache smaller."""
 
     name: str
     role: str
@@ -33,13 +33,14 @@ class SideEngine:
 
 
 QUESTION = {"role": "user", "content": "Answer with the word: ready"}
-"""Asked of each model behind an API before a run."""
+"""Test question for each API model before a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiModel:
-    """A model behind an API: the config key that names it, that of its address, `base`, and the request that the run will make,
-    but for what it asks. `args`: the key of the arguments that are `given`; `set_by`: that of other parameters of the request."""
+    """API model of a service: the config key that names it, its address `base` and that key, and its request without question.
+
+    `args`: config key of the `given` arguments; `set_by`: parameter of the request -> config key that sets it."""
 
     key: str
     base_key: str
@@ -51,69 +52,70 @@ class ApiModel:
 
     @property
     def model(self) -> str:
-        """Its name in litellm's form."""
+        """Model name in the form of litellm."""
         return str(self.request["model"])
 
 
 class Service(Client):
-    """Answers the leaves of a run that name it (`Leaf.asks`). Registered in `agentrl.reward.leaf.SERVICES`, it is made with the
-    config's `reward`; outside of runs it is only asked, and not started. A check in `RUN_CHECKS` under its name refuses what
-    cannot work."""
+    """Answers the reward leaves that name it (`Leaf.asks`).
+
+    Registered in `agentrl.reward.leaf.SERVICES` and made with the config's `reward`. Outside of runs it answers without being
+    started. A check in `RUN_CHECKS` under its name refuses configs that cannot work."""
 
     @classmethod
     def engines(cls, run: RunServices) -> Sequence[SideEngine]:
-        """The engines that the run's config gives it."""
+        """Return the engines that the run's config gives this service."""
         return ()
 
     @classmethod
     def api_models(cls, run: RunServices, scorers: Mapping[str, Scorer]) -> Iterable[ApiModel]:
-        """The models behind an API that it asks for these scorers, with `QUESTION`; each is asked for a word before a run."""
+        """Return the API models that it asks for these scorers; each is tested with `QUESTION` before a run."""
         return ()
 
     async def start(self, run: RunServices, scorers: Sequence[Scorer]) -> None:
-        """Start the engines that the leaves of `scorers` ask. Raises UserError or EngineError; `close` ends the started ones."""
+        """Start the engines that the leaves of `scorers` need. Raises UserError or EngineError; `close` ends started ones."""
 
     async def close(self) -> None:
-        """End the engines; idempotent."""
+        """Close the engines; idempotent."""
 
     async def forget(self) -> None:
-        """Drop answers that a run resumed from this moment would not know."""
+        """Drop cached answers that a run resumed from here would not have."""
 
     def metrics(self) -> dict[str, float]:
-        """Figures since the last call."""
+        """Return metrics since the last call."""
         return {}
 
 
 class RunServices(Services):
-    """The services of a run's leaves: their engines and the places of these, start and end."""
+    """Services of a run's reward leaves: their engines, places, start and end."""
 
     def __init__(self, config: TrainConfig, pools: Pools | None = None) -> None:
         super().__init__(config.reward)
         self.config, self.pools = config, pools
 
     def kinds(self, scorers: Iterable[Scorer] = ()) -> list[type[Service]]:
-        """The services that the config has keys for (`reward.NAME`), or that leaves ask."""
+        """List the services that the config sets (`reward.NAME`) or that leaves of `scorers` ask."""
         names = self.config.reward.model_fields_set.union(*(scorer.asks for scorer in scorers))
         return [cast("type[Service]", SERVICES.entry(name).make) for name in sorted(names) if name in SERVICES]
 
     def engines(self) -> list[SideEngine]:
-        """The engines next to the policy's."""
+        """List the engines of all services."""
         return [engine for service in self.kinds() for engine in service.engines(self)]
 
     def processes(self) -> list[tuple[SideEngine, Processes]]:
-        """Those that have processes of their own, with these."""
+        """List the service engines that have their own processes, with these."""
         found = [(engine, engine.make(None).processes()) for engine in self.engines()]
         return [(engine, own) for engine, own in found if own is not None]
 
     def ray_options(self, name: str) -> Sequence[Mapping[str, Any]]:
-        """Ray's options for each process of the engine of that name: those of its places; none if Ray finds them."""
+        """Return Ray options per process of a named engine, for its reserved places; empty if Ray chooses them."""
         pools, own = self.pools, {engine.name: (engine.role, processes.count) for engine, processes in self.processes()}
         if pools is None or name not in own:
             return ()
         role, count = own[name]
         if role not in pools:
             return pools.ray_options(name) if name in pools else ()
-        # The engines of a role share its pool, in their order.
+        # The engines of a role share its pool, in order.
         first = sum(size for other, size in list(own.values())[: list(own).index(name)] if other == role)
         return pools.ray_options(role)[first : first + count]
 

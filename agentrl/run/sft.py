@@ -1,4 +1,4 @@
-"""The warm-start phase of a run: supervised steps until the gate opens, then the model is saved."""
+"""The warm start of a run: supervised steps until the gate opens, then the model is saved."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from agentrl.utils.threads import in_thread
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-STEPS_A_CALL = 10
-"""Supervised steps of a tiny model in one call of the actors: less than a second."""
+STEPS_PER_CALL = 10
+"""Supervised steps of a tiny model per call of the actors, which then takes less than a second."""
 
 
 async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) -> None:
@@ -44,32 +44,32 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     """
     config = session.config.sft
     assert config is not None
-    await session.publisher.prove()  # the first publish, of the gate, comes only after many steps
+    await session.publisher.prove()  # test the weight route now, because the gate's first publish comes after many steps
     source = transcripts_of(session)
     await session.actors.arun(Actor.begin_sft, config, session.sft_threads)
     session.display.phase("warm start", config.max_steps)
-    step, shut = 0, "not measured"
+    step, closed = 0, "not measured"
     success: float | None = None
     while step < config.max_steps and not interrupt.requested:
-        async with aclosing(_to_the_gate(session, source, step, interrupt)) as calls:
+        async with aclosing(_train_to_gate(session, source, step, interrupt)) as calls:
             async for rows in calls:
-                for step, metrics in enumerate(rows, step + 1):  # noqa: B020 - it goes on from the last
+                for step, metrics in enumerate(rows, step + 1):  # noqa: B020 - continues from the last step
                     session.display.step(step, {"loss": metrics["loss"], "gate": success})
                     run_log.row("sft", step, metrics)
         if _is_measured(step, config):
-            began, ended, watch = time.monotonic(), Count(sum(one.gate_tasks for _, one in _taking_part(session))), Watch()
+            began, ended, watch = time.monotonic(), Count(sum(one.gate_tasks for _, one in _warm_start_parts(session))), Watch()
             with session.display.doing("gate", ended.__str__, watch.waiting):
-                found, shut = await _gate(session, ended, watch)
+                found, closed = await _gate(session, ended, watch)
             success = found.success
             services = session.services.values()
             run_log.row("gate", step, evaluation_row(found, kinds_of(session.envs), time.monotonic() - began, services))
-            if not shut:
+            if not closed:
                 break
     if interrupt.requested:
         return
-    if shut:
+    if closed:
         raise AgentrlError(
-            f"the warm start did not open its gate: greedy success {shut} after {step} steps; "
+            f"the warm start did not open its gate: greedy success {closed} after {step} steps; "
             "raise sft.max_steps, try another seed, or lower sft.gate"
         )
     await session.actors.arun(Actor.end_sft, str(session.folder.warm_start))
@@ -82,18 +82,18 @@ def _is_measured(step: int, config: SftConfig) -> bool:
     return step >= config.max_steps or (step >= config.min_steps and step % config.gate_every == 0)
 
 
-async def _to_the_gate(
+async def _train_to_gate(
     session: Session, source: Transcripts | MixedTranscripts, step: int, interrupt: Interrupt
 ) -> AsyncGenerator[list[dict[str, float]], None]:
-    """Supervised steps after `step`, up to the next measurement of the gate or an interrupt: of each call, the metrics of its
-    steps. Transcripts of a call are written while the actors compute the one before it.
+    """Train from `step` to the next measurement of the gate or an interrupt; yields the metrics of each call's steps.
 
-    A step of a tiny model takes as long as its call, so that a call has several, which are computed as one by one."""
-    config, most = session.config.sft, STEPS_A_CALL if session.config.model.size() <= TINY else 1
+    Makes the transcripts of the next call while the actors compute this one. For a tiny model a call has several steps, because a
+    step takes no longer than the call's overhead; the results are the same as with single steps."""
+    config, most = session.config.sft, STEPS_PER_CALL if session.config.model.size() <= TINY else 1
     assert config is not None
 
-    async def drawn(first: int) -> tuple[TensorDict, list[int]]:
-        # No call goes past the last step or past a step at which the gate is measured.
+    async def draw_batch(first: int) -> tuple[TensorDict, list[int]]:
+        # A call ends at the last step or at a step at which the gate is measured.
         last = min(first + most, config.max_steps, first - first % config.gate_every + config.gate_every)
         rows, skipped = list[Trajectory](), list[int]()
         for number in range(first, last):
@@ -103,12 +103,12 @@ async def _to_the_gate(
         return await in_thread("batch", cut_steps, batch, len(skipped), session.actors.mesh.size("dp")), skipped
 
     async with OwnedTasks() as tasks:
-        drawing = tasks.start(drawn(step), "transcripts")
+        drawing = tasks.start(draw_batch(step), "transcripts")
         while not interrupt.requested:
             batch, skipped = await drawing
             step += len(skipped)
-            if not _is_measured(step, config):  # else the gate may end it here
-                drawing = tasks.start(drawn(step), "transcripts")
+            if not _is_measured(step, config):  # else the gate may end the warm start here
+                drawing = tasks.start(draw_batch(step), "transcripts")
             with session.display.doing("supervised steps"):
                 steps = await session.actors.arun(Actor.sft_steps, batch)
             yield [one | {"transcripts_skipped": float(left_out)} for one, left_out in zip(steps, skipped, strict=True)]
@@ -116,31 +116,33 @@ async def _to_the_gate(
                 return
 
 
-def steps_batch(rows: Sequence[Trajectory], each: int, sharing: Mode) -> TensorDict:
-    """Transcripts of several steps, `each` of every step, as a batch. Those of one step begin alike, with the environment's
-    prompt and tools: they compute that once, as `sharing` (of `optim.prefix_sharing`) says."""
-    # A group for every step: what rows of different steps have in common cannot be shared.
-    batch = collate(rows, [place // each for place in range(len(rows))], allow_unscored=True)
+def steps_batch(rows: Sequence[Trajectory], per_step: int, sharing: Mode) -> TensorDict:
+    """Collate the transcripts of several steps, `per_step` of each.
+
+    Transcripts of one step share the environment's prompt and tools, computed once according to `sharing`
+    (`optim.prefix_sharing`)."""
+    # One group per step, because rows of different steps cannot share a prefix.
+    batch = collate(rows, [place // per_step for place in range(len(rows))], allow_unscored=True)
     return with_trees(Ragged.of(batch), sharing).batch
 
 
 def transcripts_of(session: Session) -> Transcripts | MixedTranscripts:
-    """The transcripts of the environments that take part, by their weights at step 0 (equal, if all of these are 0)."""
+    """Make the transcript source of the warm start, mixed by the environments' weights at step 0 (equal if all are 0)."""
     config, sources = session.config, {}
     longest = longest_row(config.optim, config.model)
     parts = {part.name: part for part in session.envs}
-    for env, own in _taking_part(session):
+    for env, own in _warm_start_parts(session):
         part = parts[env.called]
         ref = part.env.with_params(own.params)
         sources[env.called] = Transcripts(ref, part.policy.renderer, own.teacher, config.seed, longest)
     if len(sources) == 1:
         return next(iter(sources.values()))
-    weights = {env.called: weight_at(env.weight, 0) for env, _ in _taking_part(session)}
+    weights = {env.called: weight_at(env.weight, 0) for env, _ in _warm_start_parts(session)}
     return MixedTranscripts(sources, weights if any(weights.values()) else dict.fromkeys(weights, 1.0), config.seed)
 
 
-def _taking_part(session: Session) -> Iterator[tuple[EnvConfig, SftConfig]]:
-    """The environments of the warm start, each with its section."""
+def _warm_start_parts(session: Session) -> Iterator[tuple[EnvConfig, SftConfig]]:
+    """Yield the environments of the warm start, each with its [sft] section."""
     for env in warm_start_envs(session.config.envs, session.config.sft):
         own = session.config.alone(env).sft
         assert own is not None
@@ -148,12 +150,13 @@ def _taking_part(session: Session) -> Iterator[tuple[EnvConfig, SftConfig]]:
 
 
 async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluation, str]:
-    """Greedy episodes in each environment of the warm start (together: with equal weights), and those below their gate, in words.
-    An unknown success opens no gate above 0."""
-    config, shut = session.config, list[str]()
+    """Evaluate greedily in each environment of the warm start; returns the mean result, and a text of the closed gates.
+
+    Environments have equal weights. An unknown success opens no gate above 0."""
+    config, closed = session.config, list[str]()
     found: dict[str, Evaluation] = {}
     await session.publish()
-    for env, own in _taking_part(session):
+    for env, own in _warm_start_parts(session):
         tasks, params = [(index, 0) for index in range(own.gate_tasks)], own.gate_params
         episodes = await play_tasks(
             session, env.called, tasks, split="train", params=params, temperature=0.0, on_episode=ended, watch=watch
@@ -162,10 +165,10 @@ async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluatio
         success = found[env.called].success
         of = f" in {env.called}" if len(config.envs) > 1 else ""
         if success is None:
-            shut += [f"unknown{of}, as no episode was scored"] if own.gate > 0 else []
+            closed += [f"unknown{of}, as no episode was scored"] if own.gate > 0 else []
         elif success < own.gate:
-            shut.append(f"{success} < sft.gate={own.gate}{of}")
+            closed.append(f"{success} < sft.gate={own.gate}{of}")
     if config.rollout.colocate:
         await session.rest()
     one = next(iter(found.values()))
-    return one if len(found) == 1 else combine_evaluations(found, dict.fromkeys(found, 1.0)), ", ".join(shut)
+    return one if len(found) == 1 else combine_evaluations(found, dict.fromkeys(found, 1.0)), ", ".join(closed)

@@ -1,4 +1,4 @@
-"""Trackers: where the metrics of a run go in addition to metrics.jsonl.
+"""Trackers: destinations of a run's metrics besides metrics.jsonl.
 
 The contract and its registry, the thread of a tracker, samples of episodes, then `tensorboard`."""
 
@@ -34,8 +34,7 @@ Cell = str | float | None
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run that a tracker is opened for. `config` is the resolved one; `resumed`: the run goes on from a checkpoint, and what
-    it wrote before is in `folder`."""
+    """The run that a tracker records. `config`: resolved; `resumed`: the run continues, and `folder` has its earlier files."""
 
     folder: RunFolder
     config: TrainConfig
@@ -43,50 +42,52 @@ class TrackedRun:
 
     @property
     def name(self) -> str:
-        """The run's name in the config."""
+        """Name of the run in the config."""
         return self.config.name
 
 
 class Tracker(ABC):
-    """Made for one run; its arguments after `run` are the config's. All methods are called in one thread, in order.
+    """Records one run; arguments after `run` come from the config. All methods run in one thread, in order.
 
-    The user hears once of a method's error, and the run goes on.
+    An error of a method is reported once, and the run continues.
     """
 
     @abstractmethod
     def __init__(self, run: TrackedRun) -> None:
-        """Start, or continue what this run has begun there before."""
+        """Start a record, or continue the one that this run began earlier."""
 
     @classmethod
     def check(cls, args: Mapping[str, Any]) -> None:
-        """Raise a UserError if this cannot work: a package or a login is missing. Called before a run, in its main thread; `args`
-        are all arguments."""
+        """Raise a UserError if the tracker cannot work, for example without a package or a login.
+
+        Called before a run in the main thread; `args`: all arguments."""
         return None
 
     @abstractmethod
     def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
-        """The numbers of one row, after `step` updates; `phase` is "train", "eval", "before", ... None: not known."""
+        """Record the numbers of a row after `step` updates; `phase`: "train", "eval", "before", ... None: unknown value."""
 
     def rewind(self, step: int) -> None:
-        """The run goes on from `step` (-1: from its start; -2: its warm start too comes
-        again). Rows of later steps, and those of the phase "after", come again
-        (`voided`): take them back, or take none of them twice (`given.GivenRows`)."""
+        """Handle that the run continues from `step` (-1: from the start of training, -2: of the warm start).
+
+        Rows of later steps and of the phase "after" come again (`is_voided`): remove them, or ignore the second ones
+        (`given.GivenRows`)."""
         return None
 
     def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
-        """Some episodes of an evaluation: rows with the same keys."""
+        """Record a sample of an evaluation's episodes: rows with the same keys."""
         return None
 
     def picture(self, name: str, path: Path) -> None:
-        """A picture that the run has written; one of the same name takes the place of the one before."""
+        """Record a picture file of the run; it replaces an earlier one of the same name."""
         return None
 
     @abstractmethod
     def close(self, status: Status, summary: Mapping[str, Any]) -> None:
-        """Called after the last row: how the run ended, and summary.json."""
+        """Finish after the last row; `status`: how the run ended, `summary`: content of summary.json."""
 
     def look(self) -> str | None:
-        """The command or address that shows them, if there is one."""
+        """Return the command or address that shows the record, if there is one."""
         return None
 
 
@@ -94,23 +95,23 @@ TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "a
 
 
 LIVE_METRICS: Registry[Any] = Registry("prometheus", "LIVE_METRICS", "agentrl.run.trackers")
-"""What serves a run's metrics: made with its section and the run's outlets, it takes rows as a tracker does, and reads the
-Session that `watch` gives it; `check(section)` refuses before a run."""
+"""Servers of a run's metrics, made with their section and the run's outlets. They take rows as a tracker, and read the Session
+given to `watch`; `check(section)` raises before a run."""
 
 
 TRACING: Registry[Any] = Registry("traces", "TRACING", "agentrl.run.trackers")
 SPANS = "steps"
-"""Name in `TRACING` of what follows the spans of steps, for `[traces]` and `[profile]`: made with the run, its engine's name and
-its training roles, it is called at each update's begin and end; `check(steps, traces, profile)` refuses before a run."""
+"""Name in `TRACING` of the recorder of step spans, for [traces] and [profile]. It is made with the run, its engine's name and
+training roles, and called at the begin and end of each update; `check(steps, traces, profile)` raises before a run."""
 
 
 def is_voided(phase: str, step: int, to: int) -> bool:
-    """Return True if a row comes again if the run goes on from step `to`; none of a warm start does."""
+    """Return True if a row is written again when the run continues from step `to`; rows of a warm start only for -2."""
     return to < -1 or (phase not in ("sft", "gate") and (step > to or phase == "after"))
 
 
 def check_trackers(start: RunStart) -> None:
-    """Raise a UserError for an unknown tracker or argument, and if one of them, an endpoint or traces cannot work."""
+    """Raise a UserError for an unknown tracker or argument, and if a tracker, the endpoint or traces cannot work."""
     config = start.config
     if config.traces is not None or config.profile is not None:
         TRACING.entry(SPANS).make.check(config.steps, config.traces, config.profile)
@@ -125,7 +126,7 @@ def check_trackers(start: RunStart) -> None:
 
 
 def makers(choices: Sequence[Choice], run: TrackedRun) -> list[tuple[str, Callable[[], Tracker]]]:
-    """The trackers of a run by name, in order, each yet to be made."""
+    """Return (name, maker) of each tracker of a run, in order."""
 
     args = [resolve_references(choice.args, f"trackers.{choice.name}.args") for choice in choices]
     return [(choice.name, partial(TRACKERS.bind(choice.name, own), run)) for choice, own in zip(choices, args, strict=True)]
@@ -136,24 +137,24 @@ def makers(choices: Sequence[Choice], run: TrackedRun) -> list[tuple[str, Callab
 log = logging.getLogger(__name__)
 
 QUEUE = 1024
-"""Calls that wait at most; more are lost, and counted."""
+"""Maximum number of queued calls; further calls are dropped and counted."""
 LARGE = 32
-"""Calls that may wait for one more with episodes or a picture, which are large, to be taken."""
+"""Maximum queued calls at which episodes and pictures, which are large, are still accepted."""
 FLUSH_S = 60.0
-"""Seconds that a tracker has, at the end of the run, to write what it was given."""
+"""Seconds for a tracker to write its queued calls at the end of the run."""
 
 
 class Outlet:
-    """Gives a tracker the run's rows. `say`: shows a message to the user; may be called in the tracker's thread.
+    """Thread and queue of a tracker. `say`: shows a message to the user, also from the tracker's thread.
 
-    `lost`: rows, pictures and tables that did not arrive. `look`: how to see the others, once it is open.
+    `lost`: number of rows, pictures and tables that were dropped. `look`: as `Tracker.look`, once the tracker is open.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], say: Callable[[str], None], *, most: int = QUEUE) -> None:
         self.name, self._make, self._say = name, make, say
         self.lost = 0
         self.look: str | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._most = most
         self._queue: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -163,27 +164,27 @@ class Outlet:
 
     # -- the run's side ----------------------------------------------------------------------------
 
-    def tell(self, what: Literal["row", "rewind", "episodes", "picture"], *args: Any) -> None:
-        """Call this method of the tracker, in its thread. Episodes and pictures are large, and give way first."""
+    def call(self, what: Literal["row", "rewind", "episodes", "picture"], *args: Any) -> None:
+        """Queue a call of a tracker's method in its thread. Episodes and pictures, which are large, are dropped first."""
         waiting = self._queue.qsize()
         if waiting >= self._most or (what in ("episodes", "picture") and waiting > LARGE):
-            self._lose("queue", f"it is too slow: {waiting} calls wait, and more are lost")
+            self._lose("queue", f"it is too slow: {waiting} calls are waiting, and further ones are lost")
         else:
             self._queue.put((what, args))
 
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
-        """Nothing more comes: it writes what waits, and is closed. See `join`."""
+        """Let the tracker write its queued calls and close; `join` waits for it."""
         self._closing = (status, summary)
         self._queue.put(None)
 
     def join(self, limit: float = FLUSH_S) -> None:
-        """Wait until it is closed; after `limit` seconds the rest is given up."""
+        """Wait until the tracker is closed; give up after `limit` seconds."""
         self._thread.join(limit)
         if self._thread.is_alive():
-            waiting = max(self._queue.qsize() - 1, 0)  # without its end
+            waiting = max(self._queue.qsize() - 1, 0)  # without the end marker
             with self._lock:
                 self.lost += waiting
-            self._say(f"tracker {self.name}: it did not end within {limit:g} s and is given up, with {waiting} calls unwritten")
+            self._say(f"tracker {self.name}: it did not end within {limit:g} s and was abandoned, with {waiting} calls unwritten")
         elif self.lost:
             self._say(f"tracker {self.name}: {self.lost} rows, tables or pictures were not written; metrics.jsonl has all rows")
 
@@ -194,8 +195,8 @@ class Outlet:
         try:
             tracker = self._make()
             self.look = tracker.look()
-        except BaseException as fault:  # of any kind: a library may exit
-            self._lose("open", "it cannot be opened, and the run goes on without it: ", fault, count=0)
+        except BaseException as fault:  # of any kind, because a library may call sys.exit
+            self._lose("open", "it cannot be opened, and the run continues without it: ", fault, count=0)
         while (call := self._queue.get()) is not None:
             if tracker is None:
                 self._lose("open", "")
@@ -203,19 +204,19 @@ class Outlet:
             try:
                 getattr(tracker, call[0])(*call[1])
             except BaseException as fault:
-                self._lose("write", "it failed, and the run goes on: ", fault)
+                self._lose("write", "it failed, and the run continues: ", fault)
         if tracker is not None and self._closing is not None:
             try:
                 tracker.close(*self._closing)
                 self.look = tracker.look()
             except BaseException as fault:
-                self._lose("close", "its end failed: ", fault, count=0)
+                self._lose("close", "closing it failed: ", fault, count=0)
 
     def _lose(self, kind: str, text: str, fault: BaseException | None = None, *, count: int = 1) -> None:
         with self._lock:
             self.lost += count
-            first = kind not in self._told
-            self._told.add(kind)
+            first = kind not in self._reported
+            self._reported.add(kind)
         if fault is not None:
             text += f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}"
         if first:
@@ -226,14 +227,13 @@ class Outlet:
 # Samples of episodes
 
 EPISODES = 16
-"""Episodes of an evaluation that trackers get."""
+"""Maximum number of episodes of an evaluation that trackers get."""
 CHARACTERS = 4000
-"""The longest transcript in a table; of a longer one the middle is left out."""
+"""Maximum characters of a transcript in a table; a longer one loses its middle."""
 
 
 def sampled_rows(trajectories: Sequence[Trajectory], most: int = EPISODES) -> list[dict[str, Cell]]:
-    """At most `most` episodes, evenly spaced, so that evaluations of the same tasks show the same ones. Unknown values are
-    None."""
+    """Return rows of at most `most` episodes, evenly spaced, so that evaluations show the same tasks. Unknown values are None."""
 
     def line(message: Message) -> str:
         calls = [f"{call.name}({json.dumps(call.arguments)})" for call in message.tool_calls]
@@ -263,7 +263,7 @@ def sampled_rows(trajectories: Sequence[Trajectory], most: int = EPISODES) -> li
 
 @TRACKERS.register("tensorboard")
 class TensorBoard(Tracker):
-    """One scalar per number, called PHASE/KEY; sampled episodes as text, pictures as images."""
+    """Writes one scalar per number, named PHASE/KEY; sampled episodes as text, pictures as images."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -280,15 +280,15 @@ class TensorBoard(Tracker):
         self._events.flush()
 
     def rewind(self, step: int) -> None:
-        # Not by SummaryWriter's purge_step, which also hides what other phases have at later steps: a warm start may take
-        # hundreds of them, and is not done again.
+        # Not with purge_step of SummaryWriter, which also hides later steps of other phases: a warm start may have hundreds of
+        # steps, and is not repeated.
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._events.close()
         for file in sorted(self._folder.glob("events.out.tfevents.*")):
-            # It is written again without the values that come again; with none, it stays as it is.
+            # Rewrite the file without values that come again; leave a file without such values as it is.
             kept: list[bytes] = []
             lost = False
             for record in RawEventFileLoader(str(file)).Load():
@@ -298,12 +298,12 @@ class TensorBoard(Tracker):
                 if not void:
                     kept.append(record)
             if lost:
-                aside = file.with_name(f".{file.name}")
-                with aside.open("wb") as out:
+                staging = file.with_name(f".{file.name}")
+                with staging.open("wb") as out:
                     writer = RecordWriter(out)
                     for record in kept:
                         writer.write(record)
-                aside.replace(file)
+                staging.replace(file)
         self._events = self._writer(str(self._folder))
 
     def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
@@ -313,7 +313,7 @@ class TensorBoard(Tracker):
         lines = [head, ["---"] * len(head)]
         for row in rows:
             texts = ["" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for v in (row[key] for key in head)]
-            # A cell of a Markdown table ends at a bar or a newline.
+            # A bar or a newline would end the cell of a Markdown table.
             lines.append([" ".join(text.replace("|", "\\|").split()) for text in texts])
         self._events.add_text(f"{phase}/episodes", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
         self._events.flush()

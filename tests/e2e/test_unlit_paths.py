@@ -195,4 +195,4 @@ def test_a_resumed_run_counts_all_its_updates_and_its_trackers_are_told_which_co
     scalars = EventAccumulator(str(run / "tensorboard")).Reload().Scalars("train/reward")
     assert [event.step for event in scalars] == [1, 2, 3]
     said = capsys.readouterr().out
-    assert said.count("tracker unlit_broken: it failed, and the run goes on: ConnectionError: the network is gone") == 2
+    assert said.count("tracker unlit_broken: it failed, and the run continues: ConnectionError: the network is gone") == 2

@@ -18,7 +18,7 @@ from agentrl.config.load import config_from
 from agentrl.run.checks import check_config
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.plan import Planner, lines
-from agentrl.run.role_placement import GIB, Peak, RolePlacement, RunMemory, peaks, waiting
+from agentrl.run.role_placement import GIB, Peak, RolePlacement, RunMemory, host_lines, peaks
 from agentrl.trainer import memory as by_size
 from agentrl.trainer.memory import RoleMemory
 from agentrl.utils.errors import ConfigError, ModelError
@@ -119,9 +119,9 @@ def test_a_device_holds_what_its_largest_turn_needs_beside_those_that_keep_their
     alone = [RolePlacement("actor", "a", 2, actor, False), RolePlacement("rollout", "b", 3, engine, False)]
     assert [peak.size for peak in peaks(alone, 100)] == [42, 33]
     idle = [RolePlacement("actor", "a", 2, RoleMemory(weights=GIB), True), RolePlacement("rollout", "a", 2, engine, True)]
-    assert waiting(idle) == ["actor: 1.0 GiB of pinned host memory a rank between its turns"] and waiting(alone) == []
+    assert host_lines(idle) == ["actor: 1.0 GiB of pinned host memory per rank between its turns"] and host_lines(alone) == []
     away = [RolePlacement("actor", "a", 2, RoleMemory(host=3 * GIB), False)]
-    assert waiting(away) == ["actor: 3.0 GiB of host memory a rank (model.offload)"]
+    assert host_lines(away) == ["actor: 3.0 GiB of host memory per rank (model.offload)"]
     [host] = peaks(alone, None)  # without cards all ranks of all roles are in one memory
     assert (host.device, host.size) == ("host memory", 2 * 42 + 3 * 33)
 

@@ -154,7 +154,7 @@ def run_with(
 
     monkeypatch.chdir(home)
     monkeypatch.setattr(loop, "make_batch", noted)
-    monkeypatch.setattr("agentrl.run.rollout_workers.HEARD_S", 4.0)
+    monkeypatch.setattr("agentrl.run.rollout_workers.SILENCE_S", 4.0)
     path = execute(config_of(home, name, warm, *BRANCH, *more), resumed=resumed)
     monkeypatch.undo()
     return path, batches

@@ -63,10 +63,10 @@ def test_calls_arrive_in_order_in_another_thread_and_none_is_lost() -> None:
     noted, said, threads = Noted(), list[str](), set[int]()
     noted.faults = lambda step: threads.add(threading.get_ident())
     outlet = Outlet("noted", lambda: noted, said.append)
-    outlet.tell("row", "before", 0, {"success": None})
-    outlet.tell("rewind", 0)
-    outlet.tell("episodes", "eval", 1, [{"a": 1.0}])
-    outlet.tell("row", "train", 1, {"reward": 0.5})
+    outlet.call("row", "before", 0, {"success": None})
+    outlet.call("rewind", 0)
+    outlet.call("episodes", "eval", 1, [{"a": 1.0}])
+    outlet.call("row", "train", 1, {"reward": 0.5})
     closed(outlet)
     expected: list[Any] = [
         ("before", 0, {"success": None}), ("rewind", 0), ("episodes", "eval", 1, 1), ("train", 1, {"reward": 0.5}),
@@ -84,10 +84,10 @@ def test_what_a_tracker_raises_is_said_once_and_counted_and_later_rows_still_com
     noted, said = Noted(fails), list[str]()
     outlet = Outlet("full", lambda: noted, said.append)
     for step in range(4):
-        outlet.tell("row", "train", step, {})
+        outlet.call("row", "train", step, {})
     closed(outlet)
     assert [call[1] for call in noted.calls[:-1]] == [0, 3] and outlet.lost == 2
-    assert len(said) == 2 and "it failed, and the run goes on: OSError: [Errno 28]" in said[0] and "2 rows" in said[1]
+    assert len(said) == 2 and "it failed, and the run continues: OSError: [Errno 28]" in said[0] and "2 rows" in said[1]
 
 
 def test_one_that_cannot_be_opened_or_exits_is_said_once_and_all_its_rows_are_counted() -> None:
@@ -97,9 +97,9 @@ def test_one_that_cannot_be_opened_or_exits_is_said_once_and_all_its_rows_are_co
     said: list[str] = []
     outlet = Outlet("gone", gone, said.append)
     for step in range(5):
-        outlet.tell("row", "train", step, {})
+        outlet.call("row", "train", step, {})
     closed(outlet)
-    assert outlet.lost == 5 and len(said) == 2 and "goes on without it: SystemExit: the network is gone" in said[0]
+    assert outlet.lost == 5 and len(said) == 2 and "continues without it: SystemExit: the network is gone" in said[0]
 
 
 def test_one_that_hangs_costs_the_run_no_time_but_the_limit_at_its_end() -> None:
@@ -111,15 +111,15 @@ def test_one_that_hangs_costs_the_run_no_time_but_the_limit_at_its_end() -> None
         release.wait(20)
 
     outlet = Outlet("hung", lambda: Noted(hangs), said.append, most=LARGE + 8)
-    outlet.tell("row", "train", 0, {})
+    outlet.call("row", "train", 0, {})
     assert begun.wait(5)
     began = time.monotonic()
     for step in range(1, LARGE + 2):
-        outlet.tell("row", "train", step, {})
-    outlet.tell("episodes", "eval", 1, [{}])  # what is large gives way first
+        outlet.call("row", "train", step, {})
+    outlet.call("episodes", "eval", 1, [{}])  # what is large gives way first
     assert outlet.lost == 1
     for step in range(100):
-        outlet.tell("row", "train", step, {})
+        outlet.call("row", "train", step, {})
     assert time.monotonic() - began < 0.5
     assert outlet._queue.qsize() == LARGE + 8 and outlet.lost == 1 + 100 - 7
     assert 0.2 <= closed(outlet, 0.2) < 1.0
