@@ -118,7 +118,7 @@ class Saver(Writes):
 
     @in_span("checkpoint")
     async def save(self, evaluated: Evaluation | None = None) -> None:
-        """Start to write a checkpoint of the ledger's version once the previous one is complete; one cancellation does not stop it.
+        """Start a checkpoint of the ledger's version once the previous one is complete; one cancellation does not stop it.
 
         `evaluated`: the evaluation of these weights, if any. Raises the previous checkpoint's error if it failed, and
         ResourceError if the disk is full.

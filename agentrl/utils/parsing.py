@@ -161,7 +161,7 @@ def json_form(value: Any) -> Any:
 def _of_array(value: Any) -> Any:
     """Convert a scalar or array of numpy or torch, a dict view, or an iterator such as `map`."""
     if isinstance(value, MappingView | range | map | filter | zip):
-        return [*value]  # type: ignore[misc]  # type: ignore[misc]  # a dict view's base class has no __iter__
+        return [*value]  # type: ignore[misc]  # a dict view's base class has no __iter__
     made = value.tolist() if hasattr(value, "tolist") else value
     if type(made) is not type(value):
         return made
