@@ -93,7 +93,7 @@ class EpisodeOverError(Exception):
 
 
 class AgentEpisode:
-    """An `EpisodeDriver` for an agent. The first event that ends the episode is its stop reason, whatever the program does then."""
+    """`EpisodeDriver` of an agent. The first event that ends the episode is its stop reason, whatever the agent does then."""
 
     def __init__(
         self,
