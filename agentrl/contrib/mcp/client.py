@@ -23,7 +23,7 @@ from agentrl.env.call_options import Options
 from agentrl.env.toolbox import as_text
 from agentrl.env.tools import TOOL_SOURCES, Tool
 from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, ImageError, ToolError
-from agentrl.utils.redaction import learn, redact_said, resolve_references
+from agentrl.utils.redaction import learn, redact, redact_json, redact_said, resolve_references
 from agentrl.utils.schemas import as_2020
 from agentrl.utils.threads import by_size
 
@@ -263,7 +263,8 @@ class McpSession:
         )
         try:
             schema = {key: value for key, value in as_2020(item.input_schema).items() if key != "title"}
-            tool = Tool.from_schema(self.server.prefix + item.name, item.description or "", schema, call, options)
+            said, schema = redact(item.description or ""), redact_json(schema)
+            tool = Tool.from_schema(self.server.prefix + item.name, said, schema, call, options)
             _ = tool.schema, tool.check
         except (TypeError, ValueError) as problem:
             raise EnvError(

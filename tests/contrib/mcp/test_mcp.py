@@ -268,3 +268,28 @@ async def test_another_version_of_the_sdk_is_said_at_once(monkeypatch: pytest.Mo
     with pytest.raises(EnvError, match=r"MCP server 'shop' .*ImportError: cannot import name 'Client'"):
         await asyncio.wait_for(session.open(), 10)
     await session.close()
+
+
+KEYED = """
+import os
+from mcp.server import MCPServer
+server = MCPServer("keyed")
+@server.tool(description="Asks with " + os.environ["KEY"])
+def ask(key: str = os.environ["KEY"]) -> str:
+    return key
+server.run()
+"""
+
+
+async def test_a_secret_in_a_tools_description_is_not_for_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keyed.py").write_text(KEYED)
+    monkeypatch.setenv("SHOP_KEY", "Zq9-planted+secret/42==")
+    command = [sys.executable, str(tmp_path / "keyed.py")]
+    session = McpSource("keyed", McpServerConfig(command=command, env={"KEY": "env:SHOP_KEY"})).session()
+    try:
+        (tool,) = await session.open()
+    finally:
+        await session.close()
+    function: Any = tool.schema["function"]
+    assert function["description"] == "Asks with [redacted]"
+    assert function["parameters"]["properties"]["key"]["default"] == "[redacted]"
