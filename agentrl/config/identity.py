@@ -247,12 +247,8 @@ def changes(before: Identity, now: Identity) -> list[str]:
     return found
 
 
-def later_changes(before: TrainConfig, now: TrainConfig) -> list[str]:
-    """List the changes of keys that affect only later updates, one text per key."""
-    return _changes_below(LATER, before, now)
-
-
-def _changes_below(parts: Collection[str], before: TrainConfig, now: TrainConfig) -> list[str]:
+def changes_below(parts: Collection[str], before: TrainConfig, now: TrainConfig) -> list[str]:
+    """List the changes of these keys and of keys below them, one text per key."""
     then, since = (
         {
             key: value
@@ -282,7 +278,7 @@ def check_resumed(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
             f"{folder / 'config.toml'}: what the run has learned so far was learned with other values: {found}; leave them as "
             "they are, or start another run (model.path can be a model folder of this one)"
         )
-    if unread := _changes_below(OF_A_START, before, now):
+    if unread := changes_below(OF_A_START, before, now):
         raise ConfigError(f"{folder}: {unread[0]}: a resume goes on there, with its data, and would not read it. Leave it out")
 
 
