@@ -219,6 +219,15 @@ def test_a_reward_that_is_no_number_is_refused(loop: agentrl.StepLoop, reward: f
         loop.policy.group(loop.policy.sample("x", max_tokens=2), [reward])
 
 
+def test_results_of_a_prompt_stand_in_the_order_of_their_calls(loop: agentrl.StepLoop) -> None:
+    """The chat template writes no ids: given as they came back, one was shown as the other's."""
+    calls = [{"id": one, "function": {"name": one * 2, "arguments": "{}"}} for one in "ab"]
+    results = [{"role": "tool", "tool_call_id": one, "content": f"of {one}"} for one in "ab"]
+    asked = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}]
+    one, other = (loop.policy.sample([*asked, *said], max_tokens=2, seed=1)[0] for said in (results, results[::-1]))
+    assert one.prompt_ids == other.prompt_ids and one == other
+
+
 def test_an_answer_that_is_no_sample_is_the_engines_fault(loop: agentrl.StepLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer(*asked: object) -> Generation:
         return Generation([5], [0.7], [0], "length")

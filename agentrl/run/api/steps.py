@@ -17,6 +17,7 @@ from typing import Any, cast
 from agentrl.config import TrainConfig
 from agentrl.config.envs import entry_of, one_temperature
 from agentrl.config.schema import RolloutConfig
+from agentrl.data.chat_forms import pair_results
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Message, Task, Trajectory, Turn
 from agentrl.engines.chat_format import RequestError, read_messages
@@ -124,7 +125,7 @@ class LivePolicy:
                 messages = [item if isinstance(item, Message) else read_messages([item])[0] for item in said]
             except RequestError as problem:
                 raise ConfigError(f"policy.sample: {problem}") from None
-            ids = list(await renderer.astart(messages, tools))
+            ids = list(await renderer.astart(pair_results(messages, strict=False), tools))
         call, heat = next(self._calls), policy.temperature if temperature is None else temperature
         base = self._session.config.seed if seed is None else seed
 
