@@ -219,15 +219,13 @@ def rate_notes(model: ModelConfig, data: DataConfig | None, optims: Mapping[str,
 
 
 def warmup_notes(config: TrainConfig) -> list[str]:
-    """Warnings for learning rates that still rise when their training ends: they never reach the one that is set."""
-    sft = config.sft
-    ends = [] if config.data is not None else [("optim.warmup", config.optim.warmup, "steps", config.steps)]
-    ends += [] if sft is None else [("sft.warmup", sft.warmup, "sft.min_steps", sft.min_steps)]
+    """A warning for a learning rate that still rises when the run ends: a resume with more steps would make it right."""
+    warmup, steps = config.optim.warmup, config.steps
+    if warmup <= steps or config.data is not None:
+        return []
     return [
-        f"{key} = {rise} is above {last} = {most}: the learning rate rises to the end and stays below the one that is set; lower "
-        f"{key}, or raise {last}"
-        for key, rise, last, most in ends
-        if rise > most
+        f"optim.warmup = {warmup} is above steps = {steps}: the learning rate rises to the end and stays below optim.lr; lower "
+        "optim.warmup, or raise steps"
     ]
 
 
