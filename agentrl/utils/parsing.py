@@ -463,5 +463,6 @@ def digits(text: str) -> str | None:
 
 
 def is_letter(character: str) -> bool:
-    """Return True if a character continues a word; in scripts without spaces between words, only combining marks do."""
-    return bool(character) and (re.fullmatch(_LETTER, character) is not None or unicodedata.category(character) in ("Mn", "Mc"))
+    """Return True if a character continues a word; in scripts without spaces between words, only marks and joiners do."""
+    continues = character in ("\u200c", "\u200d") or (bool(character) and unicodedata.category(character) in ("Mn", "Mc"))
+    return continues or re.fullmatch(_LETTER, character) is not None
