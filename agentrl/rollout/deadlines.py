@@ -216,8 +216,8 @@ class Waits:
 
 
 def blame_of_running(calls: Sequence[PendingCall]) -> Blame | None:
-    """Return the party responsible for the time of the running calls: the policy if all their tools are marked `policy_late`,
-    else the infrastructure; None if no call is running."""
+    """Return the party responsible for the time of the running calls; None without any. It is the policy if all their tools are
+    marked `policy_late`, else the infrastructure."""
     tools = [call.tool for call in calls if call.running]
     return None if not tools else "policy" if all(tool.options.policy_late for tool in tools) else "infrastructure"
 

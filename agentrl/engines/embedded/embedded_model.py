@@ -96,8 +96,8 @@ class EmbeddedModel:
 
     @torch.inference_mode()
     def _check(self, dtype: torch.dtype) -> None:
-        """Compare slot attention with eager attention on a few tokens, prefill and decode, so that a model with state outside of
-        a KV cache (recurrent layers, convolutions) fails here, not in training."""
+        """Compare slot attention with eager attention on a few tokens, in prefill and decode. So a model with state outside of a
+        KV cache (recurrent layers, convolutions) fails here, not in training."""
         ids = [(7 * i + 3) % self.vocab for i in range(9)]
         given = torch.tensor([ids], device=self.device)
         # Not torch's SDPA, the default of models, which has neither sinks nor caps.

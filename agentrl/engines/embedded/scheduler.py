@@ -65,8 +65,8 @@ def draw_tokens(
 
 
 def kept_set(logp: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the mask [B, V] of the tokens that may be drawn: of the `top_k` most likely (and ties with the k-th), the smallest
-    set whose renormalized probability reaches `top_p`, at least one."""
+    """Return the mask [B, V] of the tokens that may be drawn. Of the `top_k` most likely (and ties with the k-th), that is the
+    smallest set whose renormalized probability reaches `top_p`, at least one."""
     vocab = logp.shape[1]
     ordered, order = logp.sort(dim=-1, descending=True)
     k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)

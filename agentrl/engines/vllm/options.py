@@ -206,7 +206,8 @@ def overrides(config: Any) -> dict[str, Any]:
 
 
 def leave_out_tied_head(model: Any, tied: bool) -> None:
-    """Let a vLLM model whose tied output head is no separate module (Gemma 2) skip the head's weights on loading.
+    """Skip the tied head's weights on loading if vLLM's model has no module for it (Gemma 2).
+
     Other models need them: a tied layer that is packed separately would keep the old weights."""
     if not tied or "load_weights" in vars(model) or any(name.split(".")[-1] == "lm_head" for name, _ in model.named_modules()):
         return

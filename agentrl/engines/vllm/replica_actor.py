@@ -110,7 +110,7 @@ _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abor
 
 
 def drop_missing_prefix_cache(args: Any) -> Any:
-    """Turn the prefix cache off in AsyncEngineArgs if vLLM has none for the model: states of recurrent layers are cached at the
+    """Turn the prefix cache off in AsyncEngineArgs if vLLM has none for the model. It caches states of recurrent layers at the
     ends of prompt chunks, and CPUs compute prompts in one chunk (options.py)."""
     if args.enable_prefix_caching and args.enable_chunked_prefill is False and args.create_model_config().has_inner_state:
         args.enable_prefix_caching = False

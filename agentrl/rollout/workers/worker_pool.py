@@ -182,8 +182,8 @@ PROMPT_TOKENS, REMEMBERED_TASKS = 512, 256
 
 
 class WorkerPool(Player):
-    """Plays each job on the least loaded worker, or, if workers have their own caches, on one that has the task's prompt cached
-    as far as loads allow (`RequestRouter`).
+    """Plays each job on the least loaded rollout worker. If workers have their own caches, it prefers one that has the task's
+    prompt cached, as far as loads allow (`RequestRouter`).
 
     `count`: number of workers at the start. `timeout`: seconds without a report after which a worker counts as dead;
     `startup_timeout`: seconds for its start. `respawns`: total number of dead workers to replace (ignored by sources that renew
