@@ -62,7 +62,7 @@ def _check_agent(start: RunStart, agent: AgentConfig) -> None:
             run_sync(built.areset(seed=0, options={"split": built.splits[0]}))
         if built.has_user and not agent.user:
             raise ConfigError(
-                f"[agent]: {built.id} has a user who answers, and an agent that is given a task does not hear it; set "
+                f"[agent]: {built.id} has a simulated user, whose messages this agent would not receive; set "
                 "agent.user = true if the agent talks with it (AGENTRL_USER_URL, docs/agents.md)"
             )
     finally:

@@ -236,7 +236,7 @@ class AgentSession:
             self.other[name] = self.other.get(name, 0) + 1
             if name not in self._served.warned:
                 self._served.warned.add(name)
-                log.warning("an agent asks for %s = %s; its turns are sampled as the run says (said once)", name, value)
+                log.warning("an agent requests %s = %s; ignored, its turns use the run's sampling (logged once)", name, value)
         number, self.requests = self.requests, self.requests + 1
         parent = self._parent(ask, renderer)
         if parent is not None:
@@ -443,7 +443,7 @@ class Live:
             self._task.cancel()
         for choice, (answer, text) in enumerate(zip(self.answers(), self._texts, strict=True)):
             if not answer.message.content.startswith(text):
-                raise RequestError("the streamed text is not how the message begins; ask without stream", status=500)
+                raise RequestError("the streamed text differs from the message's start; request it without stream", status=500)
             if rest := answer.message.content[len(text) :]:
                 yield SampledPart(choice, rest, [], [])
 

@@ -161,7 +161,7 @@ def _check_engine(judge: OwnJudge, leaves: list[OwnLeaf], planned: bool) -> None
     path, trust = str(own.model.path), own.model.trust_remote_code
     check_side_model(own.engine, own.model, f"{key}.path", planned)
     if modality_of(load_model_config(path, trust)) is not None:
-        raise ConfigError(f"{key}.path = {path}: it takes images, and a judge reads text: an image is a line; take a text model")
+        raise ConfigError(f"{key}.path = {path}: it is a vision model, and judges read only text; use a text model")
     with judge.name_in_errors():
         maker.check_installed()
         maker.check()

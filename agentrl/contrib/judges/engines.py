@@ -202,7 +202,7 @@ class OwnJudge:
         able = sorted(entry.name for entry in ENGINES.own() if "judges" in entry.traits)
         if engine == AUTO or "judges" not in ENGINES.entry(engine).traits:
             raise ConfigError(
-                f"{self.key}.engine = {engine!r}: no judge can be on it next to the policy's own; one of {', '.join(able)}"
+                f"{self.key}.engine = {engine!r}: this engine does not support judges; use one of {', '.join(able)}"
             )
         with self.name_in_errors():
             maker = EngineChoice(self.as_policy(positions), engine).maker()

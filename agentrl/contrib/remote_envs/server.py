@@ -97,7 +97,7 @@ class EnvApp:
                 raise RefusedError(413, "too_large", f"a request of more than {self.limits.body} bytes (--max-body)")
         read = strict_json(body, MOST_CONTAINERS, MOST_DEPTH, rfc=False) if body else {}
         if not isinstance(read, dict):
-            raise RefusedError(400, "bad_request", "the body is no JSON object")
+            raise RefusedError(400, "bad_request", "the body is not a JSON object")
         if (theirs := read.get("protocol", wire.PROTOCOL)) != wire.PROTOCOL:
             older = "client" if isinstance(theirs, int) and theirs < wire.PROTOCOL else "server"
             raise RefusedError(

@@ -28,7 +28,7 @@ def config_of(*overrides: str, env: str = "key_value", **agent: object) -> Train
 @pytest.mark.parametrize(("env", "override", "said"), [
     ("key_value", 'rollout.context={name="keep_recent"}', "'keep_recent': with [agent] the agent itself decides"),
     ("key_value", 'env.wrappers=[{name="turn_limit",args={turns=2}}]', "wrapper TurnLimit acts on whole steps"),
-    ("service_desk", "seed=0", "has a user who answers"),
+    ("service_desk", "seed=0", "has a simulated user"),
     ("key_value", "agent.python=tests.contrib.agents.parts:gone", "has no function 'gone'"),
     ("key_value", "URL", "agent.url: http://127.0.0.1:9/ does not answer: ConnectError"),
     ("service_desk", "agent.user=true", None), ("key_value", 'env.wrappers=[{name="tool_subset",args={names=["get"]}}]', None),
