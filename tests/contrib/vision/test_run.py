@@ -339,4 +339,4 @@ def test_evaluated_episodes_hold_the_images_that_were_seen(whole: Path, tmp_path
 
 
 def test_no_judge_takes_images(folder: Path, tmp_path: Path) -> None:
-    assert refused(tmp_path, folder).startswith(f"{ENGINE}.path = {folder}: it takes images, and a judge reads text")
+    assert refused(tmp_path, folder).startswith(f"{ENGINE}.path = {folder}: it is a vision model, and judges read only text")
