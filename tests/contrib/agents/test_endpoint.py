@@ -359,7 +359,7 @@ async def test_turns_are_sampled_as_the_run_says_whatever_the_agent_asks(rendere
         session = await server.take("s")
     assert [(s.temperature, s.top_p, s.max_tokens) for s in engine.samplings] == [(0.8, 0.9, 9), (0.8, 0.9, 4), (0.8, 0.9, 9)]
     assert session.other == {"temperature": 2}
-    assert [record.getMessage() for record in caplog.records if "an agent asks" in record.getMessage()] == [
+    assert [record.getMessage() for record in caplog.records if "an agent requests" in record.getMessage()] == [
         "an agent requests temperature = 0.1; ignored, its turns use the run's sampling (logged once)"
     ]
 
