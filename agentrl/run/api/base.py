@@ -1,4 +1,4 @@
-"""A config from Python, an environment ready to play, and calls that block or are awaited."""
+"""Building blocks of the Python API: blocking and awaited calls, configs from Python, environments ready to play."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from agentrl.utils.event_loop import GRACE
 from agentrl.utils.search_path import give
 from agentrl.utils.threads import background, share_the_lock
 
-# Blocking and awaited calls of the same work, in a program of any kind: a script, a notebook, an event loop of the caller's.
+# Blocking and awaited forms of the same call, for scripts, notebooks and programs with their own event loop.
 #
-# All live parts (engines, episodes, workers) are in one event loop, in one thread of this process. `policy.play(...)` waits for
-# it; `await policy.play.aio(...)` awaits it from another event loop. A notebook has an event loop running in the thread of its
-# cells, in which nothing could be waited for.
+# All live parts (engines, episodes, workers) run in one event loop, in a background thread. `policy.play(...)` blocks until the
+# result is there; `await policy.play.aio(...)` awaits it from another event loop. A background thread is needed because a
+# notebook already runs an event loop in the thread of its cells, where nothing else could block on it.
 
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -39,29 +39,31 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Both(Generic[P, R]):
-    """A function or method that blocks, with the same one to be awaited as `aio`."""
+    """Blocking function or method, with its awaitable form as `aio`."""
 
     def __init__(self, work: Callable[P, Coroutine[Any, Any, R]]) -> None:
         self._work = work
         update_wrapper(self, work)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Wait for the result. Ctrl-C cancels the work, and waits until it has ended."""
+        """Block until the result is there. Ctrl-C cancels the work and waits for its end."""
         check_arguments(self._work, args, kwargs)
         return run_blocking(self._work(*args, **kwargs))
 
     async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The same, awaited, in any event loop."""
+        """Await the result in any event loop."""
         check_arguments(self._work, args, kwargs)
         return await run_awaited(self._work(*args, **kwargs))
 
     def __get__(self: Both[Concatenate[S, Q], R], instance: S | None, owner: type[S] | None = None) -> Both[Q, R]:
-        """Of a method: that of the instance; of the class itself as it is."""
+        """Bind a method to its instance; accessed on the class it stays unbound."""
         return Both(MethodType(self._work, instance)) if instance is not None else self  # type: ignore[return-value]
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, in the background loop. Raises what it raises, and RuntimeError if it is called there."""
+    """Run `work` in the background loop and block for its result.
+
+    Raises the error of `work`, and RuntimeError if called in the background loop."""
     held = background()
     if held.here:
         work.close()
@@ -69,9 +71,9 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     share_the_lock()
     begun: list[asyncio.Task[Any]] = []
     ended = threading.Event()
-    future = asyncio.run_coroutine_threadsafe(_whole(work, begun, ended), held.loop)
-    # Ctrl-C raises KeyboardInterrupt here. The handler of `asyncio.run` would only cancel the task that waits, which learns of
-    # it when it waits no more.
+    future = asyncio.run_coroutine_threadsafe(_run_cancellable(work, begun, ended), held.loop)
+    # Make Ctrl-C raise KeyboardInterrupt here. The handler of `asyncio.run` would only cancel the calling task, which is blocked
+    # and would notice too late.
     before = signal.getsignal(signal.SIGINT)
     mine = False
     with suppress(RuntimeError):
@@ -82,7 +84,7 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     try:
         return future.result()
     except KeyboardInterrupt:
-        # Cancel the task, and wait until it has torn down what it started; a second Ctrl-C cancels once more, a third gives up.
+        # Cancel the task and wait until it has stopped its parts; a second Ctrl-C cancels once more, a third gives up.
         for patience in (None, GRACE):
             if begun:
                 held.loop.call_soon_threadsafe(begun[0].cancel)
@@ -97,8 +99,8 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
             signal.signal(signal.SIGINT, before)
 
 
-async def _whole(work: Coroutine[Any, Any, T], begun: list[asyncio.Task[Any]], ended: threading.Event) -> T:
-    """The work, in a task that the caller's thread can cancel, and whose end it can wait for."""
+async def _run_cancellable(work: Coroutine[Any, Any, T], begun: list[asyncio.Task[Any]], ended: threading.Event) -> T:
+    """Run `work` and publish its task in `begun` and its end in `ended`, so that another thread can cancel and await it."""
     task = asyncio.current_task()
     assert task is not None
     begun.append(task)
@@ -109,14 +111,15 @@ async def _whole(work: Coroutine[Any, Any, T], begun: list[asyncio.Task[Any]], e
 
 
 async def run_awaited(work: Coroutine[Any, Any, T]) -> T:
-    """The same for a caller with an event loop of its own, or in the background loop itself. If the caller is cancelled, so is
-    the work, and its end is waited for."""
+    """Run `work` in the background loop and await its result, from any event loop.
+
+    If the caller is cancelled, cancels `work` too and awaits its end."""
     held = background()
     if held.here:
         return await work
     share_the_lock()
     begun: list[asyncio.Task[Any]] = []
-    future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_whole(work, begun, threading.Event()), held.loop))
+    future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_run_cancellable(work, begun, threading.Event()), held.loop))
     cancelled = False
     while not future.done():
         try:
@@ -126,7 +129,7 @@ async def run_awaited(work: Coroutine[Any, Any, T]) -> T:
             if begun:
                 held.loop.call_soon_threadsafe(begun[0].cancel)
     if cancelled and not future.cancelled():
-        future.exception()  # what it raised on its way out is not what ended it
+        future.exception()  # mark as retrieved: errors during cancellation are not the cause
         raise asyncio.CancelledError
     return future.result()
 
@@ -140,11 +143,11 @@ OVERRIDES, HERE = IN_PYTHON
 
 
 def config_of(config: Config, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The validated config of a file or a shelf's name, of a table (which may have a `base`), or of a config, with `overrides` on
-    top of it: sections are merged key by key, keys may be dotted, and None or False removes an optional section.
+    """Make a validated config from a file, a shelf's name, a table (which may have a `base`) or a config, with `overrides`.
 
-    Where a config names a component, the table may have it: an environment's class or a function that makes one, a reward
-    function, a spec as a dict, a function at any registered name (`algorithm.loss`, `rollout.sampler`, ...). Raises ConfigError.
+    `overrides`: sections are merged key by key, keys may be dotted, and None or False removes an optional section. A table may
+    contain a component instead of its name: an environment's class or factory, a reward function, a spec as a dict, a function
+    for any registered name (`algorithm.loss`, `rollout.sampler`, ...). Raises ConfigError.
     """
     layers = []
     if overrides:
@@ -161,7 +164,7 @@ def config_of(config: Config, overrides: Mapping[str, Any] | None = None) -> Tra
 
 
 def section_of_call(call: str, section: type[M], table: Mapping[str, Any]) -> M:
-    """The section of a config that a call's arguments make. Raises ConfigError, which names the first key that is wrong."""
+    """Validate a call's arguments as a config section. Raises ConfigError that names the first wrong key."""
     try:
         return section.model_validate(table)
     except ValidationError as problem:
@@ -171,7 +174,7 @@ def section_of_call(call: str, section: type[M], table: Mapping[str, Any]) -> M:
 
 
 def env_table(env: Any, params: Mapping[str, Any] | None = None, reward: Any = None) -> Table:
-    """The [env] section of an environment: by its id, its class, a function that makes one, or a section as a dict."""
+    """Make the [env] section of an environment given by id, class, factory function, or section as a dict."""
     if not (isinstance(env, str | Mapping) or callable(env)):
         named = f"the class {type(env.unwrapped).__name__} itself" if isinstance(env, ToolEnv) else "one of these"
         fix = ", its parameters as params={...} and its reward as reward=..." if isinstance(env, ToolEnv) else ""
@@ -190,12 +193,12 @@ def env_table(env: Any, params: Mapping[str, Any] | None = None, reward: Any = N
 
 
 def _table(given: Mapping[str, Any]) -> Table:
-    """Nested and plain: dotted keys taken apart, Python objects by name."""
+    """Convert to a nested table of plain values: split dotted keys, replace Python objects by names."""
     nested: Table = {}
     for key, value in given.items():
         *path, last = str(key).split(".")
         inner = nested
-        if key == "env" and not isinstance(value, Mapping | list | tuple | bool | None):  # of which another key may set more
+        if key == "env" and not isinstance(value, Mapping | list | tuple | bool | None):  # further dotted keys may extend it
             value = env_table(value)
         for part in path:
             inner = inner.setdefault(part, {})
@@ -228,11 +231,11 @@ def _plain(value: Any, at: tuple[str, ...]) -> Any:
 
 @checks_arguments
 def make(env: Any, *, reward: Any = None, **params: Any) -> ToolEnv:
-    """An environment that is ready to be played and scores its own episodes: the gold solution's last step has the reward 1.0.
+    """Make an environment that scores its own episodes: the last step of the gold solution has the reward 1.0.
 
-    `env`: an id, a class, or a function that makes one; `params` are its parameters. `reward`: another spec (a name, a path, a
-    dict) or a function; by default its own. Raises CatalogError for an unknown id or unfit parameters, RewardSpecError for a bad
-    spec.
+    `env`: an id, a class, or a factory function; `params`: its parameters. `reward`: another spec (name, path or dict) or a
+    function; by default the environment's own. Raises CatalogError for an unknown id or unsuitable parameters, RewardSpecError
+    for a bad spec.
     """
     table = env_table(env, reward=reward)
     return make_env(table["id"], reward=table.get("reward"), **{**table.get("params", {}), **params})

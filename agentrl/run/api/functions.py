@@ -1,4 +1,4 @@
-"""Whole runs and evaluations as calls: `evaluate`, `rollout`, `train`."""
+"""Evaluations, rollouts and runs as Python calls: `evaluate`, `rollout`, `train`."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ Model = str | Path | Callable[..., Any]
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Result of an evaluation: the episodes in the order of tasks and samples, and the report as `agentrl eval` writes it."""
+    """Result of an evaluation: episodes ordered by task and sample, and the report of `agentrl eval`."""
 
     episodes: list[Trajectory]
     report: dict[str, Any]
 
     @property
     def success(self) -> float | None:
-        """pass@1: the mean over tasks of the share of successes; None if nothing is known."""
+        """pass@1: mean over tasks of the share of successes; None if unknown."""
         found = self.report["pass@1"]
         return None if found is None else float(found["mean"])
 
     @property
     def reward(self) -> float | None:
-        """The mean reward of the scored episodes."""
+        """Mean reward of the scored episodes; None if there are none."""
         found: float | None = self.report["reward"]
         return found
 
@@ -78,22 +78,21 @@ async def evaluate(
     quiet: bool = True,
     overrides: Mapping[str, Any] | None = None,
 ) -> EvalReport:
-    """Play `k` episodes on each of the first `n` held-out tasks (100 by default; of a benchmark at most all that the split has,
-    fewer of which are spread over its kinds), with pass@k and its interval.
+    """Evaluate a model or a policy: play `k` episodes on each of `n` held-out tasks; reports pass@k with its interval.
 
-    `model`: a folder or hub name, `api:NAME`, or a function `policy(messages, tools)` (which may be async) that gets messages and
-    function schemas in OpenAI's form, and returns a text, a message in that form or a `Message`; or a run's folder, whose
-    model (`checkpoint`: "last", "best" or a step) then plays as the run evaluates, in its environment, or the one of several
-    that `env` names. `env`: an id, a class, or a
-    function that makes one, with `params`; `reward`: another spec or function. `overrides`: any keys of a config. `out`: keeps
-    the episodes there, and plays the missing ones; by default nothing is kept.
+    `n`: by default 100; the first tasks of the split, or for a benchmark at most all its tasks, fewer spread over its kinds of
+    tasks. `model`: a folder or hub name, `api:NAME`, or a function `policy(messages, tools)` (sync or async) that gets messages
+    and function schemas in OpenAI's format and returns a string, a message in that format or a `Message`; or a run's folder, to
+    evaluate its model (`checkpoint`: "last", "best" or a step) with the run's settings, in its environment or the one named by
+    `env`. `env`: an id, a class, or a factory function, with `params`; `reward`: another spec or function. `overrides`: any
+    config keys. `out`: folder that keeps the episodes; only missing ones are played. By default nothing is kept.
 
-    Raises a UserError for what cannot work, CallbackError if the policy raised.
+    Raises a UserError if the call cannot work, CallbackError if the policy raised.
     """
     config, name = _eval_config(model, env, params, reward, overrides, checkpoint, "eval")
     own, ref = config.alone(config.envs[0]).eval, EnvRef.of(config.envs[0], config.tools)
     split, wanted = split or own.split, own.tasks if n is None else n
-    first = not callable(model) and (Path(model).expanduser() / "config.toml").is_file()  # a run's, as it does
+    first = not callable(model) and (Path(model).expanduser() / "config.toml").is_file()  # a run evaluates on the first tasks
     tasks, chosen = await in_thread("load", choose_tasks, ref, split, wanted, config.seed, first)
     return await _play(config, RolloutRequest("eval", name, tasks or wanted, k, split, Path(out or ""), chosen), out, quiet)
 
@@ -113,8 +112,9 @@ async def rollout(
     quiet: bool = True,
     overrides: Mapping[str, Any] | None = None,
 ) -> list[Trajectory]:
-    """The scored episodes of a model or a policy, `k` on each of the first `n` tasks of a split, in the order of tasks; as in
-    `evaluate`, but they are sampled as in training (`rollout.temperature`)."""
+    """Play and score `k` episodes of a model or policy on each of the first `n` tasks of a split, in the order of tasks.
+
+    Arguments as in `evaluate`; sampled as in training (`rollout.temperature`)."""
     config, name = _eval_config(model, env, params, reward, overrides, checkpoint, "rollout")
     return (await _play(config, RolloutRequest("rollout", name, n, k, split, Path(out or "")), out, quiet)).episodes
 
@@ -128,21 +128,21 @@ def _eval_config(
     checkpoint: str,
     purpose: Literal["eval", "rollout"],
 ) -> tuple[TrainConfig, str]:
-    """The config of one environment, and the model as a config names it: of a run's folder as the run evaluates."""
+    """Make the config with one environment, and return it with the model's name; for a run's folder with its settings."""
     name = give(model) if callable(model) else str(Path(model).expanduser() if str(model)[:1] == "~" else model)
     if is_given(name) or not (Path(name) / "config.toml").is_file():
         if checkpoint != "last":
-            raise ConfigError(f"{purpose}: checkpoint = {checkpoint!r} is of a run's folder, and {name} is not one")
+            raise ConfigError(f"{purpose}: checkpoint = {checkpoint!r} needs a run's folder, and {name} is not one")
         if env is None:
-            raise ConfigError(f"{purpose}: an environment is needed with the model: its id or its class; a run's folder has one")
+            raise ConfigError(f"{purpose}: env is missing: give an environment's id or class (only a run's folder has its own)")
         table: Table = {"name": purpose, "env": env_table(env, params, reward), "model": {"path": name}}
         return config_of(table, overrides), name
     folder = run_folder(name)
     config, path = load_whole(folder.config), model_of(folder, checkpoint).path
-    there = [{"name": one.called} for one in config.envs]
-    if env is None and len(there) > 1:
-        raise ConfigError(f"{folder.path}: it has several environments ({', '.join(e['name'] for e in there)}); name one as env")
-    one = config.envs[0 if env is None else entry_of(there, str(env))]
+    known = [{"name": one.called} for one in config.envs]
+    if env is None and len(known) > 1:
+        raise ConfigError(f"{folder.path}: it has several environments ({', '.join(e['name'] for e in known)}); name one as env")
+    one = config.envs[0 if env is None else entry_of(known, str(env))]
     section = config.model.model_copy(update={"path": path, "init": None, "lora": None})
     made = config.model_copy(update={"model": section}).alone(one)
     table = env_table(made.model_dump(mode="json", exclude_none=True)["env"], params, reward)
@@ -150,7 +150,9 @@ def _eval_config(
 
 
 async def _play(config: TrainConfig, request: RolloutRequest, out: str | Path | None, quiet: bool) -> EvalReport:
-    """The episodes of a request, with a report if it is an evaluation; without `out` nothing is kept. Raises CallbackError."""
+    """Play the episodes of a request, with a report if it is an evaluation; without `out` nothing is kept.
+
+    Raises CallbackError if the user's policy or reward function raised."""
     with tempfile.TemporaryDirectory(prefix=f"agentrl-{request.purpose}-") as folder:
         request = replace(request, out=Path(folder if out is None else out).expanduser())
         start = await in_thread("load", check_eval, config, request.purpose)
@@ -162,7 +164,7 @@ async def _play(config: TrainConfig, request: RolloutRequest, out: str | Path | 
             await job.run()
     assert report is not None
     episodes = [job.episodes[pair] for pair in request.pairs if pair in job.episodes]
-    # A policy that raised, or a reward function that scored no episode, is a fault of its code, and no outage.
+    # A policy that raised, or a reward function that scored no episode, is a bug in user code, not an outage.
     own = is_given(request.model)
     faults = [t.error for t in episodes if own and t.error is not None and t.error.startswith(f"policy {request.model}")]
     if not faults and all(t.reward is None for t in episodes):
@@ -186,15 +188,15 @@ async def train(
     callbacks: Sequence[Callback] = (),
     **sections: Any,
 ) -> RunRecord:
-    """A whole run, as `agentrl train`: in a fresh folder, or on from the newest checkpoint of the run in `resume`.
+    """Train as `agentrl train`, in a fresh folder or from the newest checkpoint of the run in `resume`.
 
     `config`: a TOML file, a shelf's name, or a table, which may have a `base`; `overrides` (keys may be dotted) and keyword
-    arguments go on top: `train("quickstart", steps=5, env=MyEnv, rollout={"groups": 4})`. Wherever a config names a component, a
-    class or function may stand: an environment's class, a reward function or a spec as a dict, a loss, an estimator, a sampler.
+    arguments replace keys: `train("quickstart", steps=5, env=MyEnv, rollout={"groups": 4})`. A class or function may replace the
+    name of a component: an environment's class, a reward function or a spec as a dict, a loss, an estimator, a sampler.
 
-    `on_step(row, session)` is called after each update, `on_group(group)` for each finished group, `accept(group)` says whether
-    it is trained (those that it refuses are replaced). Ctrl-C finishes the step and writes a checkpoint. Returns the run, as
-    `load_run`. Raises what ends the run: a UserError for what its user can fix.
+    `on_step(row, session)` is called after each update, `on_group(group)` for each finished group; `accept(group)` decides
+    whether a group is trained (refused groups are replaced). Ctrl-C finishes the step and writes a checkpoint. Returns the run,
+    as `load_run`. Raises the error that ended the run: a UserError if the user can fix it.
     """
     top = {**(overrides or {}), **sections}
     if accept is not None:
@@ -204,7 +206,7 @@ async def train(
     watching = [*callbacks, *([Functions(on_step, on_group)] if on_step or on_group else [])]
     interrupt = Interrupt(say)
     work = partial(execute, made, folder, resumed=resumed, notes=notes, callbacks=watching, interrupt=interrupt)
-    # A thread of its own: a run has an event loop of its own, and this one may serve a session at the same time.
+    # In a separate thread, because a run has its own event loop, and this loop may serve a session at the same time.
     with ThreadPoolExecutor(1, thread_name_prefix="agentrl-train") as threads:
         running = asyncio.get_running_loop().run_in_executor(threads, work)
         cancelled = False
@@ -213,7 +215,7 @@ async def train(
                 await asyncio.wait([running])
             except asyncio.CancelledError:
                 cancelled = True
-                interrupt.press()  # once: after the step, with a checkpoint; twice: at once
+                interrupt.press()  # the first time stops after the step, with a checkpoint; the second time at once
     code = running.result()
     if cancelled:
         raise asyncio.CancelledError
@@ -228,7 +230,7 @@ async def train(
 def _prepare_run(
     config: Config | None, top: Mapping[str, Any], resume: str | Path | None, overwrite: bool
 ) -> tuple[TrainConfig, RunFolder, Sequence[str], bool]:
-    """The config with everything checked, and its folder."""
+    """Check the config and open the run's folder; returns config, folder, notes, and True for a resumed run."""
     if resume is None:
         if config is None:
             raise ConfigError('train: a config is needed, for example agentrl.train("quickstart"); or resume=RUN')

@@ -1,4 +1,4 @@
-"""The step-wise loop: the parts of a run, and the sampling half of a step."""
+"""The step-wise loop (`agentrl.session`): the parts of a run, and sampling."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ from agentrl.utils.threads import in_thread
 # The policy
 
 FIRST = 2**30
-"""The number of the first group that is played by hand, above those of a run's ledger."""
+"""Number of the first manually played group, above those of a run's ledger."""
 
 Prompt = str | Sequence[Message | Mapping[str, Any]] | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One sampled turn. `token_ids`, `logprobs`: of the turn, at `temperature`; `prompt_ids`: what came before; `version`: the
-    oldest weights that sampled a token of it; `finish`: "stop", "length", "abort" or "stop_string"."""
+    """One sampled turn. `token_ids`, `logprobs`: of the turn, at `temperature`; `prompt_ids`: tokens of its prompt; `version`: of
+    the oldest weights that sampled one of its tokens; `finish`: "stop", "length", "abort" or "stop_string"."""
 
     text: str
     message: Message
@@ -77,7 +77,7 @@ class Draw:
 
 
 class LivePolicy:
-    """Samples from the policy of a step-wise loop (`agentrl.session`). Every call blocks; `.aio` of each is awaited."""
+    """Samples from the policy of a step-wise loop (`agentrl.session`). Calls block; `NAME.aio(...)` is awaitable."""
 
     def __init__(self, session: Session, trainer: Trainer) -> None:
         self._session, self._trainer = session, trainer
@@ -87,7 +87,7 @@ class LivePolicy:
 
     @property
     def version(self) -> int:
-        """The version of the engine's weights: updates published so far."""
+        """Version of the engine's weights: number of published updates."""
         return self._trainer.version
 
     @Both
@@ -103,10 +103,10 @@ class LivePolicy:
         stop: Sequence[str] = (),
         seed: int | None = None,
     ) -> list[Draw]:
-        """`n` answers to a prompt: a text (a user's message), messages (`Message`, or dicts in OpenAI's form), or token ids.
+        """Sample `n` answers to a prompt: a string (a user message), messages (`Message` or OpenAI dicts), or token ids.
 
-        By default as the run samples ([rollout]): `max_turn_tokens`, `temperature`, `top_p`. `seed`: the same answers again under
-        the same weights, from engines that draw by seed. Raises StepOrderError if trained weights are not published.
+        Defaults are those of [rollout]: `max_turn_tokens`, `temperature`, `top_p`. `seed`: repeats the same answers under the
+        same weights, with engines that sample by seed. Raises StepOrderError if trained weights are not published.
         """
         self._trainer.check_fresh("policy.sample")
         if n < 1:
@@ -121,8 +121,8 @@ class LivePolicy:
                 raise ConfigError("policy.sample: prompt = []: expected at least one message or token id")
         else:
             try:
-                said: Sequence[Any] = [Message("user", prompt)] if isinstance(prompt, str) else prompt
-                messages = [item if isinstance(item, Message) else read_messages([item])[0] for item in said]
+                items: Sequence[Any] = [Message("user", prompt)] if isinstance(prompt, str) else prompt
+                messages = [item if isinstance(item, Message) else read_messages([item])[0] for item in items]
             except RequestError as problem:
                 raise ConfigError(f"policy.sample: {problem}") from None
             ids = list(await renderer.astart(pair_results(messages, strict=False), tools))
@@ -154,10 +154,10 @@ class LivePolicy:
 
     @checks_arguments
     def group(self, draws: Sequence[Draw], rewards: Sequence[float | None], *, task: str = "sample") -> Group:
-        """Answers to one prompt with their rewards, as a group to train on, where there is no environment.
+        """Make a group to train on from answers to one prompt and their rewards, without an environment.
 
-        Raises ConfigError for another number of rewards, for one that is not finite, and for answers that the trainer's
-        temperature does not fit.
+        Raises ConfigError for a wrong number of rewards, a reward that is not finite, or an answer sampled at another temperature
+        than the trainer's.
         """
         if len(draws) != len(rewards):
             raise ConfigError(f"policy.group: {len(draws)} answers and {len(rewards)} rewards; expected one each")
@@ -182,8 +182,10 @@ class LivePolicy:
 
     @Both
     async def collect(self) -> list[Group]:
-        """The groups of the next update, as a run collects them: `rollout.groups` of `rollout.group_size` episodes, of the
-        sampler's tasks, under the group ledger. Once per publish. Raises StalledError as a run, StepOrderError out of order."""
+        """Collect the groups of the next update as a run does, once per publish.
+
+        They are `rollout.groups` groups of `rollout.group_size` episodes on the sampler's tasks, under the group ledger. Raises
+        StalledError as a run, StepOrderError out of order."""
         self._trainer.check_fresh("policy.collect")
         if self._trainer.collected is not None:
             raise StepOrderError("policy.collect: the groups of this update were collected already; call trainer.publish() first")
@@ -207,11 +209,11 @@ class LivePolicy:
         temperature: float | None = None,
         params: Mapping[str, Any] | None = None,
     ) -> list[Group]:
-        """A group of scored episodes for each task: `tasks` are seeds of tasks, or how many of the next ones.
+        """Play a group of scored episodes per task; `tasks`: seeds of tasks, or a number of next tasks.
 
-        `env`: one of the session's environments by name, its only one by default. `group_size`: by default the run's.
-        `temperature`, `params`: other than the run's; an episode at another temperature cannot be trained on. Raises
-        StepOrderError if trained weights are not published.
+        `env`: name of an environment, by default the only one. `group_size`: by default the run's. `temperature`, `params`:
+        replace the run's; an episode at another temperature cannot be trained on. Raises StepOrderError if trained weights are
+        not published.
         """
         self._trainer.check_fresh("policy.play")
         config, (part, one) = self._session.config, self._part(env)
@@ -243,7 +245,7 @@ class LivePolicy:
 
     @Both
     async def evaluate(self, env: str | None = None, n: int | None = None, *, split: str | None = None) -> Evaluation:
-        """One held-out episode on each of the first `n` tasks, as the run's own evaluation ([eval]) plays them."""
+        """Play one held-out episode on each of the first `n` tasks, as the run's evaluations do ([eval])."""
         self._trainer.check_fresh("policy.evaluate")
         part, one = self._part(env)
         own = one.eval
@@ -254,12 +256,12 @@ class LivePolicy:
         return found
 
     def _rollout_with(self, call: str, **given: Any) -> RolloutConfig:
-        """The [rollout] section with the arguments of a call, None: its own. Raises ConfigError."""
+        """Return the [rollout] section with the arguments of a call that are not None. Raises ConfigError."""
         changes = {key: value for key, value in given.items() if value is not None}
         return section_of_call(call, RolloutConfig, {**dict(self._session.config.rollout), **changes})
 
     def _pool(self, part: RunEnv, split: str) -> int:
-        """Number of tasks of a split; 2**30 if it has no end."""
+        """Return the number of tasks of a split; 2**30 if it is endless."""
         if (part.name, split) not in self._pools:
             env = part.env.build()
             self._pools[part.name, split] = env.task_count(split) or FIRST
@@ -267,7 +269,7 @@ class LivePolicy:
         return self._pools[part.name, split]
 
     def _part(self, env: str | None) -> tuple[RunEnv, TrainConfig]:
-        """An environment of the session, and the config as if it were the only one."""
+        """Return an environment of the session, and the config with it as the only one."""
         envs, config = self._session.envs, self._session.config
         if env is None and len(envs) > 1:
             raise ConfigError(f"policy: the session has several environments ({', '.join(e.name for e in envs)}); name one")
@@ -279,7 +281,7 @@ class LivePolicy:
 
 
 def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError for a tool that is not in OpenAI's form."""
+    """Raise ConfigError for a tool that is not in OpenAI's format."""
     for place, tool in enumerate(tools):
         function: Any = tool.get("function")
         named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
@@ -287,7 +289,7 @@ def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         whole = isinstance(schema, Mapping) and isinstance(schema.get("properties") or {}, Mapping)
         if not whole or not isinstance(schema.get("required") or [], list | tuple):
             raise ConfigError(
-                f"policy.sample: tools[{place}] = {tool!r:.80}: expected a tool in OpenAI's form: "
+                f"policy.sample: tools[{place}] = {tool!r:.80}: expected a tool in OpenAI's format: "
                 '{"type": "function", "function": {"name": ..., "description": ..., "parameters": its JSON Schema}}'
             )
 
@@ -299,16 +301,16 @@ OVER = "the session is closed; open another one: agentrl.session(config)"
 
 
 class _Closed:
-    """Stands for the session in the parts of a closed one."""
+    """Replaces the session after `close`; any access raises StepOrderError."""
 
     def __getattr__(self, name: str) -> Any:
         raise StepOrderError(OVER)
 
 
 class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["StepLoop"]):
-    """An opened session: `policy` samples, `trainer` trains; `close` (or the end of a `with`) frees everything.
+    """Opened session: `policy` samples, `trainer` trains; `close` (or the end of a `with`) frees everything.
 
-    `folder`: where it writes its model and checkpoints.
+    `folder`: path of its model and checkpoints.
     """
 
     def __init__(self, session: Session, run_log: RunLog, held: ExitStack) -> None:
@@ -321,19 +323,19 @@ class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["
 
     @property
     def policy(self) -> LivePolicy:
-        """Samples prompts, plays episodes, evaluates."""
+        """Sampler of prompts, episodes and evaluations."""
         self._check_open()
         return self._policy
 
     @property
     def trainer(self) -> Trainer:
-        """Batches, gradients, optimizer steps, publishing."""
+        """Trainer: batches, gradients, optimizer steps, publishing."""
         self._check_open()
         return self._trainer
 
     @property
     def session(self) -> Session:
-        """The live parts themselves, as `run/loop.py` has them."""
+        """Live parts of the run, as in `run/loop.py`."""
         self._check_open()
         return self._session
 
@@ -347,7 +349,7 @@ class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["
         if self._closed:
             return
         self._closed = True
-        # Parts that the caller kept say so too.
+        # Parts that the caller kept must raise this error too.
         self._policy._session = self._trainer._session = cast(Session, _Closed())
         try:
             await self._session.close()
@@ -370,21 +372,21 @@ class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["
 async def session(
     config: Config, *, folder: str | Path | None = None, quiet: bool = True, overrides: Mapping[str, Any] | None = None
 ) -> StepLoop:
-    """Open the parts of a run for a step-wise loop: the actors, the engine with the first weights in it, the environments. With
-    an [sft] section the warm start is done first, as a run does it.
+    """Open the parts of a run for a step-wise loop: actors, environments, and the engine with its first weights.
 
-    `config`: as in `agentrl.train`, with `overrides` on top. `folder`: keeps model and checkpoints there, and goes on from the
-    newest if there are some; by default a temporary one. Raises a UserError for what the user can fix, before anything starts.
+    With an [sft] section the warm start runs first. `config`, `overrides`: as in `agentrl.train`. `folder`: keeps model and
+    checkpoints, and continues from the newest checkpoint; by default temporary. Raises a UserError if the user can fix the
+    problem, before anything starts.
     """
     made = config_of(config, overrides)
     for name in ("experience", "demonstrations"):
         if getattr(made.algorithm, name) is not None:
             raise ConfigError(
-                f"algorithm.{name}: a step-wise loop chooses its batches itself, and nothing is added to it; leave it out "
+                f"algorithm.{name}: a step-wise loop chooses its own batches, and nothing is added to them; leave it out "
                 f"(overrides={{'algorithm.{name}': False}})"
             )
     if made.callbacks:
-        raise ConfigError("callbacks: a step-wise loop calls none of them. Leave the key out")
+        raise ConfigError("callbacks: a step-wise loop calls no callbacks. Leave the key out")
     one_temperature(made.rollout, "a step-wise loop")
     await in_thread("load", partial(check_config, capacity=True), made)
     raise_gc_threshold()
@@ -392,16 +394,16 @@ async def session(
         temporary = tempfile.TemporaryDirectory(prefix="agentrl-session-") if folder is None else nullcontext(str(folder))
         path = Path(held.enter_context(temporary)).expanduser().absolute()
         made = made.model_copy(update={"out": str(path.parent), "name": path.name})
-        known, there = (path / "config.toml").is_file(), path.exists() and (not path.is_dir() or any(path.iterdir()))
-        if there and not known:
-            raise ConfigError(f"folder = {path}: it holds something else than a session; name a new folder")
+        known, occupied = (path / "config.toml").is_file(), path.exists() and (not path.is_dir() or any(path.iterdir()))
+        if occupied and not known:
+            raise ConfigError(f"folder = {path}: it is not empty and holds no session; name a new folder")
         place = RunFolder(path) if known else await in_thread("files", partial(open_folder, made, overwrite=False))
         held.enter_context(place.lock("close that session, or name another folder"))
         place.check_places()
         made = made.with_date(place.day())
         display = Display(console(quiet=True) if quiet else None)
         run_log = RunLog(place, display, [])
-        packing = await in_thread("load", packing_of, made)  # one decision for all ranks
+        packing = await in_thread("load", packing_of, made)  # decide once for all ranks
         made = made.model_copy(update=packing.sections(made.model, made.optim))
         session = await open_session(made, place, display)
         try:

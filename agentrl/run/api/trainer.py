@@ -1,4 +1,4 @@
-"""The training half of the step-wise loop: a batch, its gradients, an optimizer step, the weights to the engine."""
+"""Trainer of the step-wise loop: batches, gradients, optimizer steps, publishing of weights."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ Estimator = Callable[[AdvantageInput], AdvantageOutput]
 Named = str | Choice | Mapping[str, Any]
 Metrics = dict[str, float]
 UNREAD = {"advantage", "epochs", "minibatch", "experience", "demonstrations", "distillation"}
-"""Keys of [algorithm] that no gradient of one batch reads."""
+"""Keys of [algorithm] that do not affect the gradient of one batch."""
 
 
 @dataclass(frozen=True)
 class TrainBatch:
     """Scored episodes with their advantages, ready for `Trainer.forward_backward`.
 
-    `view`: the columns, one row a ledger. `episodes`: as they came. `version`: the weights when it was made. `parts`: how many
-    minibatches `algorithm.minibatch` cuts it into; `part` is one of them (None: all rows are one). `metrics`: of the forward
+    `view`: columns, one row per ledger. `episodes`: in the given order. `version`: of the weights when it was made. `parts`:
+    number of minibatches by `algorithm.minibatch`; `part`: one of them (None: all rows together). `metrics`: of the forward
     passes that made it.
     """
 
@@ -67,27 +67,27 @@ class TrainBatch:
 
     @property
     def advantages(self) -> list[float]:
-        """The mean advantage of each episode's sampled tokens."""
+        """Mean advantage over the sampled tokens of each episode."""
         episode = torch.from_numpy(self.view.episode).repeat_interleave(self.view.offsets.diff())[self.view.tokens("sampled")]
         values = self.view.tokens("advantages")[self.view.tokens("sampled")].double()
         count = torch.bincount(episode, minlength=len(self)).clamp(min=1)
         return (torch.zeros(len(self), dtype=torch.float64).index_add_(0, episode, values) / count).tolist()
 
     def minibatches(self) -> list[TrainBatch]:
-        """The minibatches of an update, in its order: each for one `forward_backward` and one `optim_step`."""
+        """Return the minibatches of an update, in order: each for one `forward_backward` and one `optim_step`."""
         return [replace(self, part=part) for part in range(self.parts)]
 
 
 class Trainer:
-    """Trains the policy of a step-wise loop (`agentrl.session`). Every call blocks; `.aio` of each is awaited."""
+    """Trains the policy of a step-wise loop (`agentrl.session`). Calls block; `NAME.aio(...)` is awaitable."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self.config = session.config
         self.waiting = 0
-        """Calls of `forward_backward` since the last `optim_step`."""
+        """Number of calls of `forward_backward` since the last `optim_step`."""
         self.unpublished = 0
-        """Optimizer steps since the last `publish`."""
+        """Number of optimizer steps since the last `publish`."""
         self.collected: list[Group] | None = None
         self.counts_groups = True
         self.resting = self._broken = False
@@ -96,7 +96,7 @@ class Trainer:
 
     @property
     def version(self) -> int:
-        """Updates published so far: the version of the engine's weights."""
+        """Version of the engine's weights: number of published updates."""
         return self._session.collector.version
 
     # -- a batch -----------------------------------------------------------------------------------
@@ -105,12 +105,12 @@ class Trainer:
     async def batch(
         self, groups: Sequence[Group], advantage: Named | Estimator | Sequence[float] | torch.Tensor | None = None
     ) -> TrainBatch:
-        """The scored members of the groups as a batch, with what the config asks for: logprobs of the proximal and of the
-        reference policy, values of the critic, and advantages.
+        """Make a batch of the scored members, with advantages and, as the config needs, logprobs and critic values.
 
-        `advantage`: a registered estimator by name (or with its arguments), a function of the same signature, or one number for
-        each scored member, in their order; by default `algorithm.advantage`. Raises ConfigError if no member has a reward, or if
-        one's task is of another split than "train", NonFiniteError if something in the batch is not finite.
+        Logprobs are those of the proximal and the reference policy. `advantage`: a registered estimator by name (or with its
+        arguments), a function of the same signature, or one number per scored member, in order; by default
+        `algorithm.advantage`. Raises ConfigError if no member has a reward or a task is not of the split "train", NonFiniteError
+        if a number in the batch is not finite.
         """
         members = tuple(member for group in groups for member in group.scored())
         if not members:
@@ -125,25 +125,25 @@ class Trainer:
             )
         if twice := [number for number, count in Counter(group.index for group in groups).items() if count > 1]:
             raise ConfigError(
-                f"trainer.batch: two groups have the number {twice[0]}, by which their members are compared: the same one twice, "
-                "or one of another session. Leave it out"
+                f"trainer.batch: two groups have the number {twice[0]}, by which members are compared: one group was given twice, "
+                "or comes from another session. Leave it out"
             )
         if self.waiting and offloads_when_idle(self.config, "actor"):
             raise StepOrderError(
-                'trainer.batch: gradients wait for optim_step, and with model.offload = "idle" the actor would lose them; call '
-                "trainer.optim_step() first"
+                'trainer.batch: gradients are waiting for optim_step, and with model.offload = "idle" the actor would lose them; '
+                "call trainer.optim_step() first"
             )
         algorithm = self._session.learner.algorithm
         own: dict[str, Choice] | None = None
         estimator: Estimator | None = None
         if isinstance(advantage, str | Mapping | Choice):
             algorithm, own = algorithm.model_copy(update={"advantage": _choice(advantage)}), {}
-        elif advantage is not None:  # a function or numbers in place of the config's and the environments' own
+        elif advantage is not None:  # a function or numbers replace the estimators of config and environments
             algorithm, own = algorithm.model_copy(update={"advantage": Choice(name="grpo")}), {}
-            estimator = advantage if callable(advantage) else partial(_per_episode, advantage)
+            estimator = advantage if callable(advantage) else partial(_spread_advantages, advantage)
         if estimator is None and not (self._session.learner._by_env if own is None else own):
             known = {key for member in members for key in member.metrics}
-            # Also nodes of a spec that no episode of these came to.
+            # Include nodes of the specs that none of these episodes reached.
             known.update(*(env.scorer.ids for env in self._session.envs if any(group.env == env.name for group in groups)))
             check_terms(algorithm.advantage, known, "no episode has a term")
         batch = await in_thread("batch", make_batch, list(groups), algorithm.advantage, own or {})
@@ -152,7 +152,7 @@ class Trainer:
             self.resting = True
         view, metrics, broken = await self._session.learner.ready(batch, algorithm, own, estimator)
         if broken:
-            raise NonFiniteError(f"trainer.batch: there are numbers that are not finite: {broken}")
+            raise NonFiniteError(f"trainer.batch: numbers are not finite: {broken}")
         parts = len(cut_minibatches(view, self.config.algorithm, self.config.seed, self.version))
         return TrainBatch(view, members, self.version, parts, metrics)
 
@@ -167,24 +167,23 @@ class Trainer:
         kl_coef: float | None = None,
         algorithm: Mapping[str, Any] | None = None,
     ) -> Metrics:
-        """Add the gradients of the batch (or of a minibatch of it) to those that wait; returns the metrics of these rows.
+        """Accumulate the gradients of a batch or minibatch; returns the metrics of its rows.
 
         `loss`: a registered loss by name (or with its arguments), or a function `loss(given: LossInput) -> LossOutput`; by
-        default `algorithm.loss`. `algorithm`: other keys of that section for this call: `{"aggregate": "token_mean"}`. With
-        several calls before a step the gradient is that of the one batch that joins them. Raises StepOrderError for a batch that
-        is too old.
+        default `algorithm.loss`. `algorithm`: other keys of that section for this call: `{"aggregate": "token_mean"}`. Several
+        calls before a step give the gradient of one joint batch. Raises StepOrderError for a batch that is too old.
         """
         self._check_age(batch)
         chosen = await self._loss(loss, algorithm or {})
         if self.waiting and chosen.aggregate != self._aggregate:
             raise StepOrderError(
-                f'trainer.forward_backward: gradients of aggregate = "{self._aggregate}" wait, and a mean over episodes does not '
-                f'add up with one over tokens ("{chosen.aggregate}"); call trainer.optim_step() in between'
+                f'trainer.forward_backward: gradients of aggregate = "{self._aggregate}" are waiting, and means over episodes and '
+                f'over tokens ("{chosen.aggregate}") cannot be added; call trainer.optim_step() in between'
             )
         if chosen.kl.target is not None and kl_coef is None:
             raise ConfigError(
-                "algorithm.kl.target: the coefficient is steered once per update; use trainer.update(batch), or give each call "
-                "its own: trainer.forward_backward(batch, kl_coef=...)"
+                "algorithm.kl.target: the coefficient is adapted once per update; use trainer.update(batch), or give a "
+                "coefficient to each call: trainer.forward_backward(batch, kl_coef=...)"
             )
         if "moving" in (chosen.kl.reference, self.config.algorithm.kl.reference):
             raise ConfigError(
@@ -194,12 +193,12 @@ class Trainer:
         coef = kl_coef if kl_coef is not None else chosen.kl.coef if "kl" in (algorithm or {}) else self._session.learner.kl_coef
         if coef and (not 0 < coef < float("inf") or self.config.algorithm.kl.coef == 0):
             raise ConfigError(
-                f"algorithm.kl.coef = {coef}: expected a number from 0 on, in a session with a reference policy; open it with "
-                'overrides={"algorithm.kl.coef": 0.1}, say'
+                f"algorithm.kl.coef = {coef}: expected a number of at least 0, in a session with a reference policy; open it "
+                'with, for example, overrides={"algorithm.kl.coef": 0.1}'
             )
         read = chosen.model_copy(update={"kl": chosen.kl.model_copy(update={"coef": coef})})
         check_idle_keys(self.config.model_copy(update={"algorithm": read}), [f"algorithm.{key}." for key in algorithm or {}])
-        if batch.part is None:  # all rows are one optimizer step
+        if batch.part is None:  # all rows belong to one optimizer step
             chosen = chosen.model_copy(update={"minibatch": len(batch)})
         actors, step, seed, part = self._session.actors, batch.version, self.config.seed, batch.part or 0
         ranks = actors.mesh.size("dp")
@@ -218,42 +217,43 @@ class Trainer:
 
     @Both
     async def optim_step(self, lr: float | None = None) -> Metrics:
-        """One optimizer step with the gradients that wait, clipped to `optim.max_grad_norm`, at the rate of the config's
-        schedule or at `lr`. `optimizer_steps` is 0 if something was not finite: nothing has changed then.
+        """Take an optimizer step with the accumulated gradients, clipped to `optim.max_grad_norm`.
 
-        Raises StepOrderError if no gradients wait.
+        `lr`: by default the rate of the config's schedule. The metric `optimizer_steps` is 0 if a number was not finite; then the
+        weights are unchanged. Raises StepOrderError if there are no gradients.
         """
         if not self.waiting:
-            raise StepOrderError("trainer.optim_step: no gradients wait; call trainer.forward_backward(batch) first")
+            raise StepOrderError("trainer.optim_step: there are no gradients; call trainer.forward_backward(batch) first")
         if lr is not None and not 0 < lr < float("inf"):
             raise ConfigError(f"trainer.optim_step: lr = {lr}: expected a number above 0")
-        with self._noting_what_breaks():
+        with self._note_broken_weights():
             metrics = await self._session.actors.arun(Actor.optim_step, lr)
         self.waiting, self.unpublished = 0, self.unpublished + 1
         return metrics
 
     @Both
     async def drop(self) -> None:
-        """Forget the gradients that wait for a step."""
+        """Drop the accumulated gradients."""
         await self._session.actors.arun(Actor.drop_gradients)
         self.waiting = 0
 
     @Both
     async def critic_step(self, batch: TrainBatch) -> Metrics:
-        """The update of the critic ([critic]) on the batch, as in a run. Raises ConfigError without one."""
+        """Update the critic on the batch, as in a run. Raises ConfigError without [critic]."""
         if self._session.learner.critics is None:
             raise ConfigError("trainer.critic_step: the config has no [critic]")
         self._check_age(batch)
-        with self._noting_what_breaks():
+        with self._note_broken_weights():
             return await self._session.learner.update_critic(batch.view.batch, batch.version)
 
     @Both
     async def update(self, batch: TrainBatch) -> Metrics:
-        """The whole update of a run on the batch: critic and actor, every minibatch and epoch, the KL coefficient. Raises
-        StepOrderError if gradients wait."""
+        """Do a run's complete update on the batch: critic and actor, all minibatches and epochs, the KL coefficient.
+
+        Raises StepOrderError if gradients are waiting."""
         self._check_age(batch)
-        self._check_none_wait("trainer.update")
-        with self._noting_what_breaks():
+        self._check_no_gradients("trainer.update")
+        with self._note_broken_weights():
             metrics = await self._session.learner.learn(batch.view, batch.version, batch.metrics)
         self.unpublished += int(metrics.get("optimizer_steps", 0.0))
         return metrics
@@ -262,8 +262,8 @@ class Trainer:
 
     @Both
     async def publish(self) -> int:
-        """Bring the weights to the engine, under the next version, which is returned. Raises StepOrderError if gradients wait."""
-        self._check_none_wait("trainer.publish")
+        """Publish the weights to the engine under the next version; returns it. Raises StepOrderError if gradients are waiting."""
+        self._check_no_gradients("trainer.publish")
         await self._session.actors.arun(Actor.end_update)
         groups, self.collected = self.collected or [], None
         self.counts_groups &= bool(groups)
@@ -274,8 +274,8 @@ class Trainer:
 
     @Both
     async def save(self) -> Path:
-        """Write a checkpoint of model, optimizer and schedule; returns its folder, from which `load` goes on."""
-        self._check_none_wait("trainer.save")
+        """Write a checkpoint of model, optimizer and schedule; returns its folder, for `load`."""
+        self._check_no_gradients("trainer.save")
         if self.unpublished:
             raise StepOrderError(
                 f"trainer.save: {self.unpublished} optimizer steps were taken since the last trainer.publish(); call it first"
@@ -286,12 +286,13 @@ class Trainer:
 
     @Both
     async def load(self, folder: str | Path) -> None:
-        """Go on from the weights and the optimizer of a checkpoint (`save`'s, or a run's `checkpoints/step_NNNNNN`), and publish
-        them. Gradients that wait are forgotten. Raises CheckpointError if it is not there, or damaged."""
+        """Load and publish weights and optimizer of a checkpoint (from `save`, or a run's `checkpoints/step_NNNNNN`).
+
+        Drops accumulated gradients. Raises CheckpointError if it is missing or damaged."""
         path = Path(folder).expanduser().absolute()
         if not (path / "actor").is_dir():
-            there = Checkpoints(self._session.folder.checkpoints, self.config.checkpoint.keep).newest()
-            hint = "" if there is None else f"; the newest of this session is {there}"
+            newest = Checkpoints(self._session.folder.checkpoints, self.config.checkpoint.keep).newest()
+            hint = "" if newest is None else f"; the newest of this session is {newest}"
             raise CheckpointError(f"trainer.load: {path} is not a checkpoint (step_NNNNNN){hint}")
         if (path / MANIFEST).is_file():
             await in_thread("files", check_intact, path)
@@ -302,10 +303,10 @@ class Trainer:
 
     @Both
     async def export(self, folder: str | Path) -> Path:
-        """Write the weights as a folder that transformers and vLLM load; returns it."""
+        """Write the weights as a folder for transformers and vLLM; returns it."""
         path = Path(folder).expanduser().absolute()
         if not str(folder) or (path.exists() and not path.is_dir()):
-            raise ConfigError(f"trainer.export: {str(folder)!r} is no folder; name one, which is made if it is not there")
+            raise ConfigError(f"trainer.export: {str(folder)!r} is not a folder; name one, which is made if it is missing")
         self._check_finite("trainer.export")
         await self._session.actors.arun(Actor.export_hf, str(path))
         await check_arrived(self._session.actors, path, "the trained model")
@@ -314,19 +315,19 @@ class Trainer:
     # -- checks ------------------------------------------------------------------------------------
 
     def _check_age(self, batch: TrainBatch) -> None:
-        """A batch whose tokens or advantages are of weights older than `rollout.max_staleness` allows."""
+        """Raise StepOrderError if tokens or advantages come from weights older than `rollout.max_staleness` allows."""
         versions = batch.view.tokens("versions")[batch.view.tokens("sampled")]
         oldest = min(int(versions.min()), batch.version) if len(versions) else batch.version
         allowed = self.config.rollout.max_staleness
         if self.version - oldest > allowed:
             raise StepOrderError(
-                f"stale batch: it is of weights of version {oldest}, and version {self.version} was published since; "
+                f"stale batch: it comes from weights of version {oldest}, and version {self.version} was published since; "
                 f"rollout.max_staleness = {allowed} allows {allowed}: play new episodes, or raise it"
             )
 
     @contextmanager
-    def _noting_what_breaks(self) -> Iterator[None]:
-        """Once weights are NaN or infinite, nothing is published or saved until `load`."""
+    def _note_broken_weights(self) -> Iterator[None]:
+        """Note BrokenWeightsError: with NaN or infinite weights nothing is published or saved until `load`."""
         try:
             yield
         except BrokenWeightsError:
@@ -337,20 +338,20 @@ class Trainer:
         if self._broken:
             raise BrokenWeightsError(f"{call}: the weights are no longer finite. Go back to a checkpoint: trainer.load(FOLDER)")
 
-    def _check_none_wait(self, call: str) -> None:
+    def _check_no_gradients(self, call: str) -> None:
         self._check_finite(call)
         if self.waiting:
             calls = "call" if self.waiting == 1 else "calls"
             raise StepOrderError(
-                f"{call}: the gradients of {self.waiting} {calls} of trainer.forward_backward wait; call trainer.optim_step() to "
-                "apply them, or trainer.drop()"
+                f"{call}: the gradients of {self.waiting} {calls} of trainer.forward_backward are waiting; call "
+                "trainer.optim_step() to apply them, or trainer.drop()"
             )
 
     def check_fresh(self, call: str) -> None:
-        """Before sampling: the engine has the weights that were trained, or is not too far behind."""
+        """Raise StepOrderError before sampling if the engine sleeps or its weights are too old."""
         if self.resting:
             raise StepOrderError(
-                f"{call}: the engine sleeps since trainer.batch (rollout.colocate); call trainer.publish() first"
+                f"{call}: the engine has slept since trainer.batch (rollout.colocate); call trainer.publish() first"
             )
         if self.unpublished and self.config.rollout.max_staleness == 0:
             raise StepOrderError(
@@ -361,12 +362,12 @@ class Trainer:
     # -- losses ------------------------------------------------------------------------------------
 
     async def _loss(self, loss: Any, changes: Mapping[str, Any]) -> AlgorithmConfig:
-        """The algorithm section of a call; a loss in Python is sent to the actors first."""
+        """Return the [algorithm] section of a call, and send a loss written in Python to the actors."""
         algorithm = self._session.learner.algorithm
         if loss is not None:
             if callable(loss):
                 name = give(loss)
-                if self._sent.get(name) is not loss:  # a cell that is run again has another function under the name
+                if self._sent.get(name) is not loss:  # a notebook cell that is run again defines a new function of this name
                     await self._session.actors.in_processes(unpack, pack_given([name]))
                     self._sent[name] = loss
                 loss = Choice(name=name)
@@ -389,15 +390,15 @@ def _choice(named: Named) -> Choice:
     return section_of_call("trainer", Choice, {"name": named} if isinstance(named, str) else named)
 
 
-def _per_episode(values: Sequence[float] | torch.Tensor, given: AdvantageInput) -> AdvantageOutput:
-    """One advantage for all sampled tokens of an episode, in the order of the episodes."""
+def _spread_advantages(values: Sequence[float] | torch.Tensor, given: AdvantageInput) -> AdvantageOutput:
+    """Spread one advantage per episode over its sampled tokens, in the order of the episodes."""
     try:
         numbers = torch.as_tensor(values, dtype=given.reward.dtype).reshape(-1)
     except (TypeError, ValueError, RuntimeError) as problem:
         raise ConfigError(f"trainer.batch: advantage = {values!r:.80}: {problem}; expected a number for each episode") from None
     assert given.member is not None
     pairs = torch.stack([given.group, given.member], 1)
-    # Episodes are numbered by their first row: `collate` keeps the rows of an episode together, in the order of the members.
+    # Number the episodes by their first row: `collate` keeps the rows of an episode together, in the order of the members.
     change = torch.cat([torch.tensor([0]), (pairs[1:] != pairs[:-1]).any(1).long().cumsum(0)])
     count = int(change.max()) + 1 if len(change) else 0
     if len(numbers) != count:
