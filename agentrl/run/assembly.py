@@ -154,12 +154,9 @@ class Inputs:
     def assemble(
         self, *, pools: Pools | None = None, connected: Engine | None = None, asks: bool = True, room: int | None = None
     ) -> Assembly:
-        """Make all parts.
-
-        `pools`: of the run; `connected`: for a process other than the driver, its client of the engine; `asks`: as in
-        `LocalPlayer`; `room`: as in `EngineChoice.make`. Raises ConfigError, ModelError, DependencyError or RewardSpecError if
-        parts do not fit together.
-        """
+        """Make all parts. `pools`: of the run; `connected`: for a process other than the driver, its client of the engine;
+        `asks`: as in `LocalPlayer`; `room`: as in `EngineChoice.make`. Raises ConfigError, ModelError, DependencyError or
+        RewardSpecError if parts do not fit together."""
         config, path, choice = self.config, self.model or self.config.model.path, EngineChoice(self.config)
         assert path is not None
         if self.tokenizer is None:
@@ -207,17 +204,15 @@ def _api_model(maker: EngineMaker) -> tuple[Engine, Renderer]:
 
 
 def agents_of(agent: AgentConfig | None, tokenizer: Any) -> Agents | None:
-    """Make the player of [agent], which replaces the built-in loop; None without [agent].
-
-    Raises ConfigError or DependencyError."""
+    """Make the player of [agent], which replaces the built-in loop; None without [agent]. Raises ConfigError or
+    DependencyError."""
     return None if agent is None else AGENTS[PROGRAM](agent, None if tokenizer is None else tokenizer.decode)
 
 
 def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Renderer:
-    """Make the renderer for a tokenizer, with the tool parser `model.tool_parser`.
-
-    `sees`: give images to a model that takes them, instead of lines of text. Raises ConfigError for an unknown parser,
-    DependencyError if vLLM is missing, ModelError if the parser does not fit the chat template."""
+    """Make the renderer for a tokenizer, with the tool parser `model.tool_parser`. `sees`: give images to a model that takes
+    them, instead of lines of text. Raises ConfigError for an unknown parser, DependencyError if vLLM is missing, ModelError if
+    the parser does not fit the chat template."""
     modality = make_modality(config.path or "", model_config(config)) if sees else None
     pictures = None
     if modality is not None:

@@ -27,10 +27,8 @@ from agentrl.utils.terminal import cell, folding
 
 
 def official(envs: Sequence[TrainConfig], episodes: Mapping[str, Sequence[Trajectory]], split: str) -> dict[str, Any]:
-    """Compute the official tables of a report, one per suite among the environments.
-
-    `envs`: configs with one environment each; `episodes`: by environment name. Environments of one suite share a table; a suite
-    without official metrics has none."""
+    """Compute the official tables of a report, one per suite among the environments. `envs`: configs with one environment
+    each; `episodes`: by environment name. Environments of one suite share a table; a suite without official metrics has none."""
     found: dict[str, list[tuple[Benchmark, Sequence[Trajectory]]]] = {}
     for one in envs:
         suite, called = suite_env(EnvRef.of(one.the_env, one.tools)), one.the_env.called
@@ -80,10 +78,8 @@ def print_official(tables: Mapping[str, Any], console: Console) -> None:
 
 
 def side_by_side(folders: Sequence[Path]) -> dict[str, Any]:
-    """Join the official tables of several evaluations, for each suite that all their reports contain.
-
-    One row per metric, with a value (or None) and `n` per evaluation; `same`: all are over equally many tasks of the same split
-    and version."""
+    """Join the official tables of several evaluations, for each suite that all their reports contain. One row per metric, with
+    a value (or None) and `n` per evaluation; `same`: all are over equally many tasks of the same split and version."""
     tables = [RunRecord(folder).report.get("official") or {} for folder in folders]
     joined = {}
     for suite in (name for name in tables[0] if all(name in other for other in tables)):
@@ -146,7 +142,7 @@ class Results:
 def read_results(folder: Path) -> dict[str, Results]:
     """Read the evaluations in a folder of `agentrl eval` or in its subfolders, by environment.
 
-    Raises ConfigError if there is none, or one has no episodes yet.
+    Raises ConfigError without one, or if one has no episodes yet.
     """
     own = (folder / "eval.json").is_file()
     parts = [folder] if own else sorted(path.parent for path in folder.glob("*/eval.json")) if folder.is_dir() else []

@@ -26,9 +26,8 @@ def add_config(parser: argparse.ArgumentParser, help: str) -> None:
 
 
 def is_override(text: str) -> bool:
-    """Return True if a command-line word is an override, not a config name, a file or a run folder.
-
-    Names of folders may contain "=", for example `runs/lr=1e-3` of a sweep."""
+    """Return True if a command-line word is an override, not a config name, a file or a run folder. Names of folders may
+    contain "=", for example `runs/lr=1e-3` of a sweep."""
     if text.startswith(("~/", "~\\")) or Path(text).is_file() or (Path(text) / "config.toml").is_file():
         return False
     key = re.sub(r"""\"[^"]*"|'[^']*'""", "", text.partition("=")[0])
@@ -52,9 +51,8 @@ def read_resumed(run: str, texts: list[str]) -> tuple[TrainConfig, TrainConfig]:
 
 
 def resume_overrides(args: argparse.Namespace) -> list[str]:
-    """Return the overrides of `--resume`, the first of which argparse takes for CONFIG.
-
-    Raises ConfigError for a real CONFIG, or with --overwrite."""
+    """Return the overrides of `--resume`; argparse takes the first for CONFIG. Raises ConfigError for a real CONFIG,
+    or with --overwrite."""
     if args.overwrite:
         raise ConfigError(f"--resume continues {args.resume}, and --overwrite starts over; leave one of the two out")
     if args.config is not None and not is_override(args.config):
@@ -99,10 +97,9 @@ def check_folder(name: str, out: str, *, overwrite: bool) -> None:
 
 
 def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None = None) -> RunFolder:
-    """Create and lock the run's folder, with digests of the files that the config names.
-
-    `origins`: sources of the config's values, for comments in config.toml. `overwrite`: first remove an older run of that name.
-    Raises ConfigError if a process still writes the older run."""
+    """Create and lock the run's folder, with digests of the files that the config names. `origins`: sources of the config's
+    values, for comments in config.toml. `overwrite`: first remove an older run of that name. Raises ConfigError if a process
+    still writes the older run."""
     from agentrl.run.folder import LOCK, RunFolder, lock_folder
     from agentrl.run.provenance import Provenance
 

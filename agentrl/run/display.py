@@ -45,10 +45,9 @@ class Count:
 
 @dataclass(slots=True)
 class Activity:
-    """Activity within a step, begun at the monotonic time `began`.
-
-    `progress` returns how far it is ("33/96 episodes"), `waits` the cause of its wait; the display's thread calls both. `usual`:
-    seconds that it took last time, or None. `outer`: the activities that contain it ("evaluation > ")."""
+    """Activity within a step, begun at the monotonic time `began`. `progress` returns how far it is ("33/96 episodes"),
+    `waits` the cause of its wait; the display's thread calls both. `usual`: seconds that it took last time, or None. `outer`:
+    the activities that contain it ("evaluation > ")."""
 
     what: str
     began: float
@@ -220,7 +219,7 @@ class Display:
         if self._wanted:
             self._live = Live(get_renderable=self._frame, console=self.console, refresh_per_second=_PER_SECOND, transient=True)
             self._live.start()
-        self._thread = threading.Thread(target=self._run_beats, daemon=True, name="agentrl-display")
+        self._thread = threading.Thread(target=self._beats, daemon=True, name="agentrl-display")
         self._thread.start()
         return self
 
@@ -239,7 +238,7 @@ class Display:
     # -- changes of the state ----------------------------------------------------------------------
 
     def phase(self, name: str, total: int, first: int = 0) -> None:
-        """Start a phase of `total` steps, of which a resumed run has already done `first`."""
+        """Start a phase of `total` steps; a resumed run has already done `first`."""
         self._print_last_step()
         before = self._shown
         self._shown = Shown(
@@ -251,10 +250,9 @@ class Display:
             self._printed = 0.0
 
     def step(self, done: int, values: Mapping[str, Any], details: Mapping[str, Any] = NONE) -> None:
-        """Show that `done` steps of the phase are done, with `values` such as success and tokens/s.
-
-        The frame shows all `details`, plain lines PLAIN_DETAILS. Plain output has the first and the last step, and otherwise one
-        every few seconds."""
+        """Show that `done` steps of the phase are done, with `values` such as success and tokens/s. The frame shows all
+        `details`, plain lines PLAIN_DETAILS. Plain output has the first and the last step, and otherwise one every few
+        seconds."""
         shown, now = self._shown, self._now()
         success = values.get("success")
         if success is not None:
@@ -318,7 +316,7 @@ class Display:
             where = f" {shown.done}/{shown.total}" if shown.total > 1 else ""
             self.say(f"[{shown.phase}]{where}  {shown.doing[-1].describe(now)}")
 
-    def _run_beats(self) -> None:
+    def _beats(self) -> None:
         while not self._stopped.wait(_BEAT_S):
             try:
                 self.beat()
@@ -328,7 +326,7 @@ class Display:
     def _frame(self) -> Text:
         try:
             self._last = frame(self._shown, self._now(), self.console.width)
-        except Exception:  # as in `_run_beats`
+        except Exception:  # as in `_beats`
             log.exception("the display failed")
         return self._last
 

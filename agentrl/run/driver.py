@@ -172,9 +172,8 @@ class RunDriver:
     callbacks: Sequence[Callback] = ()
 
     async def train(self) -> None:
-        """Train until the run ends; after the loss of a worker, restart from the newest checkpoint.
-
-        Raises the error once `cluster.max_restarts` is used up."""
+        """Train until the run ends; after the loss of a worker, restart from the newest checkpoint. Raises the error once
+        `cluster.max_restarts` is used up."""
         self.interrupt.install()
         outcome, most = self.outcome, self.config.cluster.max_restarts
         while True:
@@ -375,9 +374,8 @@ class RunDriver:
 
 @contextmanager
 def _unless_failed(outcome: RunOutcome, what: str) -> Iterator[None]:
-    """Log write errors (such as a full disk) after a failed run, so that they do not hide the cause.
-
-    Of a run that has not failed, a full disk makes it a failed one; any other OSError is raised."""
+    """Log write errors (such as a full disk) after a failed run, so that they do not hide the cause. Of a run that has not
+    failed, a full disk makes it a failed one; any other OSError is raised."""
     try:
         yield
     except OSError as problem:

@@ -69,10 +69,9 @@ class EngineChoice:
         return maker
 
     def make(self, model: str, pools: Pools | None = None, unused: Sequence[int] = (), room: int | None = None) -> Engine:
-        """Make the engine without starting it.
-
-        `model`: folder or hub name; `pools`: the engine's processes run in the pool of the role "rollout"; `unused`: token ids
-        that are never sampled; `room`: bytes of its GPU that it may use (run/role_placement.py)."""
+        """Make the engine without starting it. `model`: folder or hub name; `pools`: the engine's processes run in the pool of
+        the role "rollout"; `unused`: token ids that are never sampled; `room`: bytes of its GPU that it may use
+        (run/role_placement.py)."""
         maker = self.maker()
         maker.unused, maker.room = unused, room
         processes = maker.processes()
@@ -82,9 +81,8 @@ class EngineChoice:
         return maker.make(named_anywhere(model), model_context(model, self.config.model.trust_remote_code), ray_options)
 
     def without_trainer(self) -> TrainConfig:
-        """Return the config of a command without training, in which `auto` is the engine that suits all GPUs.
-
-        Raises ResourceError if the cluster's nodes do not answer."""
+        """Return the config of a command without training, in which `auto` is the engine that suits all GPUs. Raises
+        ResourceError if the cluster's nodes do not answer."""
         config = self.config
         if config.engine != AUTO or claiming_engine(config.model.path):
             return config

@@ -57,7 +57,6 @@ _COLUMNS = ("success", "reward", "turns", "tokens", "tasks", "unscored")
 
 def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, Any]:
     """Make a report: pass@k and pass^k with 95 % intervals over tasks, reward terms, stop reasons, errors, tokens, cost.
-
     Latencies are in seconds, costs in US dollars; values are per episode unless stated otherwise."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
@@ -141,9 +140,8 @@ _KEY_ORDER = ("pass@", "pass^", "reward", "usd_total", "unscored", "stops", "tur
 
 
 def print_report(report: dict[str, Any], console: Console, every: bool = False) -> None:
-    """Print the report as a table; "-" is an unknown value.
-
-    Without `every`: at most FEW rows, most important first, without unknown values and zeros (except of reward)."""
+    """Print the report as a table; "-" is an unknown value. Without `every`: at most FEW rows, most important first, without
+    unknown values and zeros (except of reward)."""
     table = folding("", "value", "95 % interval", title=f"{report['episodes']} episodes of {report['tasks']} tasks")
     rows: list[tuple[str, str, str]] = []
     for key, value in report.items():
@@ -344,9 +342,8 @@ class RolloutJob:
             atomic_write(self.file, "".join(_line(self.episodes[pair]) for pair in sorted(self.episodes)))
 
     async def evaluate(self, about: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """Play the missing episodes and write report.json; returns the report, or None after Ctrl-C.
-
-        For a suite the report includes the benchmark's official table ("official"). `about`: further entries. Raises as `run`."""
+        """Play the missing episodes and write report.json; returns the report, or None after Ctrl-C. For a suite the report
+        includes the benchmark's official table ("official"). `about`: further entries. Raises as `run`."""
         await self.run()
         if self.interrupted:
             return None
@@ -396,9 +393,8 @@ class RolloutJob:
                 )
 
     def _resume(self) -> dict[Pair, Trajectory]:
-        """Read the scored episodes in `out`; the unscored ones are played again.
-
-        Raises ConfigError if `out` holds other episodes."""
+        """Read the scored episodes in `out`; the unscored ones are played again. Raises ConfigError if `out` holds other
+        episodes."""
         request, purpose = self.request, self.request.purpose
         # Everything that an episode depends on; `-n` and `-k` only select episodes.
         own = {"command": purpose, "--split": request.split, **({"--values": request.values} if request.values else {})}
@@ -431,11 +427,9 @@ def _write_report(file: Path, report: Mapping[str, Any]) -> None:
 async def run_evals(
     start: RunStart, requests: Mapping[str, RolloutRequest], display: Display, about: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any] | None, RolloutJob]:
-    """Evaluate several environments, one after the other with one engine, and write a common report.
-
-    `requests`: by environment name, each with its folder in one root, which gets the report. Returns the report (None after
-    Ctrl-C) and the last job.
-    """
+    """Evaluate several environments, one after the other with one engine, and write a common report. `requests`: by
+    environment name, each with its folder in one root, which gets the report. Returns the report (None after Ctrl-C) and the
+    last job."""
     config = start.config.with_date(next(iter(requests.values())).day())
     start = replace(start, config=config)
     envs = {env.called: env for env in config.envs}

@@ -73,9 +73,8 @@ def check_unlocked(folder: Path) -> None:
 
 
 def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "", wait: bool = False) -> None:
-    """Take the lock, or raise ConfigError that names the process holding it.
-
-    With `wait`, retry for `LOCK_WAIT_S`, with a warning every `LOCK_SAID_S`."""
+    """Take the lock, or raise ConfigError that names the process holding it. With `wait`, retry for `LOCK_WAIT_S`, with a
+    warning every `LOCK_SAID_S`."""
     begun, said = time.monotonic(), -1.0
     while True:
         try:
@@ -112,7 +111,6 @@ def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "", wait:
 
 class LogFile(RotatingFileHandler):
     """Log handler for lines with time, level and logger; at `LOG_BYTES` `log.txt` becomes `log.txt.1`, that `log.txt.2`, ...
-
     Raises OSError if `path` is not a plain file, because opening a pipe would block."""
 
     def __init__(self, path: Path) -> None:
@@ -124,9 +122,8 @@ class LogFile(RotatingFileHandler):
         return safe(redact_said(super().format(record)))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore OSErrors, such as a full disk; lines stay in the buffer.
-
-        Essential writes report the full disk; one traceback per log line on the terminal would hide that report."""
+        """Ignore OSErrors, such as a full disk; lines stay in the buffer. Essential writes report the full disk; one traceback
+        per log line on the terminal would hide that report."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
@@ -155,9 +152,8 @@ class NameTakenError(ConfigError):
 
 
 def check_free(name: str, out: str) -> None:
-    """Check that the run folder `out/name` can be made, without making it.
-
-    Raises NameTakenError if a run is there, ConfigError if something else is, ResourceError if it cannot be made."""
+    """Check that the run folder `out/name` can be made, without making it. Raises NameTakenError if a run is there,
+    ConfigError if something else is, ResourceError if it cannot be made."""
     path = Path(out) / name
     whole = path.absolute()
     # Detect without making the folder: a path part that is too long or a file, or a missing write permission.
@@ -262,7 +258,6 @@ class RunFolder:
 
     def keep_config(self, now: str, step: int) -> Path | None:
         """Replace the run's config by `now` (TOML) from `step` (updates done) on, if it differs; returns the old one's file.
-
         The old config moves to `config_history/until_NNNNNN.toml`. After several changes at one step that file keeps the first
         of them, which ran. Returns None if the configs are equal."""
         before = self.config.read_text(encoding="utf-8")
@@ -336,10 +331,8 @@ class RunFolder:
         return [*damaged, *cut]
 
     def clear_final(self) -> None:
-        """Prepare `final/` for a new model: remove the manifest and everything but plain files.
-
-        Without the manifest half of a new model cannot pass for the old one; writing to a pipe would block. Raises OSError, and
-        as `check_places`."""
+        """Prepare `final/` for a new model: remove the manifest and everything but plain files. Without the manifest half of a
+        new model cannot pass for the old one; writing to a pipe would block. Raises OSError, and as `check_places`."""
         self.check_places()
         if not self.final.is_dir():
             return
@@ -349,7 +342,6 @@ class RunFolder:
 
     def rotate(self, keep: KeepConfig, step: int) -> None:
         """Remove the oldest files of episodes and tokens up to `step`, so that those of `keep.trajectories` steps remain.
-
         "before" and "after" always stay. Files of later steps stay too: they are left from a lost attempt, and are written
         again."""
         if not keep.trajectories:

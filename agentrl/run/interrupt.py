@@ -21,9 +21,8 @@ BLOCKED = 1.0
 
 @contextmanager
 def ended_as_interrupted(handler: Callable[[int, FrameType | None], None] = signal.default_int_handler) -> Iterator[None]:
-    """Install `handler` for the stop signals inside the context; only in the main thread, which alone gets signals.
-
-    The default handler raises KeyboardInterrupt, so that unfinished files are removed."""
+    """Install `handler` for the stop signals inside the context; only in the main thread, which alone gets signals. The
+    default handler raises KeyboardInterrupt, so that unfinished files are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -43,9 +42,8 @@ def _count_signal(times: list[float]) -> bool:
 
 @contextmanager
 def put_off(say: Callable[[str], None]) -> Iterator[None]:
-    """Ignore the first stop signal while a finished run writes its summary; `say` reports it.
-
-    The second signal raises KeyboardInterrupt, because a tracker may hang."""
+    """Ignore the first stop signal while a finished run writes its summary; `say` reports it. The second signal raises
+    KeyboardInterrupt, because a tracker may hang."""
     times, reported = list[float](), False
 
     def report(number: int, frame: FrameType | None) -> None:
@@ -78,9 +76,8 @@ class Interrupt:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def install(self) -> None:
-        """Handle the stop signals in the running event loop and cancel the current task.
-
-        Outside of the main thread there are no signals: call `press` instead."""
+        """Handle the stop signals in the running event loop and cancel the current task. Outside of the main thread there are
+        no signals: call `press` instead."""
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
             return

@@ -147,7 +147,6 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
 
 def make_batch(groups: list[Group], advantage: Choice, own: Mapping[str, Choice] = NONE) -> TensorDict:
     """Collate scored members into a TensorDict, one row per ledger, with the columns that their advantage estimators read.
-
     `own`: estimator of an environment in place of `advantage`."""
     batch = collate(
         [t for group in groups for t in group.scored()], groups=[group.index for group in groups for _ in group.scored()]
@@ -156,9 +155,8 @@ def make_batch(groups: list[Group], advantage: Choice, own: Mapping[str, Choice]
 
 
 def staleness(batch: TensorDict, version: int) -> dict[str, float]:
-    """Compute mean and maximum over sampled tokens of `version` minus the version that sampled the token.
-
-    Raises ConfigError if the batch has no sampled token, because no prompt left room for one."""
+    """Compute mean and maximum over sampled tokens of `version` minus the version that sampled the token. Raises ConfigError
+    if the batch has no sampled token, because no prompt left room for one."""
     ages = version - batch["versions"].values()[batch["sampled"].values()]
     if not len(ages):
         raise ConfigError(

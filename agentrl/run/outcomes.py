@@ -53,7 +53,6 @@ def labels_of(row: Mapping[str, Any], env: str | None = None) -> list[str]:
 
 def summary_of(rows: Sequence[Mapping[str, Any]], env: str | None = None) -> dict[str, dict[str, Any]]:
     """Summarize held-out tasks by horizon: count, success and reward before and after training, episode lengths after it.
-
     Empty without horizons."""
     ends = {row["phase"]: row for row in rows if row["phase"] in ("before", "after")}
     found: dict[str, dict[str, Any]] = {}
@@ -88,10 +87,9 @@ def kinds_of(envs: Iterable[RunEnv]) -> dict[str, dict[str, Kind]]:
 
 
 def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: bool, several: bool = False) -> Row:
-    """Compute means, shares and counts over episodes.
-
-    `trained`: they belong to an update, where an episode is scored only with a reward; in an evaluation a known success suffices.
-    `several`: they come from several environments, so there are no values by horizon."""
+    """Compute means, shares and counts over episodes. `trained`: they belong to an update, where an episode is scored only
+    with a reward; in an evaluation a known success suffices. `several`: they come from several environments, so there are no
+    values by horizon."""
     # Known values of each id by index of the episode; an id without any known value stays, empty.
     ends: dict[str, dict[int, float]] = {"success": {}, "reward": {}}
     terms: dict[str, dict[int, float]] = {}
@@ -199,9 +197,8 @@ TRAIN, EVALUATED = ("train",), ("before", "eval", "after")
 
 
 def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw success by step (training tasks and held-out tasks) into a PNG.
-
-    Several environments have a pair of lines each, and there is a line for the mean of the evaluations."""
+    """Draw success by step (training tasks and held-out tasks) into a PNG. Several environments have a pair of lines each, and
+    there is a line for the mean of the evaluations."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

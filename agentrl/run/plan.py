@@ -49,10 +49,9 @@ from agentrl.utils.terminal import columns
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Sizes of one update. Episodes, minibatches and optimizer steps are exact if all episodes are scored.
-
-    Tokens and `micros` (micro-batches of a data-parallel rank per minibatch) are maxima, for episodes of maximum length. `kept`,
-    `shown`: maximum episodes and demonstrations added by `algorithm.experience` and `algorithm.demonstrations`."""
+    """Sizes of one update. Episodes, minibatches and optimizer steps are exact if all episodes are scored. Tokens and `micros`
+    (micro-batches of a data-parallel rank per minibatch) are maxima, for episodes of maximum length. `kept`, `shown`: maximum
+    episodes and demonstrations added by `algorithm.experience` and `algorithm.demonstrations`."""
 
     groups: int
     group_size: int
@@ -83,7 +82,6 @@ class Parameters:
 @dataclass(frozen=True, slots=True)
 class Evaluations:
     """Schedule of evaluations: `after` how many updates (0: before the first), and on how many tasks each time.
-
     `environments`: description of the evaluation by environment name."""
 
     after: list[int]

@@ -112,9 +112,8 @@ class Provenance:
         return [f"{key} have changed since the run began" for key in code if then.get(key, now.get(key)) != now.get(key)]
 
     def differences(self) -> list[str]:
-        """List the differences from the run's own evaluations, per environment.
-
-        Compares with the run's environment of the same name, else of the same id."""
+        """List the differences from the run's own evaluations, per environment. Compares with the run's environment of the
+        same name, else of the same id."""
         before, found = with_absolute_paths(load_config(self.folder.config)), list[str]()
         for own in self.config.envs:
             theirs = [e for e in before.envs if e.called == own.called] or [e for e in before.envs if _same_env(e.id, own.id)]
@@ -144,7 +143,7 @@ class Provenance:
 
 
 def _read_provenance(folder: RunFolder) -> dict[str, Identity] | None:
-    """Read the record of `Provenance.write`; None if there is none. Raises RunFolderError if it is damaged."""
+    """Read the record of `Provenance.write`; None without one. Raises RunFolderError if it is damaged."""
     fix = "restore it, or remove it: the files that the config names are then assumed to be the same"
     found = stored_object(folder.path / FILE, fix)
     if found is not None and not (isinstance(found.get("contents"), dict) and isinstance(found.get("folder"), str)):
@@ -162,9 +161,8 @@ def origin_hint(folder: RunFolder) -> str:
 
 
 def check_own_config(now: Identity, folder: RunFolder) -> None:
-    """Raise ConfigError if config.toml was edited by hand or belongs to another run.
-
-    Ignores keys that only one side has: they come from another version."""
+    """Raise ConfigError if config.toml was edited by hand or belongs to another run. Ignores keys that only one side has: they
+    come from another version."""
     newest = Checkpoints(folder.checkpoints, keep=1).newest()
     try:
         began = (_read_provenance(folder) or {}).get("identity", {})

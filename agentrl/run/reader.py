@@ -92,9 +92,8 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """Name of the run in its config, else of its folder.
-
-        For an evaluation it includes the parent folder, which is named after the model."""
+        """Name of the run in its config, else of its folder. For an evaluation it includes the parent folder, which is named
+        after the model."""
         own = self.path.name if self.evaluation is None else f"{self.path.parent.name}/{self.path.name}"
         try:
             return str(self.table.get("name", own))
@@ -170,9 +169,8 @@ class RunRecord:
 
     @checks_arguments
     def episodes(self, phase: str | None = None, step: int | None = None) -> Iterator[Trajectory]:
-        """Yield the episodes by step, one at a time in memory.
-
-        Raises ConfigError for an unknown phase, RunFolderError for a damaged row."""
+        """Yield the episodes by step, one at a time in memory. Raises ConfigError for an unknown phase, RunFolderError for a
+        damaged row."""
         files = self.files
         if phase is not None and phase not in _ORDER:
             known = ", ".join(dict.fromkeys(file.phase for file in files)) or "none"
@@ -218,7 +216,7 @@ class RunRecord:
 
 
 def episode_of(line: str | bytes, where: str) -> Trajectory:
-    """Parse a row of a trajectory file. Raises RunFolderError, beginning with `where`, if it is none."""
+    """Parse a row of a trajectory file. Raises RunFolderError, beginning with `where`, if it cannot be parsed."""
     try:
         return Trajectory.from_json(read_json(line))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as problem:
@@ -234,7 +232,7 @@ def is_run(path: Path) -> bool:
 
 @checks_arguments
 def load_run(path: str | Path) -> RunRecord:
-    """Open the run in a folder. Raises RunFolderError, with similar names, if there is none."""
+    """Open the run in a folder. Raises RunFolderError, with similar names, without one."""
     folder = Path(path).expanduser()
     if is_run(folder):
         return RunRecord(folder)
@@ -317,10 +315,9 @@ def check_of(ledgers: Sequence[TokenLedger]) -> int:
 def token_columns(
     row: Mapping[str, Any], ledgers: Sequence[TokenLedger], at: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None] | None:
-    """Return advantages and ratios of the sampled tokens of ledger `at`, from its episode's row in the token file.
-
-    None if the episode was not trained on, or the row belongs to another episode. Raises KeyError, TypeError, ValueError or
-    IndexError for a malformed row."""
+    """Return advantages and ratios of the sampled tokens of ledger `at`, from its episode's row in the token file. None if the
+    episode was not trained on, or the row belongs to another episode. Raises KeyError, TypeError, ValueError or IndexError for
+    a malformed row."""
     if row["check"] != check_of(ledgers) or row["ledgers"] is None:
         return None
     entry, count = row["ledgers"][at], ledgers[at].sampled_tokens

@@ -73,9 +73,8 @@ class RunRoles:
 
     @property
     def without_pool(self) -> dict[str, Unpooled]:
-        """Roles without a pool whose processes reserve GPUs: one per actor, for the engine as many as it computes on.
-
-        Empty on nodes without GPUs, where Ray places the processes by CPU slots."""
+        """Roles without a pool whose processes reserve GPUs: one per actor, for the engine as many as it computes on. Empty on
+        nodes without GPUs, where Ray places the processes by CPU slots."""
         # Actors first: the search gives the fewest nodes to the first role, and actors exchange gradients.
         cluster, engine, found = self.cluster, self.engine, dict[str, Unpooled]()
         if cluster.backend != "ray":
@@ -343,9 +342,8 @@ class RunMemory:
         return found
 
     def bytes_for_engine(self, found: list[RolePlacement], card: int | None) -> int | None:
-        """Return the bytes of a card that the roles `found` leave to the engine; None without a card.
-
-        If the engine sleeps during their turns, only memory that they always hold counts."""
+        """Return the bytes of a card that the roles `found` leave to the engine; None without a card. If the engine sleeps
+        during their turns, only memory that they always hold counts."""
         if card is None:
             return None
         sharing = [one for one in found if one.device == _device(self.config.cluster, "rollout")]

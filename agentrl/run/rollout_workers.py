@@ -103,10 +103,8 @@ class ActorProcess(WorkerProcess):
 
 
 class ActorProcesses(WorkerProcesses):
-    """Ray actors, spread over the nodes.
-
-    Calls `recipe` once, at the first start, when Ray and the engine are running. `joined`: the cluster existed before the run,
-    and more nodes may join it."""
+    """Ray actors, spread over the nodes. Calls `recipe` once, at the first start, when Ray and the engine are running.
+    `joined`: the cluster existed before the run, and more nodes may join it."""
 
     def __init__(self, recipe: Callable[[], Recipe], joined: bool) -> None:
         self._make, self._joined = recipe, joined

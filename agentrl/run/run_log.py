@@ -78,10 +78,9 @@ def train_row(session: Session, episodes: Row, update: Mapping[str, Any]) -> Row
 
 
 def evaluation_row(result: Evaluation, kinds: Kinds, seconds: float, services: Iterable[Service] = ()) -> Row:
-    """Build the row of an evaluation, with each environment's values by horizon, and the metrics of reward `services`.
-
-    With several environments success and reward are weighted means over them (`together`); the metrics of the services count
-    from their last reading."""
+    """Build the row of an evaluation, with each environment's values by horizon, and the metrics of reward `services`. With
+    several environments success and reward are weighted means over them (`together`); the metrics of the services count from
+    their last reading."""
     row = _values_of(result.trajectories, kinds, trained=False, several=bool(result.by_env))
     if result.by_env:  # numbers of episodes do not describe a mean over environments
         row = {key: value for key, value in row.items() if key not in ("n/success", "n/reward")}
@@ -101,9 +100,8 @@ def shown_of(row: Mapping[str, Any], envs: Sequence[str]) -> tuple[Row, Row]:
 
 
 def thrown_away(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sum `tokens_sampled` and `tokens_thrown` over a run's updates, and `thrown` by cause, largest first.
-
-    Empty for runs of older versions, whose rows lack these keys."""
+    """Sum `tokens_sampled` and `tokens_thrown` over a run's updates, and `thrown` by cause, largest first. Empty for runs of
+    older versions, whose rows lack these keys."""
     counted = [row for row in updates if "tokens_sampled" in row]
     if not counted:
         return {}
@@ -141,9 +139,8 @@ HealthRow = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Problem of a run: `status` of a run that ends with it, cause and advice.
-
-    `fails`: such a run has failed; False for a trial of fewer updates than `health.idle_updates`, which is only mentioned."""
+    """Problem of a run: `status` of a run that ends with it, cause and advice. `fails`: such a run has failed; False for a
+    trial of fewer updates than `health.idle_updates`, which is only mentioned."""
 
     status: Unhealthy
     cause: str
@@ -156,7 +153,6 @@ class Finding:
 
 class Updates:
     """Bounded statistics of a run's updates: the newest rows, how many of them taught nothing (`idle`), and `taught`.
-
     `taught`: any update so far taught the policy something."""
 
     def __init__(self, critic: CriticConfig | None, most: int, rows: Iterable[HealthRow] = ()) -> None:
@@ -307,7 +303,6 @@ class Health:
 
     def begin(self, step: int, rows: Iterable[HealthRow], stats: RolloutStats | None = None) -> None:
         """Start over after `step` updates with these `rows`; rows after `step` are ignored, because they are written again.
-
         `stats`: knows the cause of the first unscored episode."""
         config, most = self._config, self._config.health.idle_updates
         before = [row for row in rows if row["phase"] == "train" and row["step"] <= step]
@@ -363,9 +358,8 @@ class Health:
                 self._warn(f"[{phase}] {one.unscored} of {total} episodes{where} are unscored; the first: {why}")
 
     def verdict(self, rows: Sequence[HealthRow]) -> Finding | None:
-        """Return the problem of a run that ended with these rows; None if it learned.
-
-        A run whose last updates trained nothing has learned if success has risen or `stop_at_success` is reached."""
+        """Return the problem of a run that ended with these rows; None if it learned. A run whose last updates trained nothing
+        has learned if success has risen or `stop_at_success` is reached."""
         goal, cfg = self._config.stop_at_success, self._config.health
         updates = [row for row in rows if row["phase"] == "train"]
         last = [row for row in rows if row["phase"] == "after"][-1:]
@@ -388,9 +382,8 @@ def finding_text(one: Mapping[str, Any]) -> str:
 
 
 def idle(updates: Updates, rollout: RolloutConfig) -> Finding | None:
-    """Return a finding if all the newest updates (as many as are kept) trained nothing, else None.
-
-    None too if all their episodes succeeded after an update that taught something: nothing is left to learn."""
+    """Return a finding if all the newest updates (as many as are kept) trained nothing, else None. None too if all their
+    episodes succeeded after an update that taught something: nothing is left to learn."""
     count = updates.idle
     newest = [row for row in updates.newest if row["step"] > updates.warmup] if count else []
     if count < max(len(newest), 1):
@@ -451,9 +444,8 @@ def unscored_finding(rows: Collection[HealthRow], health: HealthConfig, fault: s
 
 
 def check_any_scored(found: Evaluation) -> None:
-    """Raise NothingScoredError if no episode of the evaluation before training has a score.
-
-    Updates would fail the same way, but only after much longer."""
+    """Raise NothingScoredError if no episode of the evaluation before training has a score. Updates would fail the same way,
+    but only after much longer."""
     if found.scored == 0 and found.unscored > 0:
         raise NothingScoredError(
             f"none of the {found.unscored} episodes of the evaluation before training could be scored; the first: "
@@ -523,9 +515,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             self.endpoint.watch(session)
 
     def rewound(self, step: int) -> None:
-        """Report to the trackers that the folder was rewound and the run continues from `step`.
-
-        -1: from the start of training; `folder.NOTHING`: from the start of the warm start."""
+        """Report to the trackers that the folder was rewound and the run continues from `step`. -1: from the start of
+        training; `folder.NOTHING`: from the start of the warm start."""
         for tracker in self.trackers if self._begun else []:
             tracker.call("rewind", step)
 
@@ -536,9 +527,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             tracker.call("picture", "curve", self.folder.curve)
 
     async def trajectories(self, name: str, trajectories: Sequence[Trajectory], tokens: TrainedTokens | None = None) -> None:
-        """Start writing `trajectories/<name>.jsonl` once the previous file is written; `writes.wait` awaits its end.
-
-        `tokens`: their trained tokens, for `tokens/<name>.jsonl`."""
+        """Start writing `trajectories/<name>.jsonl` once the previous file is written; `writes.wait` awaits its end. `tokens`:
+        their trained tokens, for `tokens/<name>.jsonl`."""
 
         def write() -> None:
             if tokens is not None:

@@ -39,7 +39,6 @@ QUESTION = {"role": "user", "content": "Answer with the word: ready"}
 @dataclass(frozen=True, slots=True)
 class ApiModel:
     """API model of a service: the config key that names it, its address `base` and that key, and its request without question.
-
     `args`: config key of the `given` arguments; `set_by`: parameter of the request -> config key that sets it."""
 
     key: str
@@ -57,10 +56,9 @@ class ApiModel:
 
 
 class Service(Client):
-    """Answers the reward leaves that name it (`Leaf.asks`).
-
-    Registered in `agentrl.reward.leaf.SERVICES` and made with the config's `reward`. Outside of runs it answers without being
-    started. A check in `RUN_CHECKS` under its name refuses configs that cannot work."""
+    """Answers the reward leaves that name it (`Leaf.asks`). Registered in `agentrl.reward.leaf.SERVICES` and made with the
+    config's `reward`. Outside of runs it answers without being started. A check in `RUN_CHECKS` under its name refuses configs
+    that cannot work."""
 
     @classmethod
     def engines(cls, run: RunServices) -> Sequence[SideEngine]:

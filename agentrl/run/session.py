@@ -193,9 +193,8 @@ class Saver(Writes):
         return score is not None and ((best := self._checkpoints.best()) is None or score > best[1])
 
     async def load(self) -> bool:
-        """Load the newest intact checkpoint and remove later metrics; returns False if there is none.
-
-        Raises CheckpointError if its files have an unexpected format."""
+        """Load the newest intact checkpoint and remove later metrics; returns False without one. Raises CheckpointError
+        if its files have an unexpected format."""
         # First, because it may restore a checkpoint that is then the newest one.
         lost = self._checkpoints.recover_interrupted()
         newest, damaged = await in_thread("files", self._checkpoints.newest_intact)
@@ -296,7 +295,6 @@ class Session:
 
     async def begin(self) -> bool:
         """Open the training roles on the run's model, load the newest checkpoint, and publish the weights to the engine.
-
         Returns True if there was a checkpoint, False for a fresh start."""
         with self.display.doing("loading roles and checkpoint"):
             await self.learner.open(model_folder(self.config.seed, self.config.model, self.folder), self.folder.path)
@@ -326,10 +324,8 @@ class Session:
 
 
 def warmed_up(folder: RunFolder) -> bool:
-    """Return True if the warm start's model is complete.
-
-    Its manifest is written last, so a model without one was cut short by a kill or a full disk. Older versions wrote no manifest:
-    their model is complete if training continued from it."""
+    """Return True if the warm start's model is complete. Its manifest is written last, so a model without one was cut short by
+    a kill or a full disk. Older versions wrote no manifest: their model is complete if training continued from it."""
     whole = os.path.lexists(folder.warm_start / MANIFEST) or folder.checkpoints.is_dir()
     return whole and (folder.warm_start / "config.json").is_file()
 
@@ -347,9 +343,8 @@ def needs_warm_start(config: TrainConfig, folder: RunFolder) -> bool:
 
 
 def model_folder(seed: int, model: ModelConfig, folder: RunFolder) -> str:
-    """Return folder or hub name of the initial model: the warm start's result, `model.path`, or a newly built model.
-
-    Raises CheckpointError if the warm start's or the built model is damaged."""
+    """Return folder or hub name of the initial model: the warm start's result, `model.path`, or a newly built model. Raises
+    CheckpointError if the warm start's or the built model is damaged."""
     # First, because a warm start begins with one of the models below, and the run continues from its result.
     if warmed_up(folder):
         check_model(folder.warm_start)

@@ -117,10 +117,8 @@ async def _train_to_gate(
 
 
 def steps_batch(rows: Sequence[Trajectory], per_step: int, sharing: Mode) -> TensorDict:
-    """Collate the transcripts of several steps, `per_step` of each.
-
-    Transcripts of one step share the environment's prompt and tools, computed once according to `sharing`
-    (`optim.prefix_sharing`)."""
+    """Collate the transcripts of several steps, `per_step` of each. Transcripts of one step share the environment's prompt and
+    tools, computed once according to `sharing` (`optim.prefix_sharing`)."""
     # One group per step, because rows of different steps cannot share a prefix.
     batch = collate(rows, [place // per_step for place in range(len(rows))], allow_unscored=True)
     return with_trees(Ragged.of(batch), sharing).batch
@@ -151,7 +149,6 @@ def _warm_start_parts(session: Session) -> Iterator[tuple[EnvConfig, SftConfig]]
 
 async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluation, str]:
     """Evaluate greedily in each environment of the warm start; returns the mean result, and a text of the closed gates.
-
     Environments have equal weights. An unknown success opens no gate above 0."""
     config, closed = session.config, list[str]()
     found: dict[str, Evaluation] = {}

@@ -58,9 +58,8 @@ class Tracker(ABC):
 
     @classmethod
     def check(cls, args: Mapping[str, Any]) -> None:
-        """Raise a UserError if the tracker cannot work, for example without a package or a login.
-
-        Called before a run in the main thread; `args`: all arguments."""
+        """Raise a UserError if the tracker cannot work, for example without a package or a login. Called before a run in the
+        main thread; `args`: all arguments."""
         return None
 
     @abstractmethod
@@ -68,10 +67,8 @@ class Tracker(ABC):
         """Record the numbers of a row after `step` updates; `phase`: "train", "eval", "before", ... None: unknown value."""
 
     def rewind(self, step: int) -> None:
-        """Handle that the run continues from `step` (-1: from the start of training, -2: of the warm start).
-
-        Rows of later steps and of the phase "after" come again (`is_voided`): remove them, or ignore the second ones
-        (`given.GivenRows`)."""
+        """Handle that the run continues from `step` (-1: from the start of training, -2: of the warm start). Rows of later
+        steps and of the phase "after" come again (`is_voided`): remove them, or ignore the second ones (`given.GivenRows`)."""
         return None
 
     def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:

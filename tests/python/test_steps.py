@@ -124,7 +124,7 @@ def test_what_is_held_out_is_played_and_not_trained_on(loop: agentrl.StepLoop) -
 def test_calls_out_of_order_say_what_is_missing(loop: agentrl.StepLoop) -> None:
     trainer, policy = loop.trainer, loop.policy
     batch = trainer.batch(policy.play(tasks=1, group_size=2))
-    with pytest.raises(StepOrderError, match=r"no gradients wait; call trainer.forward_backward"):
+    with pytest.raises(StepOrderError, match=r"there are no gradients; call trainer.forward_backward"):
         trainer.optim_step()
     trainer.forward_backward(batch)
     with pytest.raises(StepOrderError, match=r"publish: the gradients of 1 call of .* call trainer.optim_step\(\)"):
@@ -170,7 +170,7 @@ WRONG: list[tuple[str, str, dict[str, Any]]] = [
     ("policy.evaluate: tasks", "evaluate", {"n": 0}),
     ("prompt = \\[\\]: expected at least one", "sample", {"prompt": []}),
     ("messages\\[0\\]: expected an object", "sample", {"prompt": [True]}),
-    ("tools\\[0\\] = {}: expected a tool in OpenAI's form", "sample", {"prompt": "x", "tools": [{}]}),
+    ("tools\\[0\\] = {}: expected a tool in OpenAI's format", "sample", {"prompt": "x", "tools": [{}]}),
     ("tools\\[0\\]", "sample", {"prompt": "x", "tools": [{"function": {"name": "f", "parameters": 5}}]}),
     ("tools\\[0\\]", "sample", {"prompt": "x", "tools": [{"function": {"name": 5}}]}),
     ("group: draws = 5 is a int", "group", {"draws": 5, "rewards": [1.0]}),
@@ -240,7 +240,7 @@ def test_an_answer_that_is_no_sample_is_the_engines_fault(loop: agentrl.StepLoop
 def test_a_file_in_place_of_an_export_is_named(loop: agentrl.StepLoop, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", ""):
-        with pytest.raises(ConfigError, match="is no folder; name one"):
+        with pytest.raises(ConfigError, match="is not a folder; name one"):
             loop.trainer.export(folder)
 
 
@@ -272,7 +272,7 @@ def test_weights_that_broke_are_neither_published_nor_saved_until_others_are_loa
             with pytest.raises(NonFiniteError, match=r"the weights are no longer finite\. Go back .*trainer\.load"):
                 call()
         loop.trainer.load(folder)
-        with pytest.raises(NonFiniteError), loop.trainer._noting_what_breaks():
+        with pytest.raises(NonFiniteError), loop.trainer._note_broken_weights():
             raise NonFiniteError("step 3 is skipped (4 in a row), which leaves the weights as they were")
         assert loop.trainer.publish() > 0
 
@@ -285,7 +285,7 @@ def test_one_answer_of_older_weights_makes_a_batch_stale(loop: agentrl.StepLoop,
     version = loop.trainer.publish()
     [new] = loop.policy.sample("Say a word")
     batch = loop.trainer.batch([loop.policy.group([old, new] if old_first else [new, old], [1.0, 0.0])])
-    with pytest.raises(StepOrderError, match=rf"stale batch: it is of weights of version {version - 1}, and version {version}"):
+    with pytest.raises(StepOrderError, match=rf"stale batch: from weights of version {version - 1}, and version {version}"):
         loop.trainer.forward_backward(batch)
 
 

@@ -61,9 +61,8 @@ class Both(Generic[P, R]):
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` in the background loop and block for its result.
-
-    Raises the error of `work`, and RuntimeError if called in the background loop."""
+    """Run `work` in the background loop and block for its result. Raises the error of `work`, and RuntimeError if called in
+    the background loop."""
     held = background()
     if held.here:
         work.close()
@@ -111,9 +110,8 @@ async def _run_cancellable(work: Coroutine[Any, Any, T], begun: list[asyncio.Tas
 
 
 async def run_awaited(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` in the background loop and await its result, from any event loop.
-
-    If the caller is cancelled, cancels `work` too and awaits its end."""
+    """Run `work` in the background loop and await its result, from any event loop. If the caller is cancelled, cancels `work`
+    too and awaits its end."""
     held = background()
     if held.here:
         return await work

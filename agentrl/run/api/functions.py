@@ -113,7 +113,6 @@ async def rollout(
     overrides: Mapping[str, Any] | None = None,
 ) -> list[Trajectory]:
     """Play and score `k` episodes of a model or policy on each of the first `n` tasks of a split, in the order of tasks.
-
     Arguments as in `evaluate`; sampled as in training (`rollout.temperature`)."""
     config, name = _eval_config(model, env, params, reward, overrides, checkpoint, "rollout")
     return (await _play(config, RolloutRequest("rollout", name, n, k, split, Path(out or "")), out, quiet)).episodes
@@ -150,9 +149,8 @@ def _eval_config(
 
 
 async def _play(config: TrainConfig, request: RolloutRequest, out: str | Path | None, quiet: bool) -> EvalReport:
-    """Play the episodes of a request, with a report if it is an evaluation; without `out` nothing is kept.
-
-    Raises CallbackError if the user's policy or reward function raised."""
+    """Play the episodes of a request, with a report if it is an evaluation; without `out` nothing is kept. Raises
+    CallbackError if the user's policy or reward function raised."""
     with tempfile.TemporaryDirectory(prefix=f"agentrl-{request.purpose}-") as folder:
         request = replace(request, out=Path(folder if out is None else out).expanduser())
         start = await in_thread("load", check_eval, config, request.purpose)

@@ -182,10 +182,9 @@ class LivePolicy:
 
     @Both
     async def collect(self) -> list[Group]:
-        """Collect the groups of the next update as a run does, once per publish.
-
-        They are `rollout.groups` groups of `rollout.group_size` episodes on the sampler's tasks, under the group ledger. Raises
-        StalledError as a run, StepOrderError out of order."""
+        """Collect the groups of the next update as a run does, once per publish. They are `rollout.groups` groups of
+        `rollout.group_size` episodes on the sampler's tasks, under the group ledger. Raises StalledError as a run,
+        StepOrderError out of order."""
         self._trainer.check_fresh("policy.collect")
         if self._trainer.collected is not None:
             raise StepOrderError("policy.collect: the groups of this update were collected already; call trainer.publish() first")

@@ -125,8 +125,8 @@ class Trainer:
             )
         if twice := [number for number, count in Counter(group.index for group in groups).items() if count > 1]:
             raise ConfigError(
-                f"trainer.batch: two groups have the number {twice[0]}, by which members are compared: one group was given twice, "
-                "or comes from another session. Leave it out"
+                f"trainer.batch: two groups have the number {twice[0]}, by which members are compared: one was given twice, or "
+                "comes from another session. Leave it out"
             )
         if self.waiting and offloads_when_idle(self.config, "actor"):
             raise StepOrderError(
@@ -177,8 +177,8 @@ class Trainer:
         chosen = await self._loss(loss, algorithm or {})
         if self.waiting and chosen.aggregate != self._aggregate:
             raise StepOrderError(
-                f'trainer.forward_backward: gradients of aggregate = "{self._aggregate}" are waiting, and means over episodes and '
-                f'over tokens ("{chosen.aggregate}") cannot be added; call trainer.optim_step() in between'
+                f'trainer.forward_backward: gradients of aggregate = "{self._aggregate}" are waiting, and means over episodes '
+                f'and over tokens ("{chosen.aggregate}") cannot be added; call trainer.optim_step() in between'
             )
         if chosen.kl.target is not None and kl_coef is None:
             raise ConfigError(
@@ -248,9 +248,8 @@ class Trainer:
 
     @Both
     async def update(self, batch: TrainBatch) -> Metrics:
-        """Do a run's complete update on the batch: critic and actor, all minibatches and epochs, the KL coefficient.
-
-        Raises StepOrderError if gradients are waiting."""
+        """Do a run's complete update on the batch: critic and actor, all minibatches and epochs, the KL coefficient. Raises
+        StepOrderError if gradients are waiting."""
         self._check_age(batch)
         self._check_no_gradients("trainer.update")
         with self._note_broken_weights():
@@ -262,7 +261,7 @@ class Trainer:
 
     @Both
     async def publish(self) -> int:
-        """Publish the weights to the engine under the next version; returns it. Raises StepOrderError if gradients are waiting."""
+        """Publish the weights to the engine under the next version; returns it. Raises StepOrderError if gradients wait."""
         self._check_no_gradients("trainer.publish")
         await self._session.actors.arun(Actor.end_update)
         groups, self.collected = self.collected or [], None
@@ -286,9 +285,8 @@ class Trainer:
 
     @Both
     async def load(self, folder: str | Path) -> None:
-        """Load and publish weights and optimizer of a checkpoint (from `save`, or a run's `checkpoints/step_NNNNNN`).
-
-        Drops accumulated gradients. Raises CheckpointError if it is missing or damaged."""
+        """Load and publish weights and optimizer of a checkpoint (from `save`, or a run's `checkpoints/step_NNNNNN`). Drops
+        accumulated gradients. Raises CheckpointError if it is missing or damaged."""
         path = Path(folder).expanduser().absolute()
         if not (path / "actor").is_dir():
             newest = Checkpoints(self._session.folder.checkpoints, self.config.checkpoint.keep).newest()
@@ -321,7 +319,7 @@ class Trainer:
         allowed = self.config.rollout.max_staleness
         if self.version - oldest > allowed:
             raise StepOrderError(
-                f"stale batch: it comes from weights of version {oldest}, and version {self.version} was published since; "
+                f"stale batch: from weights of version {oldest}, and version {self.version} was published since; "
                 f"rollout.max_staleness = {allowed} allows {allowed}: play new episodes, or raise it"
             )
 

@@ -173,9 +173,9 @@ def test_without_gold_or_elsewhere_it_is_refused_by_name(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
-        ("algorithm.experience", {}, "a step-wise loop chooses its batches itself"),
-        ("algorithm.demonstrations", {}, "a step-wise loop chooses its batches itself"),
-        ("callbacks", [{"name": "echo"}], "a step-wise loop calls none of them"),
+        ("algorithm.experience", {}, "a step-wise loop chooses its own batches"),
+        ("algorithm.demonstrations", {}, "a step-wise loop chooses its own batches"),
+        ("callbacks", [{"name": "echo"}], "a step-wise loop calls no callbacks"),
     ],
 )
 def test_a_step_wise_loop_refuses_what_it_would_not_add(key: str, value: Any, why: str) -> None:
