@@ -99,7 +99,7 @@ def test_every_kind_of_task_that_the_sampler_may_choose_is_tried(tmp_path: Path)
 
 def test_a_spec_in_which_nothing_decides_is_refused_for_training_and_for_evaluation(tmp_path: Path) -> None:
     for refuse in (check_config, check_eval):
-        with pytest.raises(ConfigError, match=r"'mine' does not say what a success is.*\"success\""):
+        with pytest.raises(ConfigError, match=r"'mine' does not define success.*\"success\""):
             refuse(with_spec(tmp_path, {"op": "sum", "of": [TURNS]}, None))
 
 

@@ -181,7 +181,7 @@ def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
     assert 'model.offload = "always": there is no GPU' in capsys.readouterr().err
     for more in ([], ["--gpu-memory", "80"]):  # of other cards it was a plan
         assert main([*asked, "data.path=['chats.jsonl']", *more]) == 2
-        assert "data: agentrl train learns from episodes that it plays" in capsys.readouterr().err
+        assert "data: agentrl train learns only from episodes that it plays" in capsys.readouterr().err
     for none in ("0", "-3", "nan"):
         assert main([*asked, "--gpu-memory", none]) == 2
         assert f"--gpu-memory = {none}: GiB of a card are needed" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def test_workers_need_processes_calls_and_slots(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r'rollout.workers = 2: with cluster.backend = "inline" all of the run is in this'):
         check_workers(RunStart(of("cluster.backend=inline", "rollout.workers=2")))
     summaries = ("rollout.context.name=compact", "rollout.summary_model=openai/x", "rollout.workers=3")
-    with pytest.raises(ConfigError, match=r"api.concurrency = 2 calls at once are shared by rollout.workers = 3"):
+    with pytest.raises(ConfigError, match=r"api.concurrency = 2 concurrent calls are shared by rollout.workers = 3"):
         check_workers(RunStart(of(*summaries, "api.concurrency=2"), purpose="eval"))
     nodes = [ClusterNode("a", 2.0, 0.0), ClusterNode("b", 1.0, 0.0)]
     for module in (role_placement, size_checks):

@@ -1,8 +1,7 @@
-"""All checks before a run, in the order in which they run.
+"""All checks before a run, in order.
 
-A check raises a UserError that names the key, its value and the expected one; no folder is created and no process started
-before the last check. What only the trainer can know is checked in `trainer/`, by the file that computes with it; what a
-feature of contrib or a plug-in can know, by a function in `RUN_CHECKS`.
+A check raises a UserError that names the key, its value and the expected one. No folder is created and no process started before
+the last check. Files in `trainer/` check what they compute with; features of contrib and plug-ins register in `RUN_CHECKS`.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ RUN_CHECKS: Registry[Callable[[RunStart], Sequence[str]]] = Registry(
     "agentrl.run.checks",
     traits={
         "first": "runs before all other checks, without scorers",
-        "start": "its lines describe a run, at its start and in its plan, and are no warnings",
-        "plan": "the same, in its plan alone",
+        "start": "its lines describe a run, at its start and in its plan, and are not warnings",
+        "plan": "as start, but only in the plan",
     },
 )
-"""Checks of features and plug-ins before every start: each raises a UserError, or returns warnings. One that is registered under
-the key of a section ("rollout.branch") runs in training alone, once per environment whose config (`alone`) has the section."""
+"""Checks of features and plug-ins before every start: each raises a UserError or returns warnings. A check registered under the
+key of a section ("rollout.branch") runs only in training, once per environment whose config (`alone`) has the section."""
 OPTIONAL = ("rollout.branch", *(f"algorithm.{name}" for name in SECTIONS))
-"""Sections of features in contrib: a config with one is refused if that is missing."""
+"""Sections of features in contrib: a config with such a section is refused if the feature's folder is missing."""
 
 
 def run_checks(start: RunStart, trait: str = "") -> list[str]:
-    """Call the checks with a trait, or those without one; returns their lines."""
+    """Call the checks with a trait, or those without traits; returns their lines."""
     found = [RUN_CHECKS.entry(name) for name in RUN_CHECKS if section_at(name.split(".")) is None]
     return [line for one in found if one.traits == ({trait} if trait else set()) for line in one.make(start)]
 
@@ -80,15 +79,14 @@ def logged_too(notes: list[str]) -> Iterator[None]:
 
 
 def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool = False) -> list[str]:
-    """All checks of `agentrl train` and `agentrl sft`: the models, with `capacity` disk, memory and cores of this machine, then
-    the config; returns warnings. `planned`: nothing will be started, so a model folder may lack its
-    weights, and nothing that costs money is tried."""
+    """Run all checks of `agentrl train` and `agentrl sft`: models, config, with `capacity` this machine; returns warnings.
+    `planned`: only plan, so a model folder may lack its weights, and nothing that costs money is tried."""
     if config.data is not None:
         raise ConfigError(
-            "data: agentrl train learns from episodes that it plays, and does not read it; train on it by agentrl sft CONFIG, "
-            "and go on from the result: data=false model.path=RUN/final"
+            "data: agentrl train learns only from episodes that it plays; train on data by agentrl sft CONFIG, and continue "
+            "from the result: data=false model.path=RUN/final"
         )
-    quiet_libraries()  # the checks of a model trace it
+    quiet_libraries()  # because the checks of a model trace it
     check_references(config)
     notes: list[str] = []
     with logged_too(notes):
@@ -110,8 +108,8 @@ def _check(config: TrainConfig, planned: bool, capacity: bool) -> list[str]:
     check_vision(start)
     if capacity:
         check_capacity(start)
-    # In this order, because later checks rely on earlier ones: on parts that can be built. What is of one environment is
-    # checked in the config of each, as if it were alone.
+    # In this order, because later checks rely on parts that earlier ones have built. Settings of environments are checked in a
+    # config with that environment only.
     sections = sorted({*OPTIONAL, *(name for name in RUN_CHECKS if section_at(name.split(".")) is not None)})
     for env in config.envs:
         with start.alone(env) as one:
@@ -152,7 +150,7 @@ def _check(config: TrainConfig, planned: bool, capacity: bool) -> list[str]:
             check_gold(one)
             check_success(one)
             at = f"{env.called}: " if len(config.envs) > 1 else ""
-            if env.trains:  # a reward that teaches the wrong thing, of what teaches nothing
+            if env.trains:  # lint only rewards that are trained on
                 notes += [at + line for line in check_lint(one)]
     for env in [] if config.sft is None else warm_start_envs(config.envs, config.sft):
         with start.alone(env) as one:
@@ -161,7 +159,7 @@ def _check(config: TrainConfig, planned: bool, capacity: bool) -> list[str]:
 
 
 def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> RunStart:
-    """All checks of `agentrl eval` and `agentrl rollout`, before a folder is created; returns the start with its engine settled.
+    """Run all checks of `agentrl eval` and `agentrl rollout`, before a folder is created; returns the start with its engine.
     Not for a replay, which needs neither engine nor environment."""
     config = EngineChoice(config).without_trainer()
     quiet_libraries()

@@ -1,4 +1,4 @@
-"""Checks of environments: names, sections of a config, starts; remote environments, suites, agents."""
+"""Checks of environments: names and parameters, gold starts, and suites."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 def check_named(start: RunStart, origins: Callable[[], Origins] = Origins, only: Collection[str] | None = None) -> None:
-    """Raise CatalogError if an environment is nowhere, or does not take the parameters that it is given, in the warm start too.
-    `origins`: of the config's values, asked only for a message; `only`: the names of the environments that are looked at.
+    """Raise CatalogError if an environment is not found or does not take its parameters, those of the warm start included.
+    `origins`: returns the sources of the config's values, for messages; `only`: names of the environments to check.
     """
     config = start.config
-    places: list[tuple[EnvConfig, Keys, str]] = []  # an environment, its keys, their words
+    places: list[tuple[EnvConfig, Keys, str]] = []  # an environment, its keys, and their text
     for number, env in enumerate(config.envs):
         entry = entry_name(number, env.called) if len(config.envs) > 1 else "env"
         places.append((env, ("env", number) if isinstance(config.env, list) else ("env",), entry))
@@ -38,7 +38,7 @@ def check_named(start: RunStart, origins: Callable[[], Origins] = Origins, only:
             try:
                 check_ref(EnvRef.of(env, config.tools))
             except CatalogError as problem:
-                # A parameter that it needs and is not given stands nowhere.
+                # A missing parameter has no place in the config.
                 name = problem.name if isinstance(problem, ParameterError) else None
                 own = name == "sandbox" and "sandbox" not in env.params
                 keys = (*at, *(("id",) if name is None else ("sandbox",) if own else ("params", name)))
@@ -56,8 +56,8 @@ def check_named(start: RunStart, origins: Callable[[], Origins] = Origins, only:
 
 
 def _with_key(problem: CatalogError, keys: Keys, entry: str, place: str) -> CatalogError:
-    """The error with the key and its place in front; as it is, if it is of a name that was typed as such. `entry`: stands for the
-    first keys of an environment."""
+    """Put key and place in front of an error; not if the name was typed on the command line.
+    `entry`: text of an environment's first keys."""
     if place == COMMAND_LINE:
         return problem
     words = list(keys)
@@ -69,11 +69,11 @@ def _with_key(problem: CatalogError, keys: Keys, entry: str, place: str) -> Cata
 # Starts
 
 TASKS = 4
-"""Tasks per set of parameters whose gold solution is tried."""
+"""Number of tasks per set of parameters whose gold solution is tried."""
 
 
 def check_start(start: RunStart) -> None:
-    """Raise ConfigError, naming the obstacle, if gold calls cannot be made before the policy begins."""
+    """Raise ConfigError with the obstacle if gold calls cannot be played before the policy begins (`rollout.start`)."""
     if start.config.rollout.start is None:
         return
     why = gold_obstacle(
@@ -87,10 +87,11 @@ def check_start(start: RunStart) -> None:
 
 
 def gold_obstacle(start: RunStart, agent: str, summaries: str, *, played: bool) -> str | None:
-    """Why gold solutions cannot be had, or (`played`) not be played by the run; `agent`, `summaries`: why with these two not."""
+    """Return the reason why gold solutions are not available or (`played`) cannot be played; None if they can.
+    `agent`, `summaries`: ends of the reasons for [agent] and for a context policy with summaries."""
     ref, one, rollout = start.env, start.config, start.config.rollout
     if ref.at is not None:
-        return f"env.url = {ref.at.url!r}: the gold solutions of an environment elsewhere are not asked for in a run"
+        return f"env.url = {ref.at.url!r}: a run does not ask a remote environment for gold solutions"
     if one.agent is not None:
         return f"[agent]: an agent {agent}"
     if "summarizes" in CONTEXTS.entry(rollout.context.name).traits:
@@ -107,7 +108,7 @@ def gold_obstacle(start: RunStart, agent: str, summaries: str, *, played: bool) 
 
 
 def each_env(rollout: RolloutConfig, ref: EnvRef) -> Iterator[ToolEnv]:
-    """The environment with each set of parameters that the sampler may choose; closed when the next is asked for."""
+    """Yield the environment with each set of parameters that the sampler may choose; closes it at the next one."""
     for params in make_sampler(rollout.sampler).variants():
         with closing(ref.with_params(params).build()) as env:
             yield env
@@ -117,5 +118,5 @@ def each_env(rollout: RolloutConfig, ref: EnvRef) -> Iterator[ToolEnv]:
 
 
 def suite_notes(envs: Iterable[EnvRef]) -> list[str]:
-    """The files that changed since a suite was installed, by name; a line each suite."""
+    """Return notes on files that changed since a suite was installed."""
     return [note for env in map(suite_env, envs) if env is not None for note in env.source_notes()]

@@ -1,4 +1,4 @@
-"""Checks of models: their files, images, replayed routers."""
+"""Checks of models: files, images, and router replay."""
 
 from __future__ import annotations
 
@@ -35,21 +35,19 @@ from agentrl.utils.errors import ConfigError, ModelError
 # Files
 
 PADDING, SHARE = 2048, 0.1
-"""Ids without a token that an embedding may have: this many, or this share of all, whichever is more. Released models have up to
-about a thousand (gpt-oss: 1,069 of 201,088). With more, the tokenizer is another model's."""
+"""Maximum ids without a token in an embedding: this many, or this share of all, whichever is more. Released models have up to
+about a thousand (gpt-oss: 1,069 of 201,088). With more, the tokenizer belongs to another model."""
 SEEDS = 3
-"""Tasks whose opening prompts are measured."""
+"""Number of tasks whose opening prompts are measured."""
 LFS = b"version https://git-lfs"
 SAVE = 'M.from_pretrained("FROM", dtype="auto"{how}).save_pretrained("TO"), and the tokenizer likewise'
 
 
 def check_models(start: RunStart) -> None:
-    """Raise ConfigError unless the policy's model has exactly one source.
+    """Raise ConfigError unless the policy's model has exactly one source, and ModelError if it cannot be used.
 
-    Raises ModelError if it cannot be used: no such folder or name, code that is not trusted, weights that are quantized,
-    missing, damaged, of other shapes or another model's, no tokenizer or one that does not fit, no chat template.
-
-    Of a plan a folder without any weights is fine.
+    Causes: an unknown folder or name, untrusted code, weights that are quantized, missing, damaged, of other shapes or of another
+    model, a missing or unsuitable tokenizer, no chat template. A plan accepts a folder without weights.
     """
     config, path = start.config, start.config.model.path
     if (path is None) == (config.model.init is None):
@@ -64,9 +62,7 @@ def check_models(start: RunStart) -> None:
 
 
 def check_other_models(start: RunStart) -> None:
-    """The same for the models of the critic, the reward model and a teacher, which read the policy's token ids: a teacher must
-    have the same ones.
-    """
+    """Check the models of critic, reward model and teacher as `check_models`; a teacher must also have the policy's token ids."""
     model = start.config.model
     for key, path in start.config.other_models().items():
         with _name_model_in_errors(key, path):
@@ -75,20 +71,20 @@ def check_other_models(start: RunStart) -> None:
                 continue
             trust = model.trust_remote_code
             own, other = tokenizer_of(model).get_vocab(), load_tokenizer(path, trust).get_vocab()
-            apart = sorted((number, token) for token, number in own.items() if other.get(token) != number)
-            if apart:
-                number, token = apart[0]
+            differing = sorted((number, token) for token, number in own.items() if other.get(token) != number)
+            if differing:
+                number, token = differing[0]
                 raise ModelError(
-                    f"its tokenizer is not the policy's: {len(apart)} of {len(own)} tokens have another id or none, as {token!r} "
-                    f"({number}), and a teacher scores the ids that the policy samples; take a teacher of the same family of "
-                    "models"
+                    f"its tokenizer is not the policy's: {len(differing)} of {len(own)} tokens have another id or none, such as "
+                    f"{token!r} ({number}), and a teacher scores the ids that the policy samples; take a teacher of the same "
+                    "model family"
                 )
             if (largest := max(own.values())) >= (size := vocabulary(path, trust)):
                 raise ModelError(f"it embeds {size} ids, and the policy may sample up to {largest}; take a teacher with as many")
 
 
 def check_side_model(engine: str, model: ModelConfig, key: str, planned: bool = False) -> None:
-    """The same for the model of an engine next to the policy's (`SideEngine.model`). `key`: names the model."""
+    """Check the model of a service engine (`SideEngine.model`) as `check_models`. `key`: config key of the model."""
     path = str(model.path)
     with _name_model_in_errors(key, path):
         _check_files(model, path, planned, computed="transformers" in ENGINES.entry(engine).traits)
@@ -98,7 +94,7 @@ def check_side_model(engine: str, model: ModelConfig, key: str, planned: bool = 
 def check_prompts(start: RunStart) -> None:
     """Raise ConfigError if an opening prompt of the first tasks leaves no room for a turn."""
     if "messages" in start.engine.traits:
-        return  # nobody here counts its tokens
+        return  # an API model counts its own tokens
     config, rollout, env, model = start.config, start.config.rollout, start.env, model_length(start.config.model)
     context = start.engine.maker().context(model)
     room = min(context, rollout.max_episode_tokens)
@@ -118,7 +114,7 @@ def check_prompts(start: RunStart) -> None:
 
 
 def model_notes(start: RunStart) -> list[str]:
-    """Warnings about a model: tensors of the checkpoint that are not used, and first turns that the context cuts."""
+    """Return warnings about a model: unused tensors of its checkpoint, and first turns that the context cuts."""
     config, path = start.config, start.config.model.path
     if "messages" in start.engine.traits:
         return []
@@ -150,7 +146,7 @@ def check_tokenizer(model: ModelConfig) -> None:
     if largest >= size:
         token = tokenizer.convert_ids_to_tokens(largest)
         raise ModelError(
-            f"the tokenizer has ids up to {largest} ({token!r}), and the model embeds {size} (vocab_size of config.json): those "
+            f"the tokenizer has ids up to {largest} ({token!r}), but the model embeds {size} (vocab_size of config.json): ids "
             f"above {size - 1} cannot be computed. Take the tokenizer that the model was trained with, or enlarge the embedding "
             f"(model.resize_token_embeddings({largest + 1})) and save both"
         )
@@ -158,8 +154,8 @@ def check_tokenizer(model: ModelConfig) -> None:
     if unused > max(PADDING, SHARE * size):
         raise ModelError(
             f"its tokenizer has no token for {unused} of the {size} ids that the model embeds (vocab_size of config.json), which "
-            "is more than a padded embedding has: it is another model's tokenizer. Copy the files of the model's own into the "
-            "folder"
+            "is more than padding explains: the tokenizer belongs to another model. Copy the files of the right tokenizer into "
+            "the folder"
         )
     if not tokenizer.chat_template:
         raise ModelError(
@@ -169,39 +165,39 @@ def check_tokenizer(model: ModelConfig) -> None:
 
 
 def longest_prompt(model: ModelConfig, env: EnvRef, limit: float) -> tuple[int, int]:
-    """The seed and the tokens of the longest opening prompt among the first training tasks, with the tools that its setup adds
-    and what its user opens with, if a script says that (`ToolEnv.gold_user`); 0 tokens if no episode can be opened.
+    """Return seed and tokens of the longest opening prompt among the first training tasks; 0 tokens if none can be opened.
 
-    `limit`: seconds that each may take."""
+    Includes tools added by `setup`, and the first message of a scripted user (`ToolEnv.gold_user`). `limit`: seconds per task."""
     renderer = renderer_of(model, tokenizer_of(model))
-    openings: dict[int, tuple[list[Message], list[dict[str, Any]]]] = {}  # the first messages, and the schemas of the tools
+    openings: dict[int, tuple[list[Message], list[dict[str, Any]]]] = {}  # first messages, and schemas of the tools
 
     def play() -> None:
         with closing(env.with_gold_user().build()) as built:
             inner: Any = built.unwrapped
             kind, waits = type(inner), inspect.iscoroutinefunction(type(inner).prompt)
             for seed in range(SEEDS):
-                with suppress(Exception):  # of the environment's own code, which `check_success` names
+                with suppress(Exception):  # from code of the environment; `check_success` reports it
                     split = built.splits[0]
                     plain = kind.setup is ToolEnv.setup and not waits and not inner.has_sources
                     asks = waits and inner.user_models() and kind.gold_user is ToolEnv.gold_user
-                    # By an episode, if a setup may add tools, or if the prompt awaits a user that is no model.
+                    # Open an episode if `setup` may add tools, or if the prompt awaits a user that is not a model.
                     if inner.is_remote or plain or asks:
                         messages = plain_prompt(built, built.make_task(seed, split))
                     else:
                         messages, _ = built.reset(seed=seed, options={"split": split})
                     openings[seed] = messages, built.toolbox.schemas()
-                if seed not in openings and inner.has_sources:  # a server that does not answer is not waited for again
+                if seed not in openings and inner.has_sources:  # do not wait for an unresponsive server again
                     break
 
-    with suppress(TimeoutError):  # `check_success` says so
+    with suppress(TimeoutError):  # `check_success` reports it
         in_daemon_thread(play, SEEDS * limit)
     lengths = ((seed, len(renderer.start(*opening))) for seed, opening in list(openings.items()))
     return max(lengths, key=lambda found: found[1], default=(0, 0))
 
 
 def _check_files(model: ModelConfig, path: str, planned: bool, *, classifier: bool = False, computed: bool = True) -> None:
-    """`computed`: by transformers' classes; other engines have loaders of their own, also for quantized weights."""
+    """Raise ModelError for unusable model files. `computed`: by classes of transformers; other engines have their own loaders,
+    also for quantized weights."""
     found = load_model_config(path, model.trust_remote_code)
     here = sorted(file for file in Path(path).iterdir() if file.is_file()) if Path(path).is_dir() else []
     for file in here:
@@ -221,10 +217,9 @@ def _check_files(model: ModelConfig, path: str, planned: bool, *, classifier: bo
             how = SAVE.format(how=f", quantization_config={option}")
             ways += f", or write one: from transformers import AutoModelForCausalLM as M, {option.partition('(')[0]}; {how}"
         raise ModelError(
-            f"its weights are quantized by {method} (quantization_config of config.json), and training computes with plain "
-            f"ones. {ways}"
+            f"its weights are quantized by {method} (quantization_config of config.json), but training needs plain ones. {ways}"
         )
-    # A model of several parts: those that take images are asked about by `check_vision`.
+    # A model of several parts; `check_vision` checks those that take images.
     if computed and text is not found and modality_of(found) is None:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -246,7 +241,7 @@ def _check_files(model: ModelConfig, path: str, planned: bool, *, classifier: bo
 
 @contextmanager
 def _name_model_in_errors(key: str, path: str) -> Iterator[None]:
-    """Begins a ModelError with the key and the model."""
+    """Put the key and the model in front of a ModelError."""
     try:
         yield
     except ModelError as problem:
@@ -257,16 +252,14 @@ def _name_model_in_errors(key: str, path: str) -> Iterator[None]:
 
 
 def check_vision(start: RunStart) -> None:
-    """Raise ConfigError, naming the key, if the policy's model takes images and the config does not fit them,
-    or if a model next to it takes images.
-    """
+    """Raise ConfigError with the key if the policy takes images and the config does not fit, or another model takes images."""
     if "messages" in start.engine.traits:
         return
     config, trains = start.config, start.purpose == "train"
     for key, path in config.other_models().items() if trains else ():
-        with suppress(ModelError):  # the check of that model says what is wrong with it
+        with suppress(ModelError):  # the check of that model reports it
             if modality_of(load_model_config(path, config.model.trust_remote_code)) is not None:
-                raise ConfigError(f"{key} = {path}: a model that takes images is trained as the policy alone; take a text model")
+                raise ConfigError(f"{key} = {path}: only the policy may be a model that takes images; take a text model")
     modality = modality_of(model_config(config.model))
     if modality is not None:
         modality.check(config, trains)
@@ -276,15 +269,13 @@ def check_vision(start: RunStart) -> None:
 
 
 def check_router_replay(start: RunStart) -> None:
-    """Raise ConfigError if routers are to be replayed for an engine that does not tell what they chose, for a dense model, or for
-    one whose choices cannot be repeated.
-    """
+    """Raise ConfigError if router replay is set for an engine that does not report choices, or a model without replay."""
     model, engine = start.config.model, start.engine
     if not start.config.rollout.router_replay:
         return
     if "experts" not in engine.traits:
         raise ConfigError(
-            f"rollout.router_replay: engine = {engine.name} does not tell which experts a token went to; engines that do: "
+            f"rollout.router_replay: engine = {engine.name} does not report the experts of a token; engines that do: "
             f"{ENGINES.that_are('experts')}"
         )
     if model.compile:

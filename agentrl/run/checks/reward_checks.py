@@ -1,4 +1,4 @@
-"""Checks of rewards: gold succeeds, graders can read it, and lint of the specs."""
+"""Checks of rewards: success of gold solutions, gold that graders can read, and lint of the specs."""
 
 from __future__ import annotations
 
@@ -50,25 +50,24 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TASKS = 3
-"""The fewest gold solutions that are played before a run."""
+"""Minimum number of gold solutions played before a run."""
 
 
 def check_decided(scorer: Scorer) -> None:
-    """Raise ConfigError if the spec does not say whether an episode is a success."""
+    """Raise ConfigError if the spec does not define success."""
     if scorer.rule is None:
         raise ConfigError(
-            f"env.reward: reward spec {scorer.name!r} does not say what a success is, and it cannot be derived "
+            f"env.reward: reward spec {scorer.name!r} does not define success, and it cannot be derived "
             '(costs and sums over turns have no best value); give it a top-level "success" (docs/rewards.md)'
         )
 
 
 def check_success(start: RunStart) -> None:
-    """Raise ConfigError if the gold solution of a training task is not a success (success rates would then mean nothing), or
-    if it cannot be played because the environment fails or hangs. Of an environment that is only evaluated: of a task of that.
+    """Raise ConfigError if a gold solution of a training task is not a success, or the environment fails or hangs on it.
 
-    If the environment has no scripted gold solution, this is not checked, and the log says so. A service, which may cost money,
-    is not asked: gold must be a success if it says the best, or the worst, of everything, and the log names its leaves.
-    The gold solution is played without wrappers that inject random faults.
+    Success rates would be meaningless. Without training environments the tasks are those of the evaluation. Without a scripted
+    gold solution the check is skipped, with a log line. Services, which may cost money, are not asked: gold must be a success
+    with either the best or the worst answers, and the log names the leaves. Wrappers with random faults are left out.
     """
     config, env, scorer = start.config, start.env, start.scorer
     check_decided(scorer)
@@ -88,11 +87,11 @@ def check_success(start: RunStart) -> None:
             env.id,
         )
     try:
-        # The gold of at least TASKS tasks, and of one with each set of parameters of the sampler.
+        # At least TASKS tasks, and at least one for each set of parameters of the sampler.
         split, sound = "train" if config.trained_envs else config.eval.split, without_random_faults(env)
         source = TaskSource(sound, make_sampler(rollout.sampler), rollout.sampler.name, config.seed)
         if start.planned and config.the_env.trains:
-            source.fill()  # which says if it has fewer tasks than it is to have, as the start does when it makes it
+            source.fill()  # reports missing tasks, as the start does
         kinds = [sound.with_params(params) for params in source.sampler.variants()]
         fault: str | None = None
         limit = rollout.env_timeout + rollout.episode_timeout
@@ -108,11 +107,11 @@ def check_success(start: RunStart) -> None:
         return
     except (UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # it comes from the environment's own code, which may even call sys.exit
+    except BaseException as error:  # from code of the environment, which may even call sys.exit
         log.debug("the gold solution could not be played", exc_info=True)
         frames = list(walk_tb(error.__traceback__))
         lines = [(f.f_code.co_filename, n) for f, n in frames if f.f_globals.get("__name__", "").startswith(PRIVATE)]
-        at = f"{shown_path(lines[-1][0])}:{lines[-1][1]}: " if lines else ""  # the innermost line of a shelf that raised
+        at = f"{shown_path(lines[-1][0])}:{lines[-1][1]}: " if lines else ""  # innermost line of a shelf's file
         raise ConfigError(
             f"env.id: the gold solution of a task of {env.id!r} cannot be played: {at}{type(error).__name__}: "
             f"{error}; agentrl env check {env.id} shows more"
@@ -122,17 +121,17 @@ def check_success(start: RunStart) -> None:
 
 
 def in_daemon_thread(work: Callable[[], T], limit: float) -> T:
-    """The result of `work`, run in a daemon thread. Raises TimeoutError after `limit` seconds.
+    """Run `work` in a daemon thread and return its result. Raises TimeoutError after `limit` seconds.
 
-    In a notebook an event loop is already running in this thread. And an environment that hangs must not keep the process
-    from exiting, as the thread of an executor would.
+    Not in this thread, where a notebook already runs an event loop; not in an executor, whose thread would keep the process from
+    exiting if the environment hangs.
     """
     answer: Future[T] = Future()
 
     def run() -> None:
         try:
             answer.set_result(work())
-        except BaseException as fault:  # sys.exit, and a Ctrl-C of that code's own, would end the command without a word
+        except BaseException as fault:  # sys.exit or KeyboardInterrupt of that code would end the command without a message
             answer.set_exception(exception_for(fault, "its code").with_traceback(fault.__traceback__))
 
     threading.Thread(target=run, name="agentrl-gold", daemon=True).start()
@@ -142,25 +141,25 @@ def in_daemon_thread(work: Callable[[], T], limit: float) -> T:
 
 
 def evaluations_of(steps: int, evaluation: EvalConfig) -> int:
-    """One evaluation before the run, one after it, and those between steps; none is added after the last step."""
+    """Count the evaluations of a run: before it, after it, and between steps (none between the last step and the end)."""
     return 2 + ((steps - 1) // evaluation.every if evaluation.every else 0)
 
 
 # Gold that graders read
 
 MOST, ENDLESS = 20_000, 20
-"""Tasks of a split that are read: of finitely many, and, for their gold, of those that have no end."""
+"""Maximum tasks of a split to read: of a finite split, and of an endless one (for gold)."""
 GOLD_SECONDS = 60.0
-"""No further task is looked at after so long; the log then says how many were."""
+"""Seconds after which no further task is read; the log then has the number read."""
 
 
 def check_gold(start: RunStart) -> None:
-    """Raise ConfigError, which names the task, if a leaf that reads gold (`Leaf.gold_fault`) cannot read that of a task to train
-    or to be evaluated on. Leaves that an episode may do without are not asked: in a gate's branch, with a `when` or `missing`.
+    """Raise ConfigError with the task if a leaf (`Leaf.gold_fault`) cannot read the gold of a training or evaluation task.
+    Skips leaves that an episode may not reach: in a gate's branch, with `when` or `missing`.
     """
     env, scorer = start.env, start.scorer
     tops: list[Node] = [scorer.root, *([scorer.success] if scorer.success is not None else [])]
-    nodes = [node for top in tops for node in _sure(top)]
+    nodes = [node for top in tops for node in _gold_leaves(top)]
     if not nodes or env.at is not None:
         return
     seen: set[str] = set()
@@ -183,23 +182,23 @@ def check_gold(start: RunStart) -> None:
                         f"{scorer.name!r}: {why}. Correct the task, or leave it out"
                     )
             if time.monotonic() > until:
-                said = "%s: the gold of the first %d tasks was read in %g s, and no more before the start"
-                log.warning(said, env.id, looked, GOLD_SECONDS)
+                text = "%s: only the gold of the first %d tasks was checked before the start, in %g s"
+                log.warning(text, env.id, looked, GOLD_SECONDS)
                 return
 
 
-def _sure(node: Node) -> Iterator[LeafNode]:
-    """The leaves below a node that read gold, in whatever episode."""
+def _gold_leaves(node: Node) -> Iterator[LeafNode]:
+    """Yield the leaves below a node that read gold in every episode."""
     if node.mods.when is not None or node.mods.missing != "invalid" or node.mods.scope is not None:
         return
     if isinstance(node, LeafNode) and type(node.leaf).gold_fault is not Leaf.gold_fault:
         yield node
     for child in [node.test] if isinstance(node, GateNode) else node.children:
-        yield from _sure(child)
+        yield from _gold_leaves(child)
 
 
 def tasks_of(env: ToolEnv, split: str, endless: int) -> Iterator[Task]:
-    """The first `MOST` tasks of a split; of one without an end the first `endless`."""
+    """Yield the first `MOST` tasks of a split; of an endless split the first `endless`."""
     count = env.task_count(split)
     for seed in range(endless if count is None else min(count, MOST)):
         yield env.make_task(seed, split)
@@ -208,22 +207,22 @@ def tasks_of(env: ToolEnv, split: str, endless: int) -> Iterator[Task]:
 # Lint
 
 LINT_SECONDS = {"start": 2.0, "dry run": 30.0}
-"""No probe is begun after this many seconds, so that an environment that starts slowly costs a run little more than its gold."""
+"""Seconds after which no further probe begins, so that a slow environment does not delay the start."""
 
 UNSAID = frozenset({"never-varies", "escapes-scoring"})
-"""Codes that say little before a run: a part is at its best in every probe, as a format that no script violates; an episode
-without a single turn is unscored, which no policy can play."""
+"""Codes that are not informative before a run: a part that every probe satisfies, such as a format that no script violates; and
+an unscored episode without turns, which no policy can play."""
 AMOUNTS = frozenset({"gold-below-maximum", "spam-passes", "do-nothing-floor"})
-"""Codes that compare what episodes earn."""
+"""Codes that compare rewards of episodes."""
 REFUSED = frozenset({"gold-unscored", "gold-no-success", "idle-paid"})
-"""Codes of findings in probes that end a run before it starts."""
+"""Codes of probe findings that refuse a run."""
 
 
 def check_lint(start: RunStart) -> list[str]:
-    """Findings about the reward spec, a line each. Raises ConfigError, with the places in the spec, for faults.
+    """Return findings about the reward spec, one line each. Raises ConfigError, with the places in the spec, for faults.
 
-    Environments elsewhere and agents with tools of their own are linted without episodes, and that is said. Judges are not asked:
-    the findings hold whatever they say, and their leaves are named.
+    Remote environments and agents with their own tools are linted without episodes, with a note. Judges are not asked: the
+    findings hold for any verdict, and name their leaves.
     """
     config, env, scorer = start.config, start.env, start.scorer
     if not config.health.lint:
@@ -254,11 +253,11 @@ def check_lint(start: RunStart) -> list[str]:
 
         return lint_any_verdict(scorer, probes, lint), tasks_tried(probes)
 
-    untried = [] if why is None else [f"reward spec {scorer.name!r} is not tried on episodes before the start: {why}"]
+    untried = [] if why is None else [f"reward spec {scorer.name!r} was not tried on episodes before the start: {why}"]
     if why is None:
         try:
             probed, count = in_daemon_thread(probe, seconds + config.rollout.env_timeout + config.rollout.episode_timeout)
-        except Exception as error:  # the environment's own code; where gold is played, `check_success` has named its fault
+        except Exception as error:  # from code of the environment; `check_success` reports faults of gold
             untried = [f"reward spec {scorer.name!r}: probe episodes of {env.id} failed: {error}"]
         else:
             _refuse(scorer, f"{word} --env {env.id}", [item for item in probed if item.code in REFUSED])
@@ -272,8 +271,8 @@ def check_lint(start: RunStart) -> list[str]:
 
 
 def _refuse(scorer: Scorer, words: str, faults: Iterable[LintFinding]) -> None:
-    if told := [f"{item.at}: {item.message}" for item in faults]:
+    if lines := [f"{item.at}: {item.message}" for item in faults]:
         raise ConfigError(
-            f"env.reward: reward spec {scorer.name!r}: {'; '.join(told)}. `agentrl reward lint {words}` "
-            "shows more; health.lint = false starts the run all the same"
+            f"env.reward: reward spec {scorer.name!r}: {'; '.join(lines)}. `agentrl reward lint {words}` "
+            "shows more; health.lint = false starts the run anyway"
         )

@@ -31,23 +31,24 @@ TRAIN = "train"
 
 
 def check_held_out(start: RunStart) -> None:
-    """Raise ConfigError if a task that an environment of the run trains on is also one of those that it, or another of the run,
-    is evaluated on. Compared by content, of environments with finitely many tasks that are played here; others make them by
-    content (`agentrl.env.authoring.draw`), or are beyond reach. Also if one of the two splits has no task at all.
+    """Raise ConfigError if a training task is also evaluated on, in any environment of the run, or if a split is empty.
+
+    Compares the contents of finitely many tasks of local environments; others split tasks by content
+    (`agentrl.env.authoring.draw`), or cannot be read here.
     """
     config = start.config
     warm = [] if config.sft is None else warm_start_envs(config.envs, config.sft)
     trained: dict[str, tuple[str, Task]] = {}
     for env, one in zip(config.envs, config.each(), strict=True):
-        # With each set of parameters that training gives it: the sampler's, if an update draws its tasks, and the warm start's.
+        # With each set of parameters in training: those of the sampler if it is trained on, and those of the warm start.
         ref = EnvRef.of(env, config.tools)
         sampler = make_sampler(one.rollout.sampler)
         refs = [ref, *(ref.with_params(params) for params in sampler.variants())] if env.trains else []
         refs += [ref.with_params(one.sft.params)] if one.sft is not None and env in warm else []
         if refs and env.params.get("split", TRAIN) != TRAIN:
             raise ConfigError(
-                f"env.params.split = {env.params['split']!r} ({env.called}): a run trains on the split {TRAIN!r} and on no other"
-                "; eval.split says what it is evaluated on"
+                f"env.params.split = {env.params['split']!r} ({env.called}): a run trains only on the split {TRAIN!r}; "
+                "eval.split sets the split of evaluations"
             )
         for ref in refs:
             for task in _tasks(ref, TRAIN, env.called):
@@ -56,7 +57,7 @@ def check_held_out(start: RunStart) -> None:
         called, split = env.called, config.alone(env).eval.split
         tasks = _tasks(EnvRef.of(env, config.tools), split, called)
         if not trained or split == TRAIN:
-            next(tasks, None)  # that there is one
+            next(tasks, None)  # raises if the split is empty
             continue
         for task in tasks:
             if (found := trained.get(_content(task))) is not None:
@@ -64,25 +65,25 @@ def check_held_out(start: RunStart) -> None:
                 where = "" if trains == called else f" by {trains}"
                 raise ConfigError(
                     f"env ({called}): task {task.id!r} of the split {split!r} is also trained on{where}, as {other.id!r}: "
-                    "the run would be evaluated on what it trains on. Choose env.params that keep them apart, or eval.split = "
-                    '"train" if that is meant'
+                    "the run would be evaluated on training tasks. Choose env.params that separate them, or eval.split = "
+                    '"train" if that is intended'
                 )
 
 
 def _tasks(ref: EnvRef, split: str, called: str) -> Iterator[Task]:
-    """The tasks of a split; none if they have no end, or are elsewhere. Raises ConfigError if it has none at all."""
+    """Yield the tasks of a split; none of an endless split or a remote environment. Raises ConfigError if it is empty."""
     if ref.at is not None:
         return
     with closing(replace(ref, wrappers=()).build()) as env:
-        count, said = env.task_count(split), ""
+        count, cause = env.task_count(split), ""
         if not count:
             try:
                 env.make_task(0, split)
-            except Exception as problem:  # whatever else its own code raises is named when gold is played
-                said = f": {problem}" if isinstance(problem, TaskDataError) else ""
-        if count == 0 or said:
-            ways = "" if split == TRAIN else ', or eval.split = "train" if the run may be evaluated on what it trains on'
-            raise ConfigError(f"env ({called}): the split {split!r} has no task{said}. Choose other env.params{ways}")
+            except Exception as problem:  # other errors of its code are reported when gold is played
+                cause = f": {problem}" if isinstance(problem, TaskDataError) else ""
+        if count == 0 or cause:
+            ways = "" if split == TRAIN else ', or eval.split = "train" if the run may be evaluated on training tasks'
+            raise ConfigError(f"env ({called}): the split {split!r} has no task{cause}. Choose other env.params{ways}")
         yield from tasks_of(env, split, endless=0)
 
 
@@ -94,7 +95,7 @@ def _content(task: Task) -> str:
 
 
 def check_rollout(start: RunStart) -> None:
-    """Raise ConfigError if the sampler, the environment parameters that it sets, or the context policy cannot work."""
+    """Raise ConfigError if the sampler, its environment parameters, or another setting of [rollout] cannot work."""
     config, rollout, env = start.config, start.config.rollout, start.env
     check_temperatures(rollout, config.eval, config.algorithm.experience is not None)
     if rollout.accept is not None:
@@ -111,13 +112,13 @@ def check_rollout(start: RunStart) -> None:
         raise ConfigError(f"rollout.colocate: only engine = {ENGINES.that_are('sleeps')} can free its memory")
     if rollout.colocate and config.weights.lora == "adapter" and "keeps" not in start.engine.traits:
         raise ConfigError(
-            'rollout.colocate: an engine that slept has lost the base weights of the adapter; use weights.lora = "merged", or '
+            'rollout.colocate: an engine loses the base weights of the adapter when it sleeps; use weights.lora = "merged", or '
             f"engine = {ENGINES.that_are('keeps')}, which keeps them"
         )
     if rollout.filter_zero_variance and config.reward_model is not None:
         raise ConfigError(
             "rollout.filter_zero_variance drops groups by the spec's rewards, before [reward_model] has scored "
-            "them, so it would drop groups that the reward model tells apart; unset one of the two"
+            "them, so it would drop groups that the reward model distinguishes; unset one of the two"
         )
     make_context_policy(rollout.context)
     if rollout.summary_model is not None and "summarizes" not in CONTEXTS.entry(rollout.context.name).traits:
@@ -129,7 +130,7 @@ def check_rollout(start: RunStart) -> None:
 
 
 def check_assembly(start: RunStart) -> Scorer:
-    """Raise a UserError if a part cannot be built or does not fit the others; returns the scorer. Nothing is started."""
+    """Raise a UserError if a part cannot be built or does not fit the others; returns the scorer. Starts nothing."""
     config, built = start.config, start.env.build()
     tools = built.toolbox.schemas()
     built.close()
@@ -137,7 +138,7 @@ def check_assembly(start: RunStart) -> Scorer:
     inputs = start.inputs()
     agents_of(config.agent, inputs.tokenizer)
     scorer = make_scorer(inputs.specs[0], config.reward, start.env, timeout=config.rollout.env_timeout)
-    # Whoever writes what takes longer by the leaves' own limits than scoring may would be unscored, in place of a 0.
+    # Otherwise a policy whose output takes leaves longer than scoring may take would be unscored instead of getting 0.
     takes: dict[Hashable, tuple[LeafNode, float]] = {}
     for node in (node for top in scorer.tops for node in walk(top) if isinstance(node, LeafNode)):
         if (longest := node.leaf.longest()) is not None:
@@ -147,7 +148,7 @@ def check_assembly(start: RunStart) -> Scorer:
         parts = ", ".join(f"{node.leaf.kind} at {node.pointer} {seconds:g} s" for node, seconds in takes.values())
         raise ConfigError(
             f"rollout.env_timeout = {limit:g} s: scoring an episode by reward spec {scorer.name!r} may take {total:g} s by the "
-            f"limits of its leaves ({parts}), and what takes longer than that has no reward, in place of 0; "
+            f"limits of its leaves ({parts}), and an episode whose scoring takes longer has no reward instead of 0; "
             f"raise it to {math.ceil(total)}, or lower total_seconds or seconds in the spec"
         )
     check_rollout(start)
@@ -163,8 +164,8 @@ def check_assembly(start: RunStart) -> Scorer:
         heats = config.rollout.temperature
         if 0 in ([value for _, value in heats] if isinstance(heats, list) else [heats]):
             raise ConfigError(
-                "rollout.temperature = 0: greedy episodes of a task are all the same, so there is nothing to learn "
-                "from them; training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)"
+                "rollout.temperature = 0: greedy episodes of a task are all the same, so nothing can be learned from them; "
+                "training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)"
             )
         for choice in config.the_env.wrappers:
             if "wall_clock" in WRAPPERS.entry(choice.name).traits:
@@ -179,9 +180,9 @@ def check_assembly(start: RunStart) -> Scorer:
 
 
 def check_warm_start(start: RunStart) -> None:
-    """Raise ConfigError if the warm start cannot run: max_steps is below min_steps, the model has adapters, there is no
-    teacher, or a transcript of the first step is longer than a row may be (and so are those that could replace it).
-    """
+    """Raise ConfigError if the warm start cannot run.
+
+    Causes: max_steps below min_steps, adapters, no teacher, or only overlong transcripts for the first step."""
     config, sft = start.config, start.config.sft
     if sft is None:
         return

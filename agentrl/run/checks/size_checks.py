@@ -1,4 +1,4 @@
-"""Checks of sizes: free resources, sizes that fit each other and the model, pools, rollout workers, judges' engines."""
+"""Checks of sizes: free resources, sizes that fit each other and the model, pools, rollout workers, service engines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MEMORY_PER_PROCESS_MIB = PROCESS_MIB
 
 
 def check_capacity(start: RunStart) -> None:
-    """Raise ResourceError if disk, memory or cores do not suffice for the config."""
+    """Raise ResourceError if disk, memory or cores are too small for the config."""
     out = Path(start.config.out)
     folder = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free >> 20
@@ -56,14 +56,14 @@ def check_capacity(start: RunStart) -> None:
     if not os.access(folder, os.W_OK):
         raise ResourceError(f"{folder}: no permission to write; set out=DIR")
     config, cluster, roles = start.config, start.config.cluster, RunRoles(start.engine)
-    engine, apart, away = roles.engine, start.engine.worker_processes(), joins(cluster)
+    engine, extra, away = roles.engine, start.engine.worker_processes(), joins(cluster)
     need = MIN_MEMORY_MIB
     if not away:  # processes on a cluster use the memory of its nodes
-        need += MEMORY_PER_PROCESS_MIB * (cluster.actors + apart) if cluster.backend == "ray" else 0
+        need += MEMORY_PER_PROCESS_MIB * (cluster.actors + extra) if cluster.backend == "ray" else 0
         need += sum(one.count * one.mib for one in ([] if engine is None else [engine]) + [own for _, own in roles.side])
     free = usable_memory().free >> 20
     if free < need:
-        lower = ["cluster.actors", *(["rollout.workers"] if apart else []), *(engine.lower if engine is not None else ())]
+        lower = ["cluster.actors", *(["rollout.workers"] if extra else []), *(engine.lower if engine is not None else ())]
         raise ResourceError(
             f"{free} MiB of memory are free, about {need} MiB are needed for {cluster.actors} actor(s) and the "
             f"{config.engine} engine{f' and {config.rollout.workers} rollout workers' if config.rollout.workers else ''}; lower "
@@ -73,7 +73,7 @@ def check_capacity(start: RunStart) -> None:
         return
     cores, side = usable_cpus(), {one.name: own.count for one, own in roles.side}
     processes = cluster.actors + (engine.count if engine is not None else 0) + sum(side.values())
-    # Driver, actors and engine wait for each other much of the time, so up to two processes per core make progress.
+    # Driver, actors and engine often wait for each other, so up to two processes per core make progress.
     if not away and processes > 2 * cores:
         raise ResourceError(
             f"{cores} cores cannot run {processes} worker processes (cluster.actors={cluster.actors}"
@@ -93,11 +93,11 @@ def check_capacity(start: RunStart) -> None:
 # Sizes
 
 LARGE = 100_000_000
-"""Models with at least this many parameters get a warning about learning rates meant for tiny models."""
+"""Parameters from which a model gets a warning about learning rates meant for tiny models."""
 
 HIGH, LOW = 30.0, 10.0
-"""A rate of more than HIGH times the usual one, or of a part of LOW of it or less, gives a warning (RL's 1e-6 for supervised
-training, too); working recipes are nearer."""
+"""A learning rate above HIGH times the usual one, or at most 1/LOW of it, gives a warning (also RL's 1e-6 for supervised
+training); working recipes are closer."""
 WORDS: dict[Task, str] = {
     "rl": "reinforcement learning",
     "critic": "a critic",
@@ -108,10 +108,10 @@ WORDS: dict[Task, str] = {
 
 
 def check_sizes(start: RunStart) -> None:
-    """Raise ConfigError for groups that are too small to compare, for rows longer than a micro-batch or than a model computes
-    whatever other rows are with them, and for attention heads that the engine cannot compute; and for keys that free GPUs where
-    there are none.
-    """
+    """Raise ConfigError for sizes that cannot work.
+
+    Causes: groups too small to compare, rows longer than a micro-batch or than a change of the rotary embedding, attention heads
+    without a kernel in the engine, and keys that free GPU memory without GPUs."""
     config = start.config
     check_heads(start.engine)
     if not has_gpus(config.cluster, "actor"):
@@ -134,31 +134,31 @@ def check_sizes(start: RunStart) -> None:
             )
     context = start.engine.maker().context(model_length(config.model))
     longest = min(rollout.max_episode_tokens, context)
-    if config.optim.micro_tokens < longest and (config.trained_envs or not config.envs):  # no evaluated row is trained
+    if config.optim.micro_tokens < longest and (config.trained_envs or not config.envs):  # evaluated rows do not count
         raise ConfigError(
             f"optim.micro_tokens = {config.optim.micro_tokens}: an episode may have {longest} tokens (rollout.max_episode_tokens "
             f"= {rollout.max_episode_tokens}, the model takes {context}), and a row is never cut: set optim.micro_tokens to "
             f"at least {longest}, or lower rollout.max_episode_tokens"
         )
-    # Rotary embeddings of the kind "longrope" (Phi-3 and 4, MiniCPM) have other frequencies from a length on, for all that is
-    # computed with a row of that length: other rows of a micro-batch, and keys that a cache holds; vLLM decides by its limit.
+    # Rotary embeddings of the type "longrope" (Phi-3 and 4, MiniCPM) switch frequencies at a length, for everything computed
+    # together with a row of that length: other rows of a micro-batch, and cached keys. vLLM decides by its length limit.
     own = {} if config.model.path is None else {"model.path": config.model.path}
     for key, path in {**own, **config.other_models()}.items():
         text = load_model_config(path, config.model.trust_remote_code).get_text_config()
         rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
         for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-            turn = part.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+            switch = part.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
             changes = part.get("rope_type") == "longrope" and part.get("short_factor") != part.get("long_factor")
-            if changes and turn and longest > turn:
+            if changes and switch and longest > switch:
                 raise ConfigError(
                     f"rollout.max_episode_tokens: rows may have {longest} tokens, but the rotary embedding of {key} "
-                    f"({text.model_type}) changes at {turn} tokens for all rows that are computed together; set "
-                    f"rollout.max_episode_tokens to at most {turn}"
+                    f"({text.model_type}) changes at {switch} tokens for all rows that are computed together; set "
+                    f"rollout.max_episode_tokens to at most {switch}"
                 )
 
 
 def check_heads(engine: EngineChoice) -> None:
-    """Raise ConfigError if the engine has no attention kernel for the model's head size on the nodes that run it."""
+    """Raise ConfigError if the engine has no attention kernel for the model's head size on its nodes."""
     sizes, config, init = engine.maker().heads(), engine.config, engine.config.model.init
     if sizes is None:
         return
@@ -172,17 +172,16 @@ def check_heads(engine: EngineChoice) -> None:
         fine = [e.name for e in ENGINES.own() if "messages" not in e.traits and e.make(config).heads() is None]
         others = " or ".join(f"engine={name}" for name in fine)
         raise ConfigError(
-            f"{what}: on the nodes that run it, engine={engine.name} supports head sizes {', '.join(map(str, sizes))}, and dies "
-            f"at the first request with others; use {others}, or a model with such heads"
+            f"{what}: on the nodes that run it, engine={engine.name} supports head sizes {', '.join(map(str, sizes))}, and "
+            f"crashes at the first request with others; use {others}, or a model with such heads"
         )
 
 
 def check_cache(start: RunStart) -> None:
-    """Raise ConfigError or ResourceError if the engine's cache holds no sequence: next to its weights on this machine's GPUs, or
-    as `engine_args` says. A cluster's are not asked: they may be in use until the run has them.
-    """
+    """Raise ConfigError or ResourceError if the engine's cache cannot hold a sequence, on this machine's GPUs or by
+    `engine_args`. Does not ask the GPUs of a cluster, which may be in use until the run has them."""
     if is_planned():
-        return  # the cards of another machine are counted by the plan
+        return  # the plan counts the cards of another machine
     config = start.config
     cards = not joins(config.cluster) and has_gpus(config.cluster, "rollout")
     card = card_bytes(config.cluster) if cards else None
@@ -191,7 +190,7 @@ def check_cache(start: RunStart) -> None:
 
 
 def rate_notes(model: ModelConfig, data: DataConfig | None, optims: Mapping[str, OptimConfig]) -> list[str]:
-    """Warnings (key, value, recommendation) for learning rates that are far from the usual ones of this training."""
+    """Return warnings (key, value, recommendation) about learning rates far from the usual ones."""
     scratch = model.init is not None
     if not scratch and model.path is None:
         return []
@@ -200,13 +199,13 @@ def rate_notes(model: ModelConfig, data: DataConfig | None, optims: Mapping[str,
     rates = [
         (f"{at}.{key}", lr, tasks[at], usual_rate(tasks[at], model) * (1.0 if key == "lr" else MATRIX))
         for at, optim in optims.items()
-        if optim.name != "sgd"  # whose steps are as long as the gradient
+        if optim.name != "sgd"  # its step size depends on the gradient
         for key, lr in (("lr", optim.lr), ("matrix_lr", optim.matrix_lr))
         if lr is not None
     ]
     far = [one for one in rates if one[1] > HIGH * one[3] or one[1] < 1.001 * one[3] / LOW]
     size = 0
-    # Only then, because counting builds the model's skeleton. Between a tiny model and LARGE, rates of either kind are right.
+    # Count only now, because counting builds the model's skeleton. Below LARGE both kinds of rates are right.
     if not far or (not scratch and (size := count_parameters(str(model.path), model.trust_remote_code)) < LARGE):
         return []
     kind = "" if model.lora is None else " with LoRA"
@@ -230,23 +229,22 @@ def warmup_notes(config: TrainConfig) -> list[str]:
 
 
 MISMATCH = 2e-4
-"""KL per token between engine and trainer in bfloat16: 1.2e-4 to 3.7e-4 were measured (docs/moe.md, benchmarks/results)."""
+"""KL per token between engine and trainer in bfloat16; measured: 1.2e-4 to 3.7e-4 (docs/moe.md, benchmarks/results)."""
 MANY = 0.05
 
 
 def sequence_ratio_notes(start: RunStart) -> list[str]:
-    """A warning if a loss bounds the ratio of whole sequences to the engine's policy, with the share of sequences that the
-    engine's mismatch alone puts outside the bounds.
+    """Return a warning if engine mismatch alone puts many sequence ratios outside the bounds of the loss, with their share.
 
-    Under a KL of k per token, log ratios of tokens that the engine sampled have mean -k and variance 2 k (k3 is k, and the mean
-    ratio is 1, to first order); their mean over n tokens has the variance 2 k / n. PPO's minimum drops the gradient beyond one
-    bound: the upper one for A > 0, the lower one for A < 0, taken to be equally frequent.
+    With a KL of k per token, log ratios of sampled tokens have mean -k and variance 2 k (to first order k3 is k, and the mean
+    ratio is 1); their mean over n tokens has variance 2 k / n. PPO's minimum drops the gradient beyond one bound: the upper one
+    for A > 0, the lower one for A < 0, assumed to be equally frequent.
     """
     config, algorithm = start.config, start.config.algorithm
     name, traits = algorithm.loss.name, POLICY_LOSSES.entry(algorithm.loss.name).traits
     if algorithm.proximal != "behaviour" or "sequence_ratio" not in traits:
         return []
-    if config.model.computes_in(has_gpus(config.cluster, "actor")) == "float32":  # then both compute the same numbers
+    if config.model.computes_in(has_gpus(config.cluster, "actor")) == "float32":  # both compute the same numbers
         return []
     args = POLICY_LOSSES.arguments(name, algorithm.loss.args)
     low, high = (math.inf if args.get(key) is None else float(args[key]) for key in ("clip_low", "clip_high"))
@@ -272,8 +270,8 @@ def sequence_ratio_notes(start: RunStart) -> list[str]:
 
 
 def start_notes(start: RunStart) -> list[str]:
-    """Warnings of a start and of a dry run: rates, ratios of sequences, and files of the model, unless a run is planned for other
-    machines or for a model that is known by its shape alone."""
+    """Return warnings of a start and of a dry run: learning rates, sequence ratios, and model files.
+    Skips the files if the run is planned for another machine or only the model's shape is known."""
     config, path = start.config, start.config.model.path
     shape = path is not None and Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
     rates = rate_notes(config.model, config.data, optims_of(config))
@@ -284,10 +282,10 @@ def start_notes(start: RunStart) -> list[str]:
 
 
 def check_placement(start: RunStart) -> None:
-    """Raise ConfigError if a role's pool is unknown or has another number of processes than the role, for several
-    actors in the driver's process, for a weight route that does not leave a process if there are several, and for the address of
-    a cluster that no part of the run would join.
-    """
+    """Raise ConfigError for an impossible placement.
+
+    Causes: an unknown pool, or one of another size than its role; several actors in the driver's process; a weight route within
+    one process if there are several; the address of a cluster that no part of the run would join."""
     config, cluster, places = start.config, start.config.cluster, RunRoles(start.engine)
     engine, route, name = places.engine, config.weights.route, start.engine.name
     if route in ROUTES and "one_process" in ROUTES.entry(route).traits and (engine is not None or cluster.backend == "ray"):
@@ -314,7 +312,7 @@ def check_placement(start: RunStart) -> None:
             f"cluster.actors = {cluster.actors}: the driver's process has room for one, because torch.distributed has one "
             'rank per process: set cluster.actors = 1 or cluster.backend = "ray"'
         )
-    # Ray gives an engine's process the first GPU, not knowing that the driver computes on it.
+    # Ray would give an engine's process the first GPU, because it does not know that the driver uses it.
     side = [one for one, _ in places.side]
     if side and not joins(cluster) and has_gpus(cluster, side[0].role):
         raise ConfigError(
@@ -329,20 +327,20 @@ def check_placement(start: RunStart) -> None:
 
 
 def _check_pools(places: RunRoles) -> None:
-    """Raise ConfigError if a role's processes do not fill its pool, or if roles share GPUs that they cannot share."""
+    """Raise ConfigError if a role's processes do not fill its pool, or roles cannot share GPUs."""
     config, cluster, engine = places.config, places.cluster, places.engine
 
-    def apart() -> str:
-        """The engines that have their own processes. Only for a message: to find out they read the model."""
+    def names() -> str:
+        """List engines with their own processes; only for messages, because it reads the model."""
         return " or ".join(f'"{one.name}"' for one in ENGINES.own() if one.make(config).processes() is not None)
 
     if "rollout" in cluster.roles and engine is None:
-        raise ConfigError(f"cluster.roles.rollout: the {places.choice.name} engine samples in the driver; set engine = {apart()}")
+        raise ConfigError(f"cluster.roles.rollout: the {places.choice.name} engine samples in the driver; set engine = {names()}")
     side_roles = {one.role for one, _ in places.side}
     if idle := [role for role in cluster.roles if role in SERVICES and role not in side_roles]:
         raise ConfigError(
             f"cluster.roles.{idle[0]}: no {idle[0]} has processes to place; remove the role, or set "
-            f"reward.{idle[0]}.engines.NAME.engine = {apart()}"
+            f"reward.{idle[0]}.engines.NAME.engine = {names()}"
         )
     if unused := [name for name in cluster.pools if name not in cluster.roles.values()]:
         raise ConfigError(f"cluster.pools.{unused[0]}: no role uses it. Name it under [cluster.roles], or remove it")
@@ -364,7 +362,7 @@ def _check_pools(places: RunRoles) -> None:
             continue
         if role not in ("actor", "rollout"):
             mesh_of(config.model, config.cluster, slots)
-        # A rank computes on one GPU; two of one role cannot share it, because NCCL refuses that.
+        # A rank computes on one GPU; NCCL does not let two ranks of a role share it.
         if role != "rollout" and pool.gpus not in (0.0, 1.0) and not (pool.gpus < 1 and slots == 1):
             raise ConfigError(
                 f"cluster.pools.{name}.gpus = {pool.gpus:g}: each rank trains on one GPU of its own, so set it to 1 (or to 0, to "
@@ -375,7 +373,7 @@ def _check_pools(places: RunRoles) -> None:
 
 
 def _check_engine_pool(cluster: ClusterConfig, engine: Processes, colocated: bool, pools: Collection[str]) -> None:
-    """Colocated, each of the engine's processes uses the GPUs of as many actors, on one node; else GPUs of its own."""
+    """Raise ConfigError if the engine's processes do not fit: colocated on the actors' GPUs of one node, else on their own."""
     gpus, train = engine.gpus, cluster.roles.get("actor")
     if colocated and has_gpus(cluster, "actor"):
         sample = cluster.roles.get("rollout", train)
@@ -399,10 +397,10 @@ def _check_engine_pool(cluster: ClusterConfig, engine: Processes, colocated: boo
         roles = {str(role): pool for role, pool in cluster.roles.items()}
         name = roles["rollout"]
         pool = cluster.pools[name]
-        beside = [role for role in pools if role != "rollout" and roles[role] == name]
-        if beside and pool.gpus:
+        sharing = [role for role in pools if role != "rollout" and roles[role] == name]
+        if sharing and pool.gpus:
             raise ConfigError(
-                f"cluster.roles.rollout: {engine.what} cannot share the GPUs of {' and '.join(beside)} (pool "
+                f"cluster.roles.rollout: {engine.what} cannot share the GPUs of {' and '.join(sharing)} (pool "
                 f"{name!r}); give it a separate pool, or set rollout.colocate = true"
             )
         if pool.gpus and pool.gpus != gpus:
@@ -413,13 +411,13 @@ def _check_engine_pool(cluster: ClusterConfig, engine: Processes, colocated: boo
 
 
 def _check_side_pool(places: RunRoles, role: str, name: str, others: list[str]) -> None:
-    """Engines of a service share a pool with no other role that has GPUs there, and fill it together."""
+    """Raise ConfigError unless a service's engines have a pool without other roles and fill it together."""
     pool, roles = places.cluster.pools[name], {str(role): pool for role, pool in places.cluster.roles.items()}
     engines = [(one, own) for one, own in places.side if one.role == role]
     count, slots = sum(own.count for _, own in engines), pool.nodes * pool.per_node
-    if beside := [other for other in others if roles[other] == name]:
+    if sharing := [other for other in others if roles[other] == name]:
         raise ConfigError(
-            f"cluster.roles.{role}: {role}s cannot share the processes of {' and '.join(beside)} (pool {name!r}); give them a "
+            f"cluster.roles.{role}: {role}s cannot share the processes of {' and '.join(sharing)} (pool {name!r}); give them a "
             "pool of their own"
         )
     if count != slots:
@@ -437,14 +435,11 @@ def _check_side_pool(places: RunRoles, role: str, name: str, others: list[str]) 
 
 
 def check_workers(start: RunStart) -> None:
-    """Raise ConfigError if all of the run is to be in one process, or API models may be called less often at once than there are
-    workers, ResourceError if the nodes have too few CPU slots; in training actors take some of them.
-
-    Raises ConfigError too for Python objects that cannot be sent to the processes that need them.
-    """
+    """Raise ConfigError for workers in a one-process run, for fewer concurrent API calls than workers, and for Python objects
+    that cannot be sent to other processes. Raises ResourceError if the nodes have too few CPU slots, also for the actors."""
     config, workers = start.config, start.config.rollout.workers
     table = config.model_dump(mode="json", exclude_none=True)
-    if workers or config.cluster.backend == "ray":  # actors need a loss, workers also environments and rewards
+    if workers or config.cluster.backend == "ray":  # actors need losses, workers also environments and rewards
         pack_given(used_names(table if workers else table["algorithm"]))
     if not workers:
         return
@@ -456,22 +451,22 @@ def check_workers(start: RunStart) -> None:
     calls = "messages" in start.engine.traits or config.rollout.summary_model is not None
     if calls and config.api.concurrency < workers:
         raise ConfigError(
-            f"api.concurrency = {config.api.concurrency} calls at once are shared by rollout.workers = {workers}, which leaves "
-            "some of them none; raise the one or lower the other"
+            f"api.concurrency = {config.api.concurrency} concurrent calls are shared by rollout.workers = {workers}, so some of "
+            "them get none; raise the first or lower the second"
         )
     if is_planned():
         return
-    # The nodes have CPU slots for the workers next to the run's other processes.
-    roles, cluster, apart = RunRoles(start.engine), config.cluster, start.engine.worker_processes()
+    # The nodes need CPU slots for the workers in addition to the run's other processes.
+    roles, cluster, extra = RunRoles(start.engine), config.cluster, start.engine.worker_processes()
     slots, taken = sum(node.cpus for node in nodes_of(cluster, "actor")), 0.0
     if start.purpose == "train":
         pools, unpooled = pools_of_roles(cluster, roles.with_pool), roles.without_pool
         taken = sum(node_need(pool)[0] * pool.nodes for pool in dict(pools.values()).values())
         taken += sum(one.cpus * one.count for one in unpooled.values())
-        # Without GPUs too each actor takes a slot of its own.
+        # Without GPUs, too, each actor takes a slot.
         taken += 0 if "actor" in {*pools, *unpooled} else cluster.actors
-    if apart * WORKER_CPUS > slots - taken:
+    if extra * WORKER_CPUS > slots - taken:
         raise ResourceError(
-            f"rollout.workers = {apart}: each takes {WORKER_CPUS:g} CPU slots, and of {slots:g} the run's other processes "
+            f"rollout.workers = {extra}: each takes {WORKER_CPUS:g} CPU slots, and of {slots:g} the run's other processes "
             f"take {taken:g}; lower rollout.workers to {max(int((slots - taken) / WORKER_CPUS), 0)}, or add nodes"
         )

@@ -254,7 +254,7 @@ def test_what_the_engine_chose_is_repeated_from_the_first_step_on(
 @pytest.mark.parametrize(
     ("of", "message"),
     [
-        ("model.path=api:gpt", 'engine = api does not tell which experts .*: "embedded", "vllm"'),
+        ("model.path=api:gpt", 'engine = api does not report the experts .*: "embedded", "vllm"'),
         ("model.compile=true", r"routers of compiled layers cannot repeat choices"),
         ("dense", r"\[model.init\] is a dense model"),
         ("phimoe", "PhimoeTopKRouter does not choose experts by one topk"),

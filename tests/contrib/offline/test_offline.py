@@ -362,7 +362,7 @@ def test_train_and_eval_refuse_a_config_of_data(chats: Path, tmp_path: Path, cap
     config = tmp_path / "data.toml"
     config.write_text(f'cluster.backend = "inline"\n[data]\npath = ["{chats}"]\n[model.init]\nlayers = 1\n')
     assert main(["train", str(config), f"out={tmp_path}"]) == 2
-    assert "agentrl train learns from episodes that it plays" in capsys.readouterr().err
+    assert "agentrl train learns only from episodes that it plays" in capsys.readouterr().err
     assert main(["sft", str(config), f"out={tmp_path}", "data.pats=1"]) == 2
 
 
