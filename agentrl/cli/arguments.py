@@ -1,4 +1,4 @@
-"""Shared parts of commands: the parser whose errors name near words, and the process of a command that uses Ray."""
+"""Shared parts of commands: registry, a parser that suggests similar words, and the process of a command with Ray."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import say
 
 COMMANDS: Registry[Callable[[argparse.ArgumentParser], None]] = Registry("command", "COMMANDS", "agentrl.cli")
-"""Subcommands. A function adds arguments, `run` (which returns the exit code) and `epilog` to the parser; its docstring is the
-help."""
+"""Subcommands. Each function adds arguments, `run` (returns the exit code) and `epilog` to the parser; its docstring is the help.
+"""
 
 
 ENV_ACTION = "env "
@@ -27,7 +27,7 @@ ENV_ACTION = "env "
 
 
 def add_command(commands: Any, name: str) -> None:
-    """Add a command to the subparsers. A plug-in's command that fails to load refuses to run; all others still work."""
+    """Add a command to the subparsers. A plug-in's command that fails to load raises when called; others still work."""
     module, word = "a plug-in", name.removeprefix(ENV_ACTION)
     try:
         add_arguments = COMMANDS[name]
@@ -54,7 +54,7 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """The type of an option: a whole number of at least `least`."""
+    """Make the type of an option: a whole number of at least `least`."""
 
     def read(text: str) -> int:
         try:
@@ -69,7 +69,7 @@ def whole_number(least: int) -> Callable[[str], int]:
 
 
 def check_read(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    """Raise ConfigError if an option of these was given; `why`: because of what it is not read, and the fix."""
+    """Raise ConfigError if one of these options was given; `why`: the reason why it has no effect, and the fix."""
     for name in names:
         if getattr(args, name) != args.parser.get_default(name):
             action = next(one for one in args.parser._actions if one.dest == name)
@@ -77,21 +77,20 @@ def check_read(args: argparse.Namespace, names: Sequence[str], why: str) -> None
 
 
 class Parser(argparse.ArgumentParser):
-    """Its subcommands are parsed by the same class, epilogs keep their lines, and `parser` of what it returns is the innermost
-    one that took part."""
+    """Argument parser, also of subcommands, whose epilogs keep their lines; `parser` of the result is the innermost parser."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **kwargs})
         self.set_defaults(parser=self)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """As argparse's, but optional words (`a.b=c`) are not named as missing."""
+        """Add an argument; optional words (`a.b=c`) are not reported as missing."""
         if options.get("nargs") == "*" and not names[0].startswith("-"):
             options.setdefault("default", [])
         return super().add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """A command with a default for `passed_on` gets what stands behind `--` in it, unparsed."""
+        """Parse; a command with a default for `passed_on` gets the words behind `--` in it, unparsed."""
         if args is None or "--" not in args or self.get_default("passed_on") is None:
             return super().parse_known_args(args, namespace)
         words = list(args)
@@ -100,8 +99,8 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2 and usage, the message and, if a known name is near, that name."""
-        # From the text, which is all that argparse gives: its own way to suggest a name came with Python 3.14.
+        """Exit with code 2, the usage and the message, with a similar known name if there is one."""
+        # Parse the text, because argparse gives nothing else: it suggests names itself only since Python 3.14.
         if choice := _CHOICE.search(message):
             known = choice["known"].replace("'", "").split(", ")
             message = f"{message}{hint_text(choice['word'], known)}"
@@ -113,15 +112,15 @@ class Parser(argparse.ArgumentParser):
 # A command that uses Ray
 
 Drive = Callable[[argparse.Namespace, int], int]
-"""The command's work, given its arguments and how often it has started again; returns the exit code."""
+"""Work of a command, given its arguments and the number of restarts; returns the exit code."""
 
 
 def with_parent(args: argparse.Namespace, drive: Drive, again: Drive | None = None) -> int:
-    """`drive` in a process of its own, if this one is the command; returns its exit code, or dies of the signal that it died of.
+    """Run `drive` in a child process if this process is the command; returns its exit code, or dies of the same signal.
 
-    It is forked before anything is imported that has threads (numpy's OpenBLAS has), so before it is known whether it will use
-    Ray. It reports its run (`report_to_parent`); if Ray ended it, `again` resumes the run, up to `max_restarts` times in all.
-    Raises WorkerDiedError if it does not go on by itself.
+    Forks before any import that starts threads (such as OpenBLAS of numpy), so before it is known whether the command uses Ray.
+    The child reports its run (`report_to_parent`); if Ray ended the child, `again` resumes the run, up to `max_restarts` times
+    in all. Raises WorkerDiedError if it cannot resume.
     """
     if not args.program:
         return drive(args, 0)
@@ -140,8 +139,8 @@ def with_parent(args: argparse.Namespace, drive: Drive, again: Drive | None = No
                 say(f"agentrl: the driver (pid {end.pid}) has ended silently; {end.facts['then']}", file=sys.stderr)
             return end.code
         restarts, limit = end.facts["restarts"] + 1, end.facts["max_restarts"]
-        if end.stopping and not error:  # the signal has reached Ray's processes too
-            if again is not None:  # a run, and not episodes, which are all kept
+        if end.stopping and not error:  # the stop signal also reached the processes of Ray
+            if again is not None:  # only a run has checkpoints; finished episodes are all kept
                 from agentrl.trainer.checkpoint import newest_checkpoint
 
                 say(f"newest checkpoint           {newest_checkpoint(Path(end.facts['folder']))}", file=sys.stderr)
@@ -150,7 +149,7 @@ def with_parent(args: argparse.Namespace, drive: Drive, again: Drive | None = No
         if again is None or restarts > limit or error:
             raise WorkerDiedError(f"{end.by_ray}; {end.facts['then']}")
         say(restarting(end.by_ray, restarts, limit))
-        # Its options are in its config.
+        # The resumed run has its options in its config.
         given = dict.fromkeys(("config", "data", "loss", "min_reward", "success", "per_task"))
         vars(args).update(given, resume=end.facts["folder"], overrides=[], overwrite=False)
         drive = again

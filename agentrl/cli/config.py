@@ -1,4 +1,4 @@
-"""`agentrl config` and `agentrl metrics`: the keys of a config, what a config comes to, and the numbers of a run."""
+"""`agentrl config` and `agentrl metrics`: explain keys and metrics, show and compare configs."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Explain keys, show and compare configs."""
     parser.epilog = CONFIG_EPILOG
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    docs = actions.add_parser("docs", help="what keys mean, with type, default and unit", epilog=CONFIG_EPILOG)
+    docs = actions.add_parser("docs", help="meaning, type, default and unit of keys", epilog=CONFIG_EPILOG)
     docs.add_argument("key", nargs="?", help="a key or a section, for example rollout.groups (default: all)")
     docs.add_argument("--json", action="store_true", help="one JSON array")
     docs.set_defaults(run=run_docs)
     show = actions.add_parser("show", help="the resolved config", epilog=CONFIG_EPILOG)
     show.add_argument("config", help=CONFIG)
     show.add_argument("overrides", nargs="*", metavar="a.b=c", help="as for train; ~a.b unsets a key")
-    show.add_argument("--origin", action="store_true", help="say of each value where it is from")
+    show.add_argument("--origin", action="store_true", help="show the source of each value")
     show.add_argument("--given", action="store_true", help="only what a file or an override sets")
     show.add_argument("--json", action="store_true", help="one JSON object: key -> value (with --origin: value and origin)")
     show.set_defaults(run=run_show)
@@ -60,7 +60,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_docs(args: argparse.Namespace) -> int:
-    """Print what keys mean; returns the exit code."""
+    """Print the meanings of keys; returns the exit code."""
     import textwrap
 
     from agentrl.config.keys import all_keys, find_keys
@@ -79,7 +79,7 @@ def run_docs(args: argparse.Namespace) -> int:
     if args.key is None:
         say("\n".join(_table(keys, shutil.get_terminal_size((160, 0)).columns)))
         return 0
-    entries = []  # a key with all that there is to say of it
+    entries = []  # the lines of each key
     for key in keys:
         meaning = [f"  {line}" for line in textwrap.wrap(key.meaning, 98)]
         if key.section:
@@ -119,8 +119,8 @@ def run_show(args: argparse.Namespace) -> int:
 
         leaves = named_leaves(config.model_dump(exclude_none=True), config.envs)
         rows = {name: (keys, value) for name, keys, value in leaves if is_shown(keys)}
-        said = {name: {"value": value, "origin": origin(keys)} if args.origin else value for name, (keys, value) in rows.items()}
-        say(json.dumps(said, indent=2))
+        found = {name: {"value": value, "origin": origin(keys)} if args.origin else value for name, (keys, value) in rows.items()}
+        say(json.dumps(found, indent=2))
         return 0
     say("\n".join(ConfigText(origin, meanings=False, shown=is_shown).section(config)).lstrip("\n"))
     return 0
@@ -131,7 +131,7 @@ def run_diff(args: argparse.Namespace) -> int:
     from agentrl.config.keys import inline
     from agentrl.config.origin import differing
 
-    # `A a.b=c B d=e` -> [("A", ["a.b=c"]), ("B", ["d=e"])]; of one config alone, without its overrides and with them.
+    # `A a.b=c B d=e` -> [("A", ["a.b=c"]), ("B", ["d=e"])]; a single config is compared without and with its overrides.
     sides: list[tuple[str, list[str]]] = []
     for word in args.overrides:
         if not is_override(word):
@@ -158,7 +158,7 @@ def run_diff(args: argparse.Namespace) -> int:
 
 
 def _load_with_origins(name: str, overrides: Sequence[str]) -> tuple[TrainConfig, Origins]:
-    """The config of a file, a shelf's name or a run's folder, with whole paths as a run has them, and where it is from."""
+    """Load the config of a file, a shelf's name or a run's folder, with absolute paths, and the sources of its values."""
     from agentrl.config.origin import read_origins
 
     folder = Path(name) / "config.toml"
@@ -167,7 +167,7 @@ def _load_with_origins(name: str, overrides: Sequence[str]) -> tuple[TrainConfig
 
 
 def _table(keys: Sequence[Key], width: int) -> list[str]:
-    """A line for each key: default, unit, and as much of its meaning as there is room for."""
+    """Format one line per key: default, unit, and its meaning cut to `width`."""
     values = [key for key in keys if not key.section]
     name, default = (
         max(len(text) for text in column) for column in zip(*((k.name, k.default[:24]) for k in values), strict=True)

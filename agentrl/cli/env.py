@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def reference(env_id: str, params: list[str]) -> EnvRef:
-    """The reference to an environment by id and `a=b` strings: its parameters, and keys of the section `tools`
-    (`tools.sets=["notes"]`), as a config has them. Raises CatalogError or ConfigError."""
+    """Make the reference to an environment from its id and `a=b` strings: parameters, and keys of [tools]
+    (`tools.sets=["notes"]`). Raises CatalogError or ConfigError."""
     from agentrl.config.load import UNSET, parse_overrides
     from agentrl.env.catalog import EnvRef
 
@@ -51,8 +51,8 @@ def reference(env_id: str, params: list[str]) -> EnvRef:
 
 
 def subject_of(ref: EnvRef, reward: str | None, tasks: int = 12, fuzz: int = 500, every: bool = False) -> Subject:
-    """The subject of checks: an environment with the scorer of a spec (by default its own). Raises UserError for a mistake in
-    its parameters or in the spec."""
+    """Make the subject of checks: an environment with the scorer of a spec (by default its own).
+    Raises UserError for a mistake in its parameters or in the spec."""
     import pickle
 
     from agentrl.config.schema import RewardConfig
@@ -60,7 +60,7 @@ def subject_of(ref: EnvRef, reward: str | None, tasks: int = 12, fuzz: int = 500
     from agentrl.env.check_tools import Subject
 
     ref = ref.with_gold_user()
-    ref.build().close()  # a mistake in the parameters is reported once, not as the result of every check
+    ref.build().close()  # report a mistake in the parameters once, not as the result of every check
     named = reward or ref.default_reward()
     scorer = make_scorer(find_spec(ref, named), RewardConfig(), ref) if named else None
     return Subject(ref.build, scorer, tasks, fuzz, pickle.dumps(ref), every, str(named or ""))
@@ -106,7 +106,7 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("params", nargs="*", metavar="a=b", help=PARAMS)
     check.add_argument("--all", action="store_true", help="every environment on the shelves")
     check.add_argument("-n", "--tasks", type=int, help="tasks per check (default 12; fewer if each episode starts a server)")
-    check.add_argument("--all-tasks", action="store_true", help="gold and idling on every task of an environment that has an end")
+    check.add_argument("--all-tasks", action="store_true", help="play gold and idle on every task, if there are finitely many")
     check.add_argument("--fuzz", type=int, help="random inputs per tool (default 500, or fewer as for --tasks)")
     check.add_argument("--reward", help="score with this reward spec instead of the environment's own")
     check.add_argument("--json", action="store_true", help="one JSON object instead of the table")
@@ -115,7 +115,7 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     play.add_argument("--seed", type=whole_number(0), default=0, help="which task (default 0)")
     play.add_argument("--split", default="train", help="the task's split (default train)")
     play.add_argument(
-        "--model-user", action="store_true", help="the environment's own user, a model say; without it that of the gold solution"
+        "--model-user", action="store_true", help="play with the environment's user, which may be a model, not the gold script"
     )
     play.set_defaults(run=run_play)
     for name in COMMANDS:
@@ -124,7 +124,7 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def with_env(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the environment and its parameters."""
+    """Add arguments for an environment and its parameters."""
     parser.add_argument("env", help="an id such as agentrl/KeyValue-v0, or a short name such as key_value")
     parser.add_argument("params", nargs="*", metavar="a=b", help=PARAMS)
     return parser
@@ -183,18 +183,18 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def _tool_lines(env: ToolEnv) -> list[str]:
-    """The tools that the running episode offers."""
+    """Format the tools that the current episode offers."""
     from agentrl.env.call_options import MAX_OUTPUT
 
     lines = []
     for tool in env.toolbox:
         lines.append("  " + json.dumps(tool.schema["function"], ensure_ascii=False))
-        # Its options that a policy may see, if they differ from the default.
+        # Options that a policy may notice, if they differ from the default.
         seen = {name: getattr(tool.options, name) for name in ("check", "on_error", "error", "max_output")}
         if differs := [f"{name}={value!r}" for name, value in seen.items() if value not in (None, "strict")]:
             lines.append(f"    {', '.join(differs)}")
     if env.toolbox.max_output != MAX_OUTPUT:
-        lines.append(f"  answers of tools that do not say: at most {env.toolbox.max_output} tokens")
+        lines.append(f"  answers of tools without a limit of their own: at most {env.toolbox.max_output} tokens")
     return lines
 
 
@@ -214,7 +214,7 @@ def run_new(args: argparse.Namespace) -> int:
         say(f"next: agentrl env check mcp {params}; agentrl env play mcp {params}; agentrl train {config}")
         return 0
     if hidden:
-        say(f"in this folder {args.name} is now this one, and no longer {hidden[0]}, which its id still names")
+        say(f"in this folder {args.name} now means this environment; use the full id for {hidden[0]}")
     shelf, root = "", folder.parents[1].resolve()
     if root not in shelves():
         shelf = f"export AGENTRL_PATH={shlex.quote(str(root))}${{AGENTRL_PATH:+:$AGENTRL_PATH}}; "
@@ -231,9 +231,9 @@ def run_check(args: argparse.Namespace) -> int:
 
     if args.all == (args.env is not None):
         raise UserError("agentrl env check: give an environment, or --all")
-    there = list_envs() if args.all else []
-    refs = [EnvRef(e.id) for e in there if not e.lacks_source()] if args.all else [reference(args.env, args.params)]
-    lacking = [e.id for e in there if e.lacks_source()]
+    known = list_envs() if args.all else []
+    refs = [EnvRef(e.id) for e in known if not e.lacks_source()] if args.all else [reference(args.env, args.params)]
+    lacking = [e.id for e in known if e.lacks_source()]
     chosen = args.tasks is not None or args.fuzz is not None or args.all_tasks
     tasks, fuzz = (12 if args.tasks is None else args.tasks), (500 if args.fuzz is None else args.fuzz)
     results: dict[str, list[CheckFinding]] = {}
@@ -274,7 +274,7 @@ def print_findings(env: str, findings: list[CheckFinding]) -> None:
 
 
 def run_play(args: argparse.Namespace) -> int:
-    """Let a person act; returns the exit code."""
+    """Let a person play; returns the exit code."""
     from agentrl.cli.env_play import play_by_hand
     from agentrl.config.schema import RewardConfig
     from agentrl.env.catalog import find_spec, make_scorer

@@ -259,8 +259,8 @@ TEMPLATES = {
 
 
 def write_template(name: str, shelf: str, template: str = "stateless") -> Path:
-    """Write `envs/NAME` and `NAME.toml`, which trains on it, on a shelf; returns the folder. Raises UserError for a bad name, and
-    if one of the two is there already."""
+    """Write `envs/NAME` and a config `NAME.toml` for it on a shelf; returns the folder.
+    Raises UserError for a bad name, or if one of the two exists already."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError(f"{name!r}: a short name is lower-case letters, digits and _, for example todo_list")
     folder, config = Path(shelf) / "envs" / name, Path(shelf) / f"{name}.toml"

@@ -37,9 +37,10 @@ def play_by_hand(
     own_user: bool = False,
     scorer: Scorer | None = None,
 ) -> int:
-    """Run one episode with `read` as the agent; returns the exit code (130 if the person quit). The user is that of the gold
-    solution if there is one; `own_user`: the environment's own, which may be a model that costs money. `scorer` explains the
-    reward at the end. Raises ConfigError if the user is a model and has no script."""
+    """Play one episode with `read` as the agent; returns the exit code (130 if the person quit).
+
+    The user is the script of the gold solution if there is one; `own_user`: the environment's user, which may be a model that
+    costs money. `scorer` explains the final reward. Raises ConfigError if the user is a model without a script."""
     inner = env.unwrapped
     try:
         observation, info = env.reset(seed=seed, options={"split": split, **({} if own_user else {"user": GOLD})})
@@ -47,12 +48,10 @@ def play_by_hand(
         if own_user or not (isinstance(inner, ToolEnv) and isinstance(inner.user, AsksModel)):
             raise
         raise ConfigError(f"{why}; --model-user: its model plays the user") from None
-    show, write = write, lambda text: show(safe(text))  # what a tool or a user says
+    show, write = write, lambda text: show(safe(text))  # escape texts of tools and users
     write(f"{env.id}, task {info['task_id']}. Type /help for help.")
     if not own_user and isinstance(inner, ToolEnv) and type(inner).gold_user is not ToolEnv.gold_user:
-        write(
-            "the user is played by the script of the gold solution; --model-user: by the environment's own, which may be a model"
-        )
+        write("the script of the gold solution plays the user; --model-user: the environment's user does, which may be a model")
     _show(observation, write)
     shown = _show_calls(env, 0, write)
     while True:
@@ -73,7 +72,7 @@ def play_by_hand(
         try:
             action = parse_line(line, {name: schemas.get(name, {}) for name in env.toolbox.names})
             observation, reward, terminated, truncated, info = env.step(action)
-        except NotACallError as why:  # a slip of the person must not end the episode
+        except NotACallError as why:  # a typing mistake must not end the episode
             write(str(why))
             continue
         except EnvError as fault:
@@ -93,15 +92,15 @@ def play_by_hand(
 
 
 class NotACallError(UserError):
-    """A line that looks like a call but is not."""
+    """A line that looks like a tool call but is not a valid one."""
 
 
 _PYTHON = re.compile(r"([\w.-]+)\((.*)\)\s*", re.DOTALL)
 
 
 def parse_line(line: str, tools: Mapping[str, Schema]) -> Message:
-    """The message that a typed line means: a call if it is JSON, a tool's name followed only by a=b, or NAME(a=1); else text.
-    `tools`: JSON Schemas of the parameters by name. Raises NotACallError for a call of a tool that is not there."""
+    """Parse a typed line: a call if it is JSON, a tool's name followed only by a=b, or NAME(a=1); else text.
+    `tools`: JSON Schemas of the parameters by name. Raises NotACallError for a call of an unknown tool."""
     if line.startswith(":"):
         return Message("assistant", line[1:].strip())
     if line.startswith("{"):
@@ -124,9 +123,9 @@ def parse_line(line: str, tools: Mapping[str, Schema]) -> Message:
         arguments: list[tuple[str, Any]] = []
         for key, text in (word.split("=", 1) for word in words[1:]):
             arguments.append((key, text))
-            with suppress(ValueError):  # it is no JSON
+            with suppress(ValueError):  # not JSON: keep the text
                 value, fits = read_json(text), validator(tools.get(words[0], {}).get("properties", {}).get(key, {}))
-                # Unless the parameter takes the text, and not its value.
+                # Keep the text if the parameter accepts the text but not the JSON value.
                 if first_fault(fits, value) is None or first_fault(fits, text) is not None:
                     arguments[-1] = key, value
         return _call(words[0], arguments, tools)
@@ -150,7 +149,7 @@ def _show(observation: list[Message], write: Callable[[str], None]) -> None:
 
 
 def _show_calls(env: ToolEnv, shown: int, write: Callable[[str], None]) -> int:
-    """Print the user's own tool calls since the first `shown` calls, which the agent would not see; how many there are now."""
+    """Print the user's tool calls after the first `shown`, which an agent does not see; returns their number."""
     calls = env.trajectory.user_calls
     for made in calls[shown:]:
         answer = made.result.content if made.result is not None else "no answer"

@@ -1,4 +1,4 @@
-"""`agentrl eval` and `agentrl rollout`: pass@k and pass^k on held-out tasks, and episodes as trajectories."""
+"""`agentrl eval` and `agentrl rollout`: pass@k and pass^k on held-out tasks, and recorded episodes."""
 
 from __future__ import annotations
 
@@ -41,22 +41,21 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     """Write a model's trajectories on an environment."""
     parser.epilog = ROLLOUT_EPILOG
     add_options(parser, tasks=16, split="train", folder="rollouts")
-    values = "continuations of each turn, which measure the chance of success before it (default none)"
+    values = "continuations per turn, to estimate the chance of success before it (default none)"
     parser.add_argument("--values", type=whole_number(2), default=0, metavar="N", help=values)
     parser.set_defaults(run=lambda args: with_parent(args, _roll_out))
 
 
 def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, folder: str, models: bool = False) -> None:
-    """Add the options of rollouts. One that the user does not give is None. `models`: --model may be given several times, and is
-    a list."""
+    """Add the options of rollouts; an option that is not given is None. `models`: --model may be repeated, and is a list."""
     parser.add_argument("env", nargs="?", help="an environment's id or short name")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values of the config's sections")
     again = "; several: one table" if models else ""
     model = f"a model folder or hub name, or api:NAME for an API model (litellm's names){again}"
-    who = parser if models else parser.add_mutually_exclusive_group()
-    who.add_argument("--model", action="append" if models else "store", help=model)
+    players = parser if models else parser.add_mutually_exclusive_group()
+    players.add_argument("--model", action="append" if models else "store", help=model)
     scripted = f"a script that plays without a model: gold (the environment's solution), idle, refuse, echo or spam{again}"
-    who.add_argument(
+    players.add_argument(
         "--policy", dest="model", action="append" if models else "store", type=_policy, metavar="NAME", help=scripted
     )
     parser.add_argument("-n", "--tasks", type=whole_number(1), help=f"tasks (default {tasks})")
@@ -69,15 +68,15 @@ def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, fold
 
 
 def _policy(name: str) -> str:
-    """A scripted policy as a model's name."""
+    """Return the model name of a scripted policy."""
     from agentrl.engines.makers import POLICY
 
     return POLICY + name
 
 
 def overrides_of(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """Overrides of the config: those on the command line, and those of options that stand for a key. A word `a=b` that names no
-    section is a parameter of the environment, as for `agentrl env`."""
+    """Return overrides of the config: words of the command line, and options that set a key.
+    A word `a=b` that is not a key is a parameter of the environment, as for `agentrl env`."""
     from agentrl.config.keys import section_of
     from agentrl.config.schema import TrainConfig
 
@@ -86,7 +85,7 @@ def overrides_of(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
         key, _, value = word.partition("=")
         field = TrainConfig.model_fields.get(key)
         if field is not None and value[:1] not in ("", "{", "[") and section_of(field.annotation) is not None:
-            raise ConfigError(f"{word}: {key} is a section. Write {key}.KEY=VALUE, or of the environment env.params.{word}")
+            raise ConfigError(f"{word}: {key} is a section. Write {key}.KEY=VALUE, or for the environment env.params.{word}")
         known = "." in key or key in TrainConfig.model_fields or key == "base" or word.startswith("~")
         overrides.append(word if known else f"env.params.{word}")
     if args.seed is not None:
@@ -134,7 +133,7 @@ def _roll_out(args: argparse.Namespace, _: int) -> int:
 
 
 def say_interrupted(say: Any, request: RolloutRequest, done: int) -> int:
-    """Say after Ctrl-C how far it came and how to continue; returns the exit code."""
+    """Report after Ctrl-C the finished episodes and how to continue; returns the exit code."""
     say(f"interrupted: {done} of {len(request.pairs)} episodes are in {request.out}; the same command runs the rest")
     return 130
 
@@ -157,15 +156,15 @@ EVAL_EPILOG = """examples:
   agentrl eval --compare evals/key_value/*                  evaluations that were made before, side by side
 
 --run takes everything from the run's config.toml: environments with their parameters, reward specs, limits, temperature, parser,
-context policy, agent. What differs is said, and stands in the report. --checkpoint is last (the default), best (by the run's own
-evaluations) or the number of a step; 0 is what training started from.
+context policy, agent. Differences are printed, and listed in the report. --checkpoint is last (the default), best (by the run's
+evaluations) or the number of a step; 0 is the model that training started from.
 
-The folder --out (by default evals/NAME/MODEL) holds trajectories.jsonl and report.json, of several environments in a folder each,
-next to the report of all; the same command again runs the missing episodes only. API keys are read from the environment variables
-that litellm names, such as OPENAI_API_KEY. Exit code 1: more than half of the episodes could not be scored.
+The folder --out (by default evals/NAME/MODEL) holds trajectories.jsonl and report.json; several environments have a folder each,
+next to the common report. The same command again runs only the missing episodes. API keys are read from environment variables as
+in litellm, for example OPENAI_API_KEY. Exit code 1: more than half of the episodes could not be scored.
 """
 MOSTLY = 0.5
-"""An evaluation with a larger unscored share has failed."""
+"""Share of unscored episodes above which an evaluation has failed."""
 
 
 @COMMANDS.register("eval")
@@ -186,7 +185,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Plan:
-    """The evaluation of one model: a request for each environment of its config. `notes`: what differs from its run."""
+    """Evaluation of one model: a request per environment of its config. `notes`: differences from its run."""
 
     label: str
     start: RunStart
@@ -197,18 +196,18 @@ class Plan:
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    """Evaluate, or compare evaluations that are there; returns the exit code."""
+    """Evaluate, or compare existing evaluations; returns the exit code."""
     if args.compare is None:
         return with_parent(args, _evaluate)
     from agentrl.run.evaluate import write_comparison
 
     if args.env is not None or args.overrides or args.model or args.checkpoint:
-        raise ConfigError("--compare reads evaluations that are there: give their folders, and nothing to evaluate")
+        raise ConfigError("--compare reads existing evaluations: give only their folders, and nothing to evaluate")
     unread = ("tasks", "samples", "seed", "split", "max_concurrent", "all")
-    check_read(args, unread, "--compare reads evaluations that are there, and plays nothing. Leave it out")
-    # `evals/NAME/*` names what this command and an evaluation of several models wrote beside the folders, too.
-    beside = ("comparison.json", "report.json")
-    folders = [folder for folder in map(Path, args.compare) if not (folder.name in beside and folder.is_file())]
+    check_read(args, unread, "--compare reads existing evaluations, and plays nothing. Leave it out")
+    # `evals/NAME/*` also matches files that this command and an evaluation of several models wrote next to the folders.
+    reports = ("comparison.json", "report.json")
+    folders = [folder for folder in map(Path, args.compare) if not (folder.name in reports and folder.is_file())]
     if len(folders) < 2:
         raise ConfigError(f"--compare: two or more folders of evaluations are needed, got {', '.join(args.compare)}")
     found = _side_by_side(folders, safe_console(highlight=False))
@@ -270,7 +269,7 @@ def _play(plan: Plan, display: Any, every: bool) -> int:
 
 
 def _side_by_side(folders: Sequence[Path], console: Console) -> dict[str, Any]:
-    """Compare evaluations, and print that; the tables of suites too."""
+    """Compare evaluations and print the tables, those of suites included."""
     from agentrl.run.compare import compare_all, print_comparison, print_side_by_side, read_results, side_by_side
 
     found = compare_all([read_results(folder) for folder in folders])
@@ -281,13 +280,13 @@ def _side_by_side(folders: Sequence[Path], console: Console) -> dict[str, Any]:
 
 
 def read_plans(args: argparse.Namespace) -> list[Plan]:
-    """An evaluation for each model that the options name. Raises ConfigError, CatalogError or CheckpointError."""
+    """Plan an evaluation for each model of the options. Raises ConfigError, CatalogError or CheckpointError."""
     if args.run_folder is None and args.checkpoint:
         raise ConfigError("--checkpoint names a model of a run: give --run RUN")
     from agentrl.run.provenance import model_label, model_of, run_folder
 
     folder = None if args.run_folder is None else run_folder(args.run_folder)
-    models: list[tuple[str, str, dict[str, Any]]] = []  # label, path and what the report says of each
+    models: list[tuple[str, str, dict[str, Any]]] = []  # label, path and further report entries of each
     if folder is not None:
         found = [model_of(folder, which) for which in args.checkpoint or ([] if args.model else ["last"])]
         models = [(model.label, model.path, {"step": model.step}) for model in found]
@@ -314,13 +313,13 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
     name = config.name if args.config is not None else "_".join(env.called for env in config.envs)
     name = name if folder is None else folder.path.name
     out = Path(args.out or f"{args.defaults['folder']}/{name}") / ("" if args.out and alone else label)
-    # A request for each environment; of a config with several, each in a folder of its own, also if one is chosen.
+    # One request per environment; with several in the config each has its own folder, even if only one is chosen.
     requests, given = {}, args.config is not None or folder is not None
     evals = {one.the_env.called: one.eval for one in config.each()}
     for env in config.envs:
         own, ref = evals[env.called], EnvRef.of(env, config.tools)
         split = args.split or (own.split if given or several else args.defaults["split"])
-        # A benchmark's tasks once each: all, if nothing else is said. A run's model plays what the run evaluates on, the first.
+        # A benchmark plays all its tasks by default; a run's model plays the first tasks, as the run's evaluations do.
         wanted = args.tasks or (own.tasks if given or env.eval is not None else None)
         number, chosen = choose_tasks(ref, split, wanted, config.seed, first=folder is not None)
         count, place = number or args.defaults["tasks"], out / env.called if several else out
@@ -331,16 +330,16 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
         return plan
     run, many = Provenance(folder, config), len(config.envs) > 1
     differs = [*run.differences(), *run.changed_files()]
-    # Options may choose other tasks than the run was evaluated on; a reader may hold the figures against the run's.
+    # Options may choose other tasks than those of the run's evaluations, with which a reader may compare the figures.
     tasks = [(f" of {n}" if many else "", e.tasks) for n, e in evals.items() if args.tasks not in (None, e.tasks)]
     splits = [(f" of {n}" if many else "", e.split) for n, e in evals.items() if args.split not in (None, e.split)]
     differs += [f"tasks{at} were {were}, are {args.tasks}" for at, were in tasks]
     differs += [f"the split{at} was {was}, is {args.split}" for at, was in splits]
-    differs += [f"{args.samples} episodes a task, not 1"] if (args.samples or 1) > 1 else []
-    # Another engine's numbers differ in their last digits.
+    differs += [f"{args.samples} episodes per task, not 1"] if (args.samples or 1) > 1 else []
+    # Numbers of another engine differ in their last digits.
     was, now = (folder.read_summary() or {}).get("engine"), start.engine.name
     differs += [f"engine was {was}, is {now}"] if was and was != now else []
-    plan.notes = [f"other than in the run: {line}" for line in differs]
+    plan.notes = [f"different from the run: {line}" for line in differs]
     if tasks or splits:
         other = {n: e for n, e in evals.items() if args.tasks not in (None, e.tasks) or args.split not in (None, e.split)}
         were = ", ".join(f"{f'{n}: ' if many else ''}{one.tasks} of {one.split}" for n, one in other.items())
@@ -354,8 +353,8 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
 
 
 def _start(args: argparse.Namespace, folder: RunFolder | None) -> tuple[RunStart, bool]:
-    """The start of an evaluation in the chosen environments, and whether they are chosen from several. Of one environment the
-    config is of that alone. Raises ConfigError or CatalogError."""
+    """Make the start of an evaluation in the chosen environments; returns it, and True if the config has several.
+    Raises ConfigError or CatalogError."""
     from agentrl.config.envs import entry_of
     from agentrl.config.load import config_from
     from agentrl.config.origin import read_origins, typed_origins
@@ -380,8 +379,8 @@ def _start(args: argparse.Namespace, folder: RunFolder | None) -> tuple[RunStart
             f"{file}: it was trained on data and names no environment; name one, for example: agentrl eval key_value --model "
             f"{file.parent / 'final'}"
         )
-    there = [{"name": env.called} for env in config.envs]
-    chosen = [config.envs[entry_of(there, name)] for name in names] or config.envs
+    known = [{"name": env.called} for env in config.envs]
+    chosen = [config.envs[entry_of(known, name)] for name in names] or config.envs
     check_named(
         RunStart(config, purpose="eval"), partial(read_origins, file, overrides, find_config_file), [env.called for env in chosen]
     )

@@ -1,6 +1,6 @@
-"""`agentrl`: the program. Commands register themselves (`COMMANDS`), also those of contrib and of plug-ins.
+"""The program `agentrl`. Commands of the core, contrib and plug-ins register themselves (`COMMANDS`).
 
-Heavy imports stay inside the commands, so that `--help` is quick.
+Heavy imports stay inside the commands, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ EPILOG = """examples:
 
 
 def build_parser() -> Parser:
-    """The whole command line."""
+    """Build the parser of all commands."""
     parser = Parser(prog="agentrl", description="Reinforcement learning for tool-calling agents.", epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in sorted(COMMANDS, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name)):
-        if not name.startswith(ENV_ACTION):  # `agentrl env` lists these
+        if not name.startswith(ENV_ACTION):  # `agentrl env` adds its actions itself
             add_command(commands, name)
     return parser
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse, also with overrides after an option."""
+    """Parse the command line; overrides may follow an option."""
     parser = build_parser()
-    # A shell expands `~/` only at the beginning of a word, and not in `--out=~/x` or `data.path=~/x`.
+    # Expand `~/`: a shell does so only at the beginning of a word, not in `--out=~/x` or `data.path=~/x`.
     home = re.compile(r"^([\w.-]+=)?(~/.*)$", re.DOTALL)
     given = sys.argv[1:] if argv is None else argv
     words = [home.sub(lambda found: (found[1] or "") + expand_home(found[2]), word) for word in given]
     for word in words:
         if not word.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in word):
             parser.error(f"{word!a} is not UTF-8: no name, path or value can hold it")
-    # argparse gives optional words nothing after an option: the rest of `eval -n 5 ENV a.b=c` or `env play ENV --seed 1 a=b`.
+    # argparse takes no optional words after an option: the rest of `eval -n 5 ENV a.b=c` or `env play ENV --seed 1 a=b`.
     args: argparse.Namespace
     args, rest = parser.parse_known_args(words)
     name = next((one for one in ("overrides", "params", "words") if one in args), "")
@@ -72,9 +72,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 the run failed, 2 a user error, 130 interrupted."""
-    if argv is None:  # before anything imports torch, which reads it once
+    if argv is None:  # before torch is imported, which reads these variables once
         os.environ.update({name: os.environ.get(name, value) for name, value in PASSIVE.items()})
-        exempt()  # agents, judges and users on this machine, and agentrl's own endpoint
+        exempt()  # use no proxy for agents, judges and users on this machine, and the endpoint of agentrl
     args = None
     with guarded_output():
         try:
@@ -83,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             except SystemExit:  # --help
                 sys.stdout.flush()
                 raise
-            args.program = argv is None  # this process is the command, and not one that calls it
+            args.program = argv is None  # this process is the command, not a program that calls `main`
             code: int = args.run(args)
-            sys.stdout.flush()  # what cannot be written has a message here
+            sys.stdout.flush()  # report a failed write here
             return code
         except UserError as error:
             say(f"agentrl: {error}", file=sys.stderr)
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except AgentrlError as error:
             say(f"agentrl: {fault_text(error)}", file=sys.stderr)
             return 1
-        except BrokenPipeError:  # `agentrl ... | head` has seen enough
+        except BrokenPipeError:  # the reader has closed the pipe: `agentrl ... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except (Exception, SystemExit) as error:
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 text = full_text(name, then) if name is not None else f"the disk is full: {error}: free some space and {then}"
             elif isinstance(error, OSError) and name is not None:
                 text = f"{name}: {error.strerror}: fix that and repeat the command"
-            elif (text := _of_shelf(error, args)) is None:
+            elif (text := _shelf_fault(error, args)) is None:
                 raise
             say(f"agentrl: {text}", file=sys.stderr)
             return 2
@@ -113,23 +113,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
 
 
-def _of_shelf(error: BaseException, args: argparse.Namespace | None) -> str | None:
-    """Fault of a file on a shelf: FILE:LINE and function, or the hook whose signature does not fit; else None, as for the exit of
-    a command that is itself on a shelf."""
+def _shelf_fault(error: BaseException, args: argparse.Namespace | None) -> str | None:
+    """Describe an error of a file on a shelf: FILE:LINE and function, or the hook with a wrong signature; else None.
+    None also if a command on a shelf exits."""
     from agentrl.env import ToolEnv
     from agentrl.utils.search_path import PRIVATE
 
     if isinstance(error, SystemExit) and (args is None or args.run.__module__.startswith(PRIVATE)):
         return None
-    said = fault_text(error)
+    fault = fault_text(error)
     for frame, line in reversed(list(walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__", "").startswith(PRIVATE):
-            return f"{frame.f_code.co_filename}:{line}: {frame.f_code.co_name} raised {said}. Correct it there"
+            return f"{frame.f_code.co_filename}:{line}: {frame.f_code.co_name} raised {fault}. Correct it there"
     called = re.match(r"(\w+)\.(\w+)", str(error)) if isinstance(error, TypeError | NotImplementedError) else None
-    shelf = [module for name, module in sys.modules.items() if name.startswith(PRIVATE)]  # else it is a class of ours
+    shelf = [module for name, module in sys.modules.items() if name.startswith(PRIVATE)]  # not classes of agentrl
     if called is None or not any(called[1] in vars(one) for one in shelf) or not callable(getattr(ToolEnv, called[2], None)):
         return None
-    return f"{said}. An environment has {called[2]}{inspect.signature(getattr(ToolEnv, called[2]))}"
+    return f"{fault}. An environment has {called[2]}{inspect.signature(getattr(ToolEnv, called[2]))}"
 
 
 if __name__ == "__main__":

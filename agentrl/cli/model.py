@@ -1,4 +1,4 @@
-"""`agentrl init-model`, `agentrl export`, `agentrl doctor`: model folders, and whether this machine can run a training."""
+"""`agentrl init-model`, `agentrl export` and `agentrl doctor`: model folders, and checks of this machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Check; returns 0, or 2 if a check failed."""
+    """Check this machine and cluster; returns 0, or 2 if a check failed."""
     from agentrl.cluster.doctor import all_checks
     from agentrl.config.schema import ClusterConfig
     from agentrl.run.engine_choice import EngineChoice
@@ -93,7 +93,7 @@ def add_init_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_init_model(args: argparse.Namespace) -> int:
-    """Write the model; returns 0. Raises ConfigError for an invalid size, or if something else is in the folder."""
+    """Write the model; returns 0. Raises ConfigError for an invalid size, or if the folder is not empty."""
     from pydantic import ValidationError
 
     from agentrl.render import make_renderer
@@ -105,7 +105,7 @@ def run_init_model(args: argparse.Namespace) -> int:
 
     target = Path(args.folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: already exists; the model's weights would replace it: give a path that does not exist")
+        raise ConfigError(f"{target}: already exists and would be overwritten. Give a path that does not exist")
     quiet_libraries()
     if args.file is None:
         check_read(args, ("dtype",), "it is of the weights of --from; a random model is in float32. Leave it out")
@@ -140,7 +140,7 @@ The folder holds config, weights and tokenizer; plain transformers and vLLM load
 
 @COMMANDS.register("export")
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """Write a run's checkpoint as a Hugging Face model folder, or its adapter as peft's."""
+    """Write a run's checkpoint as a Hugging Face model folder, or its adapter for peft."""
     parser.epilog = EXPORT_EPILOG
     parser.add_argument("run_folder", help="a run folder", metavar="RUN")
     parser.add_argument("out", help="where to write the model; must not exist, or be empty", metavar="OUT")
@@ -152,7 +152,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Export; returns 0. Raises UserError if the run or checkpoint is missing, or OUT is not an empty folder."""
+    """Export a checkpoint; returns 0. Raises UserError without the run or checkpoint, or if OUT is not an empty folder."""
     from agentrl.run.display import shown_working
     from agentrl.trainer.model_folder import export_run
 

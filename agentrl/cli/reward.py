@@ -1,4 +1,4 @@
-"""`agentrl reward`: lint, explain, score and diff reward specs, list the leaves, write the schema."""
+"""`agentrl reward`: lint, explain, score and compare reward specs, list the leaves, write the schema."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 SHOWN = 20
-"""Episodes whose value alone changes that `diff` lists."""
+"""Maximum number of episodes that `diff` lists because only their value changes."""
 EPILOG = """examples:
   agentrl reward lint key_value                                  mistakes in the spec
   agentrl reward lint my_spec.json --env agentrl/KeyValue-v0     ... on gold, empty and spam episodes
@@ -44,8 +44,8 @@ EPILOG = """examples:
   agentrl reward schema --out rewards/schema.json                the grammar as JSON Schema, for an editor
 
 SPEC is the name of a spec on the shelf (rewards/) or of an environment, or a path to a JSON file. A spec that replays gold calls
-needs --env; one with a judge asks the model that it names, at --judge-url if given (lint only with that, --judge-model or
---ask-judge).
+needs --env. A spec with a judge asks the model that it names, at --judge-url if given (lint asks only with --judge-url,
+--judge-model or --ask-judge).
 """
 
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lint.add_argument("-n", "--tasks", type=whole_number(1), help="tasks to probe (default 59, or as many as 30 s allow)")
     lint.add_argument("--seed", type=whole_number(0), default=0, help="seed of the first task (default 0)")
     lint.add_argument(
-        "--ask-judge", action="store_true", help="with --env: ask its judge, as --judge-url does; else it is left out"
+        "--ask-judge", action="store_true", help="with --env: ask the spec's judge, as with --judge-url; by default not asked"
     )
     lint.set_defaults(run=run_lint)
     explain = parts.add_parser("explain", help="why an episode got its score", epilog=EPILOG)
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     schema = parts.add_parser("schema", help="the grammar as JSON Schema, for an editor", epilog=EPILOG)
     schema.add_argument("--out", type=Path, help="write it to this file instead of standard output")
     schema.set_defaults(run=run_schema)
-    env_help = "id of the environment on which gold calls are replayed, and which lint probes (default: SPEC, if it is one)"
+    env_help = "id of the environment on which gold calls are replayed, and which lint probes (default: SPEC, if it names one)"
     pair, judge = "NAME=MODEL", 'the model of "engine:NAME", sampled in this process'
     for part in (lint, explain, score, diff):
         part.add_argument("--env", help=env_help)
@@ -191,13 +191,13 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def run_score(args: argparse.Namespace) -> int:
-    """Score a file; one JSON object per row. The reasons for unscored rows are counted on standard error."""
+    """Score a file, one JSON object per row; counts the reasons for unscored rows on standard error."""
     from agentrl.reward.explain import reasons
 
     if args.out is not None and not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
     if args.out is not None and args.out.resolve() in (args.trajectories.resolve(), Path(args.spec).resolve()):
-        raise UserError(f"--out {args.out}: it is read too. Choose another file")
+        raise UserError(f"--out {args.out}: it is also an input. Choose another file")
     rows = _score_rows(args, args.spec)
     text = "".join(json_text(row) + "\n" for row in rows)
     if args.out is None:
@@ -243,9 +243,7 @@ def run_diff(args: argparse.Namespace) -> int:
     say(f"{len(changes)} of {len(lines)} episodes change rank within their task")
     say(f"{len(values)} of {len(lines)} episodes change value ({_mean(a)} -> {_mean(b)}), {len(verdicts)} change success")
     if single:
-        say(
-            f"{single} of {_count(tasks, 'task')} have one episode, which has no rank: record more of each (agentrl rollout -k 4)"
-        )
+        say(f"{single} of {_count(tasks, 'task')} have one episode, so no rank: record more per task (agentrl rollout -k 4)")
     return 0
 
 
@@ -255,7 +253,7 @@ def _mean(rows: list[dict[str, Any]]) -> str:
 
 
 def run_schema(args: argparse.Namespace) -> int:
-    """Write the grammar of this version."""
+    """Write the reward grammar of this version as JSON Schema."""
     from agentrl.reward.spec import published_schema
 
     text = json.dumps(published_schema(), indent=2) + "\n"
@@ -281,29 +279,27 @@ def run_leaves(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Options:
-    """Functions and services that a spec may use, from the command line. Picklable, because worker processes build their own
-    scorer from it."""
+    """Functions and services for a spec, from the command line. Picklable, because worker processes build scorers from it."""
 
     env: EnvRef | None
     reward: RewardConfig
 
     def scorer(self, spec: dict[str, Any], *, alone: bool = False, services: RunServices | None = None) -> Scorer:
-        """The scorer of a spec, assembled in the same way as for a run. `alone`: to look at it without scoring anything, so what
-        it would replay on need not be there."""
+        """Make the scorer of a spec as for a run. `alone`: only inspect it, so that no environment for replays is needed."""
         from agentrl.env.catalog import make_scorer
         from agentrl.reward import compile_spec, make_context
 
-        def nowhere(task: Task) -> Any:
-            raise UserError("a spec that is only looked at replays nothing")
+        def refuse_replay(task: Task) -> Any:
+            raise UserError("a spec that is only inspected replays nothing")
 
         if alone:
-            return compile_spec(spec, context=make_context(self.reward, replay_env=nowhere))
+            return compile_spec(spec, context=make_context(self.reward, replay_env=refuse_replay))
         return make_scorer(spec, self.reward, self.env, services=services)
 
     @contextmanager
     def asking(self, spec: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> Iterator[Scorer]:
-        """The scorer of the spec, whose services may be asked within the block. Raises UserError for one that cannot be asked, or
-        that neither the spec asks nor one of `others`."""
+        """Yield the scorer of a spec whose services can be asked inside the block. Raises UserError for a service that
+        cannot be asked, or that neither the spec nor one of `others` asks."""
         from agentrl.config import TrainConfig
         from agentrl.config.schema import HealthConfig
         from agentrl.run.checks import RUN_CHECKS, RunStart
@@ -332,13 +328,13 @@ def _options(args: argparse.Namespace) -> _Options:
     words = args.params
     specs = [getattr(args, name) for name in ("spec", "spec_a", "spec_b") if hasattr(args, name)]
     for spec in specs:
-        with suppress(UserError):  # a spec that is named by its environment is that one's own
+        with suppress(UserError):  # SPEC names an environment: use its spec, on that environment
             if args.env is None and find_env(spec).reward is not None:
                 args.env = spec
     if words and args.env is None:
-        raise UserError(f"{words[0]}: a parameter of an environment, and none is named. Add --env ID")
+        raise UserError(f"{words[0]}: a parameter of an environment, but --env is missing. Add --env ID")
     if words and args.part != "lint" and not any('"replay": ' in json.dumps(_spec(spec)) for spec in specs):
-        raise UserError(f"{words[0]}: no gold calls are replayed by {' or '.join(specs)}, so nothing is played. Leave it out")
+        raise UserError(f"{words[0]}: {' or '.join(specs)} replays no gold calls, so nothing is played. Leave it out")
     models = tuple(_pairs(args.judge_model, "--judge-model", "strict=Qwen/Qwen3-0.6B"))
     if twice := [name for number, (name, _) in enumerate(models) if name in dict(models[:number])]:
         raise UserError(f"--judge-model {twice[0]}=...: given twice; a judge has one model")
@@ -346,7 +342,7 @@ def _options(args: argparse.Namespace) -> _Options:
     engines = {name: JudgeEngineConfig(path=model) for name, model in models}
     python = dict(_pairs(args.python, "--python", "polite=my_rewards:polite"))
     if args.env is not None:
-        find_env(args.env)  # raises for an unknown one
+        find_env(args.env)  # raises for an unknown environment
     env = None if args.env is None else reference(args.env, words)
     if env is not None and words:
         check_ref(env)
@@ -370,29 +366,29 @@ def _spec(name: str) -> dict[str, Any]:
     if is_given(name):
         return given_spec(name)
     path = Path(name)
-    if path.is_file() or (path.suffix == ".json" and not name.startswith("rewards/")):  # those are also found on a shelf
+    if path.is_file() or (path.suffix == ".json" and not name.startswith("rewards/")):  # rewards/ is also on a shelf
         return load_spec(path)
     try:
         return load_spec(find_reward(name))
     except CatalogError as error:
-        with suppress(CatalogError):  # of an environment its own, which may lie beside it
+        with suppress(CatalogError):  # an environment's name: its own spec
             find_env(name)
             return find_spec(EnvRef(name), None)
         raise UserError(f"{name!r} is neither a file nor an environment nor a spec on the shelf: {error}") from error
 
 
-def _score_rows(args: argparse.Namespace, name: str, *beside: str) -> list[dict[str, Any]]:
+def _score_rows(args: argparse.Namespace, name: str, *others: str) -> list[dict[str, Any]]:
     from rich.progress import Progress
 
     from agentrl.reward.explain import read_lines, score_file
 
     spec, options, console = _spec(name), _options(args), safe_console(stderr=True)
     total = len(read_lines(args.trajectories))
-    with Progress(console=console, disable=not console.is_terminal) as progress:  # on standard error, if that is a terminal
+    with Progress(console=console, disable=not console.is_terminal) as progress:  # only if standard error is a terminal
         done = partial(progress.advance, progress.add_task(str(spec["name"]), total=total))
-        if not options.scorer(spec).asks:  # picklable: worker processes make their own
+        if not options.scorer(spec).asks:  # picklable, so worker processes make their own scorers
             return score_file(partial(options.scorer, spec), args.trajectories, args.workers, done)
-        with options.asking(spec, [_spec(other) for other in beside]) as scorer:
+        with options.asking(spec, [_spec(other) for other in others]) as scorer:
             return score_file(lambda: scorer, args.trajectories, args.workers, done)
 
 

@@ -1,4 +1,4 @@
-"""`agentrl train` and `agentrl sft`: validate the config, create the run folder, train, and write a summary."""
+"""`agentrl train` and `agentrl sft`: check the config, create the run folder and train, or plan a run."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         help="check the config, print the run's plan (batches, memory, trained parameters), and end",
     )
     parser.add_argument("--json", action="store_true", help="with --dry-run: one JSON object")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each card, to plan a run for another machine")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="GiB per card, to plan a run for another machine")
     parser.add_argument(
         "--nodes",
         metavar="NODESxCARDS",
-        help="with --gpu-memory: plan for this many nodes of this many cards each (default: one, with all that the run takes)",
+        help="with --gpu-memory: plan for this many nodes of this many cards each (default: one, with as many as needed)",
     )
     parser.set_defaults(run=lambda args: _run(args, 0) if args.dry_run else with_parent(args, _run, _run))
 
@@ -82,16 +82,16 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
             raise ConfigError(f"{args.resume}: a run on data; continue it by agentrl sft --resume {shlex.quote(args.resume)}")
         command = TrainCommand(args, restarts, config, before, texts)
     if args.gpu_memory is not None and not 0 < args.gpu_memory < math.inf:
-        raise ConfigError(f"--gpu-memory = {args.gpu_memory:g}: GiB of a card are needed, for example 80")
+        raise ConfigError(f"--gpu-memory = {args.gpu_memory:g}: expected the GiB of a card, for example 80")
     if args.dry_run:
         return command.plan()
     check_read(args, ("json", "gpu_memory", "nodes"), "it is for planning: use it together with --dry-run")
-    return command.begin() if args.resume is None else command.go_on(command.check)
+    return command.begin() if args.resume is None else command.resume(command.check)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainCommand:
-    """A command that trains. `before`: the config with which a resumed run began; `texts`: its overrides now."""
+    """Command that trains. `before`: earlier config of a resumed run; `texts`: overrides of the resume."""
 
     args: argparse.Namespace
     restarts: int
@@ -100,13 +100,13 @@ class TrainCommand:
     texts: Sequence[str] = ()
 
     def origins(self) -> Origins:
-        """Origins of the config's values, of a resumed run too."""
+        """Return the sources of the config's values, also for a resumed run."""
         if self.before is None:
             return read_origins(find_config_file(self.args.config), self.args.overrides, find_config_file)
         return read_origins(Path(self.args.resume) / "config.toml", self.texts)
 
     def check(self) -> list[str]:
-        """All checks of a run that plays; returns the warnings."""
+        """Run all checks of a run that plays episodes; returns the warnings."""
         from agentrl.run.assembly import RunStart
         from agentrl.run.checks import check_config
         from agentrl.run.checks.env_checks import check_named
@@ -115,7 +115,7 @@ class TrainCommand:
         return check_config(self.config, capacity=True)
 
     def plan(self) -> int:
-        """Print the plan, after all that the start would refuse. Changes nothing."""
+        """Print the plan, after the checks of a start; changes nothing. Returns the exit code."""
         from agentrl.run.assembly import RunStart
         from agentrl.run.checks.env_checks import check_named
         from agentrl.run.display import shown_working
@@ -131,7 +131,7 @@ class TrainCommand:
                 folder = run_folder(args.resume)
                 Provenance(folder, config).check_unchanged(self.before)
                 check_unlocked(folder.path)
-        except NameTakenError as taken:  # no mistake of the config: who has a run may plan the next one
+        except NameTakenError as taken:  # only a warning, because the config may be a plan for the next run
             say(f"warning: a run would refuse this: {taken}", file=sys.stderr)
         check_named(RunStart(config), self.origins)
         nodes: tuple[int, int] | None = None
@@ -148,18 +148,18 @@ class TrainCommand:
         return 0
 
     def begin(self, *, only_warm_start: bool = False) -> int:
-        """Begin a new run."""
+        """Start a new run; returns the exit code."""
         from agentrl.run.driver import execute
 
         config, overwrite = self.config, self.args.overwrite
-        check_folder(config.name, config.out, overwrite=overwrite)  # first: checks may start servers, ask judges that cost
+        check_folder(config.name, config.out, overwrite=overwrite)  # first, because checks may start servers or cost money
         notes = self.check()
         folder = open_folder(config, overwrite=overwrite, origins=self.origins())
         folder.only_warm_start = only_warm_start
         return execute(config, folder, resumed=False, notes=notes, restarts=self.restarts)
 
-    def go_on(self, check: Callable[[], list[str]], *, only_warm_start: bool = False) -> int:
-        """Continue the run, after `check`."""
+    def resume(self, check: Callable[[], list[str]], *, only_warm_start: bool = False) -> int:
+        """Continue the run after `check`; returns the exit code."""
         from agentrl.run.driver import execute
         from agentrl.run.folder import RunFolder
         from agentrl.run.provenance import Provenance
@@ -226,7 +226,7 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
         file = find_config_file(args.config)
         if options and not args.data and load_whole(file, args.overrides).data is None:
             raise ConfigError(
-                f"{options[0].partition('=')[0]}: it is of data, and {args.config} names none; name it too: --data PATH"
+                f"{options[0].partition('=')[0]}: it needs data, but {args.config} names none; name it too: --data PATH"
             )
         config = load_whole(file, given)
     elif args.data:
@@ -242,11 +242,11 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
     from agentrl.run.folder import check_free
     from agentrl.run.interrupt import ended_as_interrupted
 
-    # The data is read before the run has a folder: what cannot be used leaves nothing behind.
+    # Read the data before the run has a folder, so that unusable data leaves nothing behind.
     kind = RUN_KINDS[DATA](config)
     notes = kind.check()
     if not args.overwrite:
-        check_free(config.name, config.out)  # before the data is read, which may take long
+        check_free(config.name, config.out)  # before reading the data, which may take long
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))
@@ -262,14 +262,14 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
 
 
 def _options_as_overrides(args: argparse.Namespace) -> list[str]:
-    """The options as overrides, which are before those that were written as such."""
+    """Return the options as overrides; overrides on the command line come after them."""
     named = [("min_reward", args.min_reward), ("per_task", args.per_task), ("loss", args.loss), ("success", args.success or None)]
     found = [f"data.{key}={json.dumps(value)}" for key, value in named if value is not None]
     return [*([f"data.path={json.dumps(args.data)}"] if args.data else []), *found]
 
 
 def _resume(args: argparse.Namespace, restarts: int) -> int:
-    """Go on with a run on data, or a warm start."""
+    """Continue a run on data, or a warm start."""
     from agentrl.run.driver import DATA, RUN_KINDS
     from agentrl.run.folder import RunFolder
     from agentrl.run.session import needs_warm_start
@@ -281,5 +281,5 @@ def _resume(args: argparse.Namespace, restarts: int) -> int:
         if not restarts and not needs_warm_start(config, RunFolder(Path(args.resume))):
             run = shlex.quote(args.resume)
             raise ConfigError(f"{args.resume}: no warm start to continue. Use agentrl train --resume {run}")
-        return command.go_on(command.check, only_warm_start=True)
-    return command.go_on(partial(RUN_KINDS[DATA](config).check, prepared=True))
+        return command.resume(command.check, only_warm_start=True)
+    return command.resume(partial(RUN_KINDS[DATA](config).check, prepared=True))

@@ -273,7 +273,7 @@ PLAY = ["--policy", "gold", "-n", "1"]
 @pytest.mark.parametrize(("words", "code", "said"), [
     (["metrics", "entropi"], 1, "no metric has 'entropi' in its name or meaning; did you mean 'entropy'?"),
     (["rollout", "function_calling", *PLAY, "data=rows.json"], 2,
-     "data is a section. Write data.KEY=VALUE, or of the environment env.params.data=rows.json"),
+     "data is a section. Write data.KEY=VALUE, or for the environment env.params.data=rows.json"),
     # The folder stayed with the wrong split in its note, and the right command was refused by it.
     (["eval", "key_value", *PLAY, "--split", "tset"], 2, "no split 'tset'"),
 ])  # fmt: skip

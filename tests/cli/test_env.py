@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.cli.env import reference
 from agentrl.cli.env_play import NotACallError, parse_line, play_by_hand
-from agentrl.cli.main import _of_shelf, build_parser, main
+from agentrl.cli.main import _shelf_fault, build_parser, main
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env.catalog import make_env
 from agentrl.reward import compile_spec
@@ -296,7 +296,7 @@ def test_a_mistake_in_a_hook_is_named(
     monkeypatch.setattr("builtins.input", lambda prompt="": "/quit")
     assert main(["env", action, "wrong"]) in (1, 2)
     ours = TypeError("Saver.close() takes 1 positional argument but 2 were given")  # of a method with a hook's name
-    assert said in capsys.readouterr().err and _of_shelf(ours, None) is None
+    assert said in capsys.readouterr().err and _shelf_fault(ours, None) is None
 
 
 def test_a_class_without_an_id_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

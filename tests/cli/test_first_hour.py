@@ -224,7 +224,7 @@ def test_a_pointer_that_is_none_is_told_how_it_begins(
 def test_a_new_environment_says_whose_name_it_takes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every packaged config of key_value would be of the new one, in this folder."""
     text = said(capsys, "env", "new", "key_value")
-    assert "in this folder key_value is now this one, and no longer agentrl/KeyValue-v0, which its id still names" in text
+    assert "in this folder key_value now means this environment; use the full id for agentrl/KeyValue-v0" in text
     assert said(capsys, "env", "show", "key_value").startswith("my/KeyValue-v0")
     assert said(capsys, "env", "show", "agentrl/KeyValue-v0").startswith("agentrl/KeyValue-v0")
     assert "no longer" not in said(capsys, "env", "new", "shop")

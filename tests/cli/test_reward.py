@@ -303,7 +303,7 @@ def test_diff_of_one_episode_a_task_says_what_changes_in_value_and_success(tmp_p
     agentrl("diff", SHELF / "key_value.json", short, file)
     said = capsys.readouterr().out
     assert "0 of 3 episodes change rank" in said and "3 of 3 episodes change value (mean 0.6667 -> mean 0.6667)" in said
-    assert "3 of 3 tasks have one episode, which has no rank" in said
+    assert "3 of 3 tasks have one episode, so no rank" in said
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_a_bad_row_in_a_worker_is_named(tmp_path):
     (["lint", "rewards/judge.json", "calls=2"], "--env"),
     (["lint", "key_value", "--env", KEY_VALUE, "calls="], "calls"),
     (["lint", "key_value", "cals=2"], "calls"),
-    (["score", "key_value", "none.jsonl", "calls=2"], "calls=2: no gold calls are replayed by key_value"),
+    (["score", "key_value", "none.jsonl", "calls=2"], "calls=2: key_value replays no gold calls"),
     (["score", "bfcl_multi_turn", "none.jsonl", "--env", KEY_VALUE, "cals=2"], "calls"),
     (["score", "key_value", "none.jsonl"], "cannot be read"),
     (["explain", "key_value", "t.jsonl", "--row", 2], "has 1 rows"),

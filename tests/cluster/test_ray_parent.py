@@ -72,7 +72,7 @@ def drive(args, config, before, restarts):
     return int(word) if word.isdigit() else os.kill(os.getpid(), getattr(signal, word)) or time.sleep(9)
 
 train.TrainCommand.begin = lambda self: drive(self.args, self.config, None, self.restarts)
-train.TrainCommand.go_on = lambda self, check: drive(self.args, self.config, self.before, self.restarts)
+train.TrainCommand.resume = lambda self, check: drive(self.args, self.config, self.before, self.restarts)
 sys.argv[1:] = ["train", sys.argv[3], "cluster.max_restarts=2"]
 sys.exit(main.main())
 """

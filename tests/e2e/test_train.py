@@ -173,7 +173,7 @@ def test_evaluations_of_a_run_are_its_own_to_the_token_and_two_of_them_make_a_ta
         assert report["run"] == {"folder": str(done), "step": step, "differs": []}
     table = json.loads((here / "comparison.json").read_text())["envs"]["key_value"]["rows"]
     assert [(row["model"], row["tasks"]) for row in table] == [("step_2", 8), ("final", 8)] and table[1]["paired"] == 8
-    assert "other than in the run" not in said and "minus" in said
+    assert "different from the run" not in said and "minus" in said
 
 
 def test_the_trained_model_is_evaluated_by_its_folder_and_a_second_call_runs_nothing(done: Path, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
         assert "data: agentrl train learns only from episodes that it plays" in capsys.readouterr().err
     for none in ("0", "-3", "nan"):
         assert main([*asked, "--gpu-memory", none]) == 2
-        assert f"--gpu-memory = {none}: GiB of a card are needed" in capsys.readouterr().err
+        assert f"--gpu-memory = {none}: expected the GiB of a card" in capsys.readouterr().err
     assert main(["train", "quickstart", "--gpu-memory", "80"]) == 2
     assert "--dry-run" in capsys.readouterr().err
     assert [path.name for path in here.iterdir()] == ["architecture"]  # nothing was started

@@ -116,9 +116,9 @@ def test_what_differs_from_the_run_is_said_and_is_in_the_report(tmp_path: Path) 
         "eval.temperature was 1.0, is 0.5",
         "seed was 0, is 3",
         "tasks were 100, are 7",
-        "2 episodes a task, not 1",
+        "2 episodes per task, not 1",
     ]
-    assert plan.notes[:-1] == [f"other than in the run: {line}" for line in plan.about["run"]["differs"]]
+    assert plan.notes[:-1] == [f"different from the run: {line}" for line in plan.about["run"]["differs"]]
     assert plan.notes[-1] == (
         "its tasks are not those of the run's own evaluations (100 of heldout), so its figures are not paired with theirs; for "
         "that leave -n 7 out"

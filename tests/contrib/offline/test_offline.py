@@ -337,7 +337,7 @@ REFUSED = [
     (["--data", "HERE", "optim.micro_tokens=16"], "16 (the lesser of optim.micro_tokens"),
     (["--data", "HERE", "data.pats=x"], "data.pats: unknown key"),
     ([], "a config or data is needed"),
-    (["quickstart", "--loss", "dpo"], "data.loss: it is of data, and quickstart names none; name it too: --data PATH"),
+    (["quickstart", "--loss", "dpo"], "data.loss: it needs data, but quickstart names none; name it too: --data PATH"),
 ]
 
 
