@@ -131,7 +131,6 @@ def with_env(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    """Print every environment; returns the exit code."""
     from agentrl.env.catalog import list_envs, shelf_problems
 
     entries = list_envs()
@@ -199,7 +198,6 @@ def _tool_lines(env: ToolEnv) -> list[str]:
 
 
 def run_new(args: argparse.Namespace) -> int:
-    """Write a new environment; returns the exit code."""
     from agentrl.cli.env_new import TEMPLATES, write_template
     from agentrl.env.catalog import list_envs
     from agentrl.utils.search_path import shelves

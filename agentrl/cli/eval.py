@@ -50,11 +50,11 @@ def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, fold
     """Add the options of rollouts; an option that is not given is None. `models`: --model may be repeated, and is a list."""
     parser.add_argument("env", nargs="?", help="an environment's id or short name")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values of the config's sections")
-    again = "; several: one table" if models else ""
-    model = f"a model folder or hub name, or api:NAME for an API model (litellm's names){again}"
+    several = "; several: one table" if models else ""
+    model = f"a model folder or hub name, or api:NAME for an API model (litellm's names){several}"
     players = parser if models else parser.add_mutually_exclusive_group()
     players.add_argument("--model", action="append" if models else "store", help=model)
-    scripted = f"a script that plays without a model: gold (the environment's solution), idle, refuse, echo or spam{again}"
+    scripted = f"a script that plays without a model: gold (the environment's solution), idle, refuse, echo or spam{several}"
     players.add_argument(
         "--policy", dest="model", action="append" if models else "store", type=_policy, metavar="NAME", help=scripted
     )
@@ -317,10 +317,10 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
     requests, given = {}, args.config is not None or folder is not None
     evals = {one.the_env.called: one.eval for one in config.each()}
     for env in config.envs:
-        own, ref = evals[env.called], EnvRef.of(env, config.tools)
-        split = args.split or (own.split if given or several else args.defaults["split"])
+        settings, ref = evals[env.called], EnvRef.of(env, config.tools)
+        split = args.split or (settings.split if given or several else args.defaults["split"])
         # A benchmark plays all its tasks by default; a run's model plays the first tasks, as the run's evaluations do.
-        wanted = args.tasks or (own.tasks if given or env.eval is not None else None)
+        wanted = args.tasks or (settings.tasks if given or env.eval is not None else None)
         number, chosen = choose_tasks(ref, split, wanted, config.seed, first=folder is not None)
         count, place = number or args.defaults["tasks"], out / env.called if several else out
         requests[env.called] = RolloutRequest("eval", path, count, args.samples or 1, split, place, chosen)

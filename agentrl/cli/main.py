@@ -35,7 +35,6 @@ EPILOG = """examples:
 
 
 def build_parser() -> Parser:
-    """Build the parser of all commands."""
     parser = Parser(prog="agentrl", description="Reinforcement learning for tool-calling agents.", epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -269,7 +269,6 @@ def _options_as_overrides(args: argparse.Namespace) -> list[str]:
 
 
 def _resume(args: argparse.Namespace, restarts: int) -> int:
-    """Continue a run on data, or a warm start."""
     from agentrl.run.driver import DATA, RUN_KINDS
     from agentrl.run.folder import RunFolder
     from agentrl.run.session import needs_warm_start

@@ -57,17 +57,14 @@ class RunStart:
 
     @cached_property
     def engine(self) -> EngineChoice:
-        """The engine of the run."""
         return EngineChoice(self.config)
 
     @cached_property
     def env(self) -> EnvRef:
-        """The only environment."""
         return EnvRef.of(self.config.the_env, self.config.tools)
 
     @property
     def scorer(self) -> Scorer:
-        """The scorer of the only environment."""
         return self.scorers[self.config.the_env.called]
 
     def inputs(self, model: str | None = None, temperature: float | None = None) -> Inputs:
@@ -166,11 +163,11 @@ class Inputs:
             trust = config.model.trust_remote_code
             engine = connected or choice.make(path, pools, unused_ids(self.tokenizer, path, trust), room)
         policy, envs, services = self.policy(engine, renderer), [], RunServices(config, pools)
-        for own, spec in zip(config.envs, self.specs, strict=True):
-            with config.name_entry_in_errors(own) as one:
-                ref, limits = EnvRef.of(own, config.tools), Limits.of(one.rollout, self.context)
+        for env, spec in zip(config.envs, self.specs, strict=True):
+            with config.name_entry_in_errors(env) as one:
+                ref, limits = EnvRef.of(env, config.tools), Limits.of(one.rollout, self.context)
                 scorer = make_scorer(spec, one.reward, ref, timeout=one.rollout.env_timeout, services=services)
-                envs.append(RunEnv(own.called, ref, policy, scorer, limits, agents_of(one.agent, self.tokenizer)))
+                envs.append(RunEnv(env.called, ref, policy, scorer, limits, agents_of(one.agent, self.tokenizer)))
         return Assembly(tuple(envs), LocalPlayer(envs, asks=asks), services if asks else RunServices(config))
 
     def policy(self, engine: Engine, renderer: Renderer) -> Policy:
@@ -195,7 +192,6 @@ class Inputs:
 
 
 def _api_model(maker: EngineMaker) -> tuple[Engine, Renderer]:
-    """Make engine and renderer of an API model."""
     from agentrl.engines.api_models import ApiRenderer, Transcript
 
     # Shared: episodes consist of token ids, so the renderer numbers the messages, and the engine maps the numbers back.

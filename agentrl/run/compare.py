@@ -144,8 +144,8 @@ def read_results(folder: Path) -> dict[str, Results]:
 
     Raises ConfigError without one, or if one has no episodes yet.
     """
-    own = (folder / "eval.json").is_file()
-    parts = [folder] if own else sorted(path.parent for path in folder.glob("*/eval.json")) if folder.is_dir() else []
+    is_evaluation = (folder / "eval.json").is_file()
+    parts = [folder] if is_evaluation else sorted(path.parent for path in folder.glob("*/eval.json")) if folder.is_dir() else []
     if not parts:
         raise ConfigError(f"{folder}: not a folder of an evaluation (neither it nor its folders have an eval.json)")
     label, found = folder.absolute().name, {}  # the default --out is named after the model
@@ -182,48 +182,50 @@ def compare(results: Sequence[Results]) -> dict[str, Any]:
     tasks differ in it. Raises ConfigError if an evaluation has no task in common with the first.
     """
     first, rows = results[0], []
-    for own in results:
+    for result in results:
         row: dict[str, Any] = {
-            "model": own.label,
-            "tasks": len(own.tasks),
-            "pass@1": rate_of([task.success for task in own.tasks.values() if task.success is not None]),
-            "reward": mean_of(task.reward for task in own.tasks.values()),
+            "model": result.label,
+            "tasks": len(result.tasks),
+            "pass@1": rate_of([task.success for task in result.tasks.values() if task.success is not None]),
+            "reward": mean_of(task.reward for task in result.tasks.values()),
         }
         rows.append(row)
-        if own is first:
+        if result is first:
             continue
-        gained = _task_gains(first, own, own.tasks)
-        also = changes(*({k: v for k, v in of.identity.items() if not k.startswith(_OF_MODEL)} for of in (first, own)))
+        gained = _task_gains(first, result, result.tasks)
+        also = changes(*({k: v for k, v in of.identity.items() if not k.startswith(_OF_MODEL)} for of in (first, result)))
         if gained is None:
-            apart = {one.id for one in first.tasks.values()}.isdisjoint(one.id for one in own.tasks.values())
-            why = "none of their tasks is the same" if apart else "their tasks have the same names and other contents"
+            disjoint = {one.id for one in first.tasks.values()}.isdisjoint(one.id for one in result.tasks.values())
+            why = "none of their tasks is the same" if disjoint else "their tasks have the same names and other contents"
             differ = f" ({'; '.join(also)})" if also else ""
             raise ConfigError(
-                f"{own.label} cannot be compared with {first.label} in {first.env}: {why}{differ}; "
+                f"{result.label} cannot be compared with {first.label} in {first.env}: {why}{differ}; "
                 "evaluate both with the same environment, parameters and split"
             )
         better, worse = sum(value > 0 for value in gained), sum(value < 0 for value in gained)
         row |= {"difference": rate_of(gained, -1.0), "paired": len(gained), "better": better, "worse": worse, "also": also}
-    labels = [{name: label_of(task.horizon) for name, task in own.tasks.items() if task.horizon is not None} for own in results]
+    labels = [
+        {name: label_of(task.horizon) for name, task in result.tasks.items() if task.horizon is not None} for result in results
+    ]
     horizons: dict[str, list[dict[str, Any]]] = {}
-    for label in sorted({label for own in labels for label in own.values()}, key=order):
+    for label in sorted({label for result in labels for label in result.values()}, key=order):
         horizons[label] = []
-        for own, of in zip(results, labels, strict=True):
+        for result, of in zip(results, labels, strict=True):
             names = [name for name, bin in of.items() if bin == label]
-            part = {"model": own.label, "tasks": len(names), "pass@1": mean_of(own.tasks[name].success for name in names)}
-            if own is not first:
-                gained = _task_gains(first, own, names) or []
+            part = {"model": result.label, "tasks": len(names), "pass@1": mean_of(result.tasks[name].success for name in names)}
+            if result is not first:
+                gained = _task_gains(first, result, names) or []
                 part |= {"difference": mean_of(gained), "paired": len(gained)}
             horizons[label].append(part)
     return {"env": first.env, "rows": rows, "horizons": horizons if len(horizons) > 1 else {}}
 
 
-def _task_gains(first: Results, own: Results, names: Iterable[str]) -> list[float] | None:
+def _task_gains(first: Results, other: Results, names: Iterable[str]) -> list[float] | None:
     """Return the success gain over `first` on each common task where both are known; None without a common task."""
     same = [name for name in names if name in first.tasks]
     if not same:
         return None
-    pairs = [(first.tasks[name].success, own.tasks[name].success) for name in same]
+    pairs = [(first.tasks[name].success, other.tasks[name].success) for name in same]
     return [after - before for before, after in pairs if before is not None and after is not None]
 
 
@@ -245,9 +247,9 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
         )
         table.title = cell(env)
         for row in part["rows"]:
-            own = [cell(row["model"]), str(row["tasks"]), *_cells(row["pass@1"]), _short(row["reward"])]
+            cells = [cell(row["model"]), str(row["tasks"]), *_cells(row["pass@1"]), _short(row["reward"])]
             paired = [f"{row['better']} / {row['worse']} of {row['paired']}"] if "paired" in row else []
-            table.add_row(*own, *(_cells(row["difference"], "+") if paired else ()), *paired)
+            table.add_row(*cells, *(_cells(row["difference"], "+") if paired else ()), *paired)
         console.print(table)
         for row in part["rows"][1:]:
             for line in row["also"]:

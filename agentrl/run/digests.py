@@ -50,12 +50,12 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Contents:
     }
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
     suites, code = list[str](), [VERSIONS, "the files of tools.sets"]
-    for own in config.envs:
-        with config.name_entry_in_errors(own):
-            env = EnvRef.of(own, config.tools)
-            at = f"env.{own.called}" if isinstance(config.env, list) else "env"
-            digests[f"the content of {at}.reward"] = digest_of(find_spec(env, own.reward))
-            tools = f"{at}.tools" if own.tools is not None else "tools"
+    for entry in config.envs:
+        with config.name_entry_in_errors(entry):
+            env = EnvRef.of(entry, config.tools)
+            at = f"env.{entry.called}" if isinstance(config.env, list) else "env"
+            digests[f"the content of {at}.reward"] = digest_of(find_spec(env, entry.reward))
+            tools = f"{at}.tools" if entry.tools is not None else "tools"
             code += [f"the files of {at}.id", f"the files of {at}.tools.sets"]
             if (card := env.card()) is not None:  # a remote environment: its server sends the digest of files and tool sets
                 digests |= {f"the files of {at}.id": card["files"]} if card["files"] is not None else {}

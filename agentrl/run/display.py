@@ -277,7 +277,6 @@ class Display:
             self.took[what] = self._now() - began
 
     def show_evaluation(self, step: int, success: float | None) -> None:
-        """Show the held-out success after `step` updates."""
         if success is not None:
             shown, held = self._shown, (success, step)
             shown.held = held

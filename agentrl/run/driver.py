@@ -161,8 +161,6 @@ def execute(
 
 @dataclass(slots=True)
 class RunDriver:
-    """Drives a run through its attempts, their phases, and its end."""
-
     config: TrainConfig
     folder: RunFolder
     display: Display

@@ -94,7 +94,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
             name: dict(zip(("p50", "p95"), np.percentile(of, [50, 95]).tolist() if of else (None, None), strict=True))
             for name, of in spans.items()
         },
-        "usd": mean_of(sum(usd for usd in own if usd is not None) for own in prices if own and None not in own),
+        "usd": mean_of(sum(usd for usd in costs if usd is not None) for costs in prices if costs and None not in costs),
         "usd_total": sum(priced) if priced else None,
         "unpriced_turns": len(turns) - len(priced),
     }
@@ -349,8 +349,8 @@ class RolloutJob:
             return None
         request, episodes = self.request, [self.episodes[pair] for pair in self.request.pairs]
         found = official([self.config], {self.config.envs[0].called: episodes}, request.split)
-        own = {"official": found} if found else {}
-        report = {**make_report(episodes, request.samples), "model": request.model, **(about or {}), **own}
+        tables = {"official": found} if found else {}
+        report = {**make_report(episodes, request.samples), "model": request.model, **(about or {}), **tables}
         _write_report(request.out / "report.json", report)
         return report
 
@@ -397,8 +397,8 @@ class RolloutJob:
         episodes."""
         request, purpose = self.request, self.request.purpose
         # Everything that an episode depends on; `-n` and `-k` only select episodes.
-        own = {"command": purpose, "--split": request.split, **({"--values": request.values} if request.values else {})}
-        identity = {**identity_of(self.config, purpose), **own, **contents_of(self.config, purpose).digests}
+        options = {"command": purpose, "--split": request.split, **({"--values": request.values} if request.values else {})}
+        identity = {**identity_of(self.config, purpose), **options, **contents_of(self.config, purpose).digests}
         note, path = request.note, self.file
         if (before := stored_object(note, OTHER)) is not None:
             kind = "an evaluation" if purpose == "eval" else "a rollout"
@@ -449,13 +449,13 @@ async def run_evals(
         with display.doing("ending the engine"):
             await shared.close()
     found = official(config.each(), episodes, request.split)
-    own = {"official": found} if found else {}
+    tables = {"official": found} if found else {}
     # Weighted mean of the environments' pass@1; None if one with a positive weight is unknown.
     rates = [(weight, reports[name]["pass@1"]) for name, weight in eval_weights(config.envs).items() if weight > 0]
     success = None
     if rates and all(rate is not None for _, rate in rates):
         success = float(sum(weight * rate["mean"] for weight, rate in rates) / sum(weight for weight, _ in rates))
-    whole = {"success": success, "model": request.model, **(about or {}), **own, "envs": reports}
+    whole = {"success": success, "model": request.model, **(about or {}), **tables, "envs": reports}
     _write_report(request.out.parent / "report.json", whole)
     return whole, job
 

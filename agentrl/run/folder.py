@@ -75,7 +75,7 @@ def check_unlocked(folder: Path) -> None:
 def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "", wait: bool = False) -> None:
     """Take the lock, or raise ConfigError that names the process holding it. With `wait`, retry for `LOCK_WAIT_S`, with a
     warning every `LOCK_SAID_S`."""
-    begun, said = time.monotonic(), -1.0
+    begun, reported = time.monotonic(), -1.0
     while True:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -90,8 +90,8 @@ def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "", wait:
             return
         if not wait or passed >= LOCK_WAIT_S:
             break
-        if passed // LOCK_SAID_S > said:
-            said = passed // LOCK_SAID_S
+        if passed // LOCK_SAID_S > reported:
+            reported = passed // LOCK_SAID_S
             until = f"is waited for, for {LOCK_WAIT_S - passed:.0f} s at most; Ctrl-C ends this"
             log.warning("%s: another process is writing there, and %s: %s", folder, until, holder or "it has just begun")
         time.sleep(0.1)
@@ -271,7 +271,6 @@ class RunFolder:
         return file
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Append a row to metrics.jsonl."""
         with naming(self.metrics), open(self.metrics, "a", encoding="utf-8", opener=plain_file) as file:
             file.write(json_text(row) + "\n")
 

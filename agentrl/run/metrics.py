@@ -1,7 +1,7 @@
 """One table describes every number in metrics.jsonl: name, unit, formula, rows.
 
-The page of metrics, the viewer and the trackers are made from it; tests check every row of the suite's runs against it. A row has
-"step" (updates done; in the warm start: supervised steps), "phase".
+The documentation page, the viewer and the trackers use it; tests check every row of the suite's runs against it. A row has "step"
+(updates done; in the warm start: supervised steps) and "phase".
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _DATA = ("data", "heldout")
 
 @dataclass(frozen=True, slots=True)
 class MetricInfo:
-    """A number of a row. `name`: its key, or a pattern with `<placeholders>`. `per_env`: of several environments each has it too,
-    as `env/<name>/KEY`. `meaning`: with the formula, and its source if it has one."""
+    """Description of a number in a row. `name`: key, or a pattern with `<placeholders>`. `per_env`: with several environments
+    also per environment, as `env/<name>/KEY`. `meaning`: with the formula and its source."""
 
     name: str
     unit: str
@@ -53,7 +53,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         _episodes("scored", "episodes", "episodes with a reward; in evaluations: with a reward or a known success"),
         _episodes("unscored", "episodes", "the other episodes: no mean counts them as 0"),
         _episodes("unscored/<cause>", "episodes", "of these, by cause: `env_error`, ... or `reward_spec`: a null root"),
-        _episodes("n/<key>", "episodes", "over how many episodes the mean KEY is, if not over just the scored ones"),
+        _episodes("n/<key>", "episodes", "episodes in the mean KEY, if these are not exactly the scored ones"),
     ),
     "By horizon, the number of calls in the gold solution of a task": (
         _episodes("horizon/<calls>/success", "share", "as `success`, of episodes whose task has this many calls: a number, or "
@@ -86,14 +86,14 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
     "What groups teach": (
         MetricInfo("reward_std", "reward", "unbiased standard deviation of rewards within a group, mean", per_env=True),
         MetricInfo("zero_variance", "share", "share of the groups whose rewards are all equal: they teach nothing", per_env=True),
-        MetricInfo("groups_zero_variance", "groups", "how many these are"),
+        MetricInfo("groups_zero_variance", "groups", "number of these groups"),
         MetricInfo("thin_groups", "share", "share of groups with less than 4 scored members, mostly unscored", per_env=True),
         MetricInfo("groups_filtered", "groups", "groups without variance that were replaced (`rollout.filter_zero_variance`)"),
         MetricInfo("groups_refused", "groups", "groups that `rollout.accept` refused for this update, which were replaced"),
         MetricInfo("env/<name>/groups_<state>", "groups", "groups of this environment dropped for this update, by state"),
         MetricInfo("members_cancelled", "episodes", "members given up in full groups (`rollout.oversample_members`)"),
         MetricInfo("episodes_played", "episodes", "episodes that ended since the last update, also those of dropped groups"),
-        MetricInfo("episodes_unscored", "episodes", "how many of these have no reward (`health.max_unscored`)"),
+        MetricInfo("episodes_unscored", "episodes", "of these, without a reward (`health.max_unscored`)"),
         MetricInfo("faults/<cause>", "attempts", "attempts since the last update without a score, by cause, retries included"),
         MetricInfo("groups/<state>", "groups", "by state: `pending`, `running`, `complete` now; others since the start"),
         MetricInfo("advantage_abs", "advantage", "mean of |A| over the sampled tokens"),
@@ -122,16 +122,16 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("episodes_trained", "episodes", "episodes that the denominators count"),
         MetricInfo("minibatches", "steps", "minibatches of the update"),
         MetricInfo("optimizer_steps", "steps", "optimizer steps that were taken", ("train", "sft", "data")),
-        MetricInfo("skipped_optimizer_steps", "steps", "optimizer steps that were not, since a loss or a gradient was not "
+        MetricInfo("skipped_optimizer_steps", "steps", "steps that were skipped because a loss or gradient was not "
             "finite", ("train", "sft", "data")),
-        MetricInfo("gpu/memory_gib", "GiB", "on cards: the most that tensors of a training process held during the update, "
-            "of the fullest card", ("train", "sft", "data")),
-        MetricInfo("gpu/tokens_per_s", "tokens/s", "on cards: tokens of all trained rows, prompts too, over the seconds of the "
-            "update and the ranks", ("train", "sft", "data")),
-        MetricInfo("gpu/mfu", "share", "in bfloat16 on cards of known speed: operations of the model that forward and backward "
-            "passes need (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) over those that the cards could do by their data "
-            "sheets; not with shared prefixes", ("train", "sft", "data")),
-        MetricInfo("skipped_steps", "0 or 1", "1: nothing was trained, as something in the batch was not finite"),
+        MetricInfo("gpu/memory_gib", "GiB", "on GPUs: peak memory of a training process's tensors in the update, of the fullest "
+            "card", ("train", "sft", "data")),
+        MetricInfo("gpu/tokens_per_s", "tokens/s", "on GPUs: tokens of trained rows, prompts included, per second of the update "
+            "and rank", ("train", "sft", "data")),
+        MetricInfo("gpu/mfu", "share", "model FLOPs utilization, in bfloat16 on cards of known peak: FLOPs of forward and "
+            "backward passes (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) over the cards' peak by data sheet; not "
+            "with shared prefixes", ("train", "sft", "data")),
+        MetricInfo("skipped_steps", "0 or 1", "1: nothing was trained, because a number in the batch was not finite"),
         MetricInfo("transcripts_skipped", "transcripts", "teacher transcripts that were too long, since the start", ("sft",)),
         MetricInfo("prefix_ratio", "1", "tokens of the computed rows per token that went through the model"),
         MetricInfo("prefix_ratio_possible", "1", "the same if each shared prefix of the whole batch were computed once"),
@@ -143,8 +143,8 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("experience/held", "episodes", "rare successes that are kept (`algorithm.experience`)"),
         MetricInfo("experience/episodes", "episodes", "of these, added to the update; seen by `loss`, `grad_norm` alone"),
         MetricInfo("experience/tokens", "tokens", "their sampled tokens"),
-        MetricInfo("experience/age_mean", "updates", "how many updates behind the oldest weights were that sampled them, mean"),
-        MetricInfo("experience/age_max", "updates", "the same of the oldest: at most `algorithm.experience.max_age`"),
+        MetricInfo("experience/age_mean", "updates", "age in updates of the oldest weights that sampled them, mean"),
+        MetricInfo("experience/age_max", "updates", "maximum age: at most `algorithm.experience.max_age`"),
         MetricInfo("experience/kl_behaviour", "nats", "as `kl_behaviour`, of their tokens"),
         MetricInfo("experience/log_ratio_max", "nats", "largest |log pi(trained) - log pi(engine)| of their tokens"),
         MetricInfo("experience/<metric>", "1", "the loss's metrics (`ratio`, `clip_fraction`, ...) on their tokens"),
@@ -166,59 +166,59 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("critic/lr", "1", "as `lr`"),
     ),
     "How far off policy": (
-        MetricInfo("staleness_mean", "updates", "how many updates behind the weights were that sampled the batch's tokens, mean"),
-        MetricInfo("staleness_max", "updates", "the same of the oldest token: at most `rollout.max_staleness`"),
+        MetricInfo("staleness_mean", "updates", "age in updates of the weights that sampled the batch's tokens, mean"),
+        MetricInfo("staleness_max", "updates", "maximum age: at most `rollout.max_staleness`"),
         MetricInfo("mismatch_kl", "nats", "k3 = exp(-d) - 1 + d with d = log pi(trainer) - log pi(engine) of the same tokens, "
-            "mean (Schulman 2020, Approximating KL Divergence), before any of them is trained on; if nothing is stale, it is "
-            "how far trainer and engine disagree"),
+            "mean (Schulman 2020, Approximating KL Divergence), before any of them is trained on; without staleness it is "
+            "the disagreement of trainer and engine"),
         MetricInfo("mismatch_max", "nats", "largest |d|"),
         MetricInfo("kl_behaviour", "nats", "k1 to what sampled: mean log pi(engine) - log pi(trained) of computed tokens"),
     ),
     "The engine and the rollouts": (
-        MetricInfo("tokens_sampled", "tokens", "all tokens sampled for training since the last row: of every attempt at an "
-            "episode, of greedy episodes too, also of groups that were dropped"),
-        MetricInfo("tokens_thrown", "tokens", "of these, or of earlier ones, those that will not be trained: thrown away. "
+        MetricInfo("tokens_sampled", "tokens", "all tokens sampled for training since the last row, retried attempts, greedy "
+            "episodes and dropped groups included"),
+        MetricInfo("tokens_thrown", "tokens", "tokens, of these or earlier ones, that will not be trained: thrown away. "
             "With `rollout.max_staleness` 0, `tokens` + `tokens_thrown` are `tokens_sampled` (and greedy episodes)"),
         MetricInfo("tokens_thrown/<why>", "tokens", "those of groups that were `filtered`, `refused`, `stale` or `failed`, "
-            "of `cancelled` groups and members (without a turn that was not over), and of attempts that were `retried`"),
+            "of `cancelled` groups and members (without unfinished turns), and of attempts that were `retried`"),
         MetricInfo("throughput/sampled_tokens_per_s", "tokens/s", "tokens that the engine sampled for anything since the "
             "last row, over all seconds since then, with `rollout.max_staleness` 0 those of the update too (above 0: none in the "
             "first row, whose tokens were sampled before the updates began)"),
         MetricInfo("throughput/trained_tokens_per_s", "tokens/s", "`tokens_trained` over the seconds of the update"),
         MetricInfo("engine/cache_hit", "share", "share of the prompt tokens that came from the prefix cache"),
-        MetricInfo("engine/running", "requests", "requests that are sampled when the row is written"),
-        MetricInfo("engine/waiting", "requests", "requests that wait then"),
-        MetricInfo("engine/kv_used", "share", "share of the room for keys and values that is taken then (vLLM: by running "
+        MetricInfo("engine/running", "requests", "running requests when the row is written"),
+        MetricInfo("engine/waiting", "requests", "waiting requests at that time"),
+        MetricInfo("engine/kv_used", "share", "share of the KV cache in use at that time (vLLM: by running "
             "requests, shared prefixes counted for each; embedded: of its memory limit)"),
         MetricInfo("engine/steps", "steps", "decoding steps of the embedded engine since its start"),
         MetricInfo("engine/idle", "slots", "idle slots while others ran, summed over its steps (embedded engine)"),
         MetricInfo("engine/replicas", "replicas", "replicas of vLLM that are alive"),
-        MetricInfo("engine/respawns", "replicas", "replicas of vLLM that were started again"),
+        MetricInfo("engine/respawns", "replicas", "restarted replicas of vLLM"),
         MetricInfo("engine/servers", "servers", "servers of SGLang that are alive"),
         MetricInfo("engine/calls", "calls", "calls of a policy that is a Python function, since the start"),
         MetricInfo("engine/attempts", "requests", "requests to an API, retries included, since the start"),
-        MetricInfo("loop/blocked_s", "s", "seconds in which the driver's event loop stood still, blocks of 0.2 s and more"),
+        MetricInfo("loop/blocked_s", "s", "time in which the driver's event loop was blocked, in blocks of at least 0.2 s"),
         MetricInfo("loop/longest_s", "s", "the longest such time"),
-        MetricInfo("judge/<name>/verdicts", "verdicts", "asked of judge <name> on the run's own engine", _PLAYED),
-        MetricInfo("judge/<name>/cached", "verdicts", "of these, known already, or being sampled for an equal question", _PLAYED),
-        MetricInfo("judge/<name>/failed", "verdicts", "of these, failed: the engine did, or what it said was none", _PLAYED),
-        MetricInfo("judge/<name>/prompt_tokens", "tokens", "of the prompts of the others; none is among the policy's", _PLAYED),
+        MetricInfo("judge/<name>/verdicts", "verdicts", "asked of judge <name> on an engine of the run", _PLAYED),
+        MetricInfo("judge/<name>/cached", "verdicts", "of these, cached, or shared with an equal question in progress", _PLAYED),
+        MetricInfo("judge/<name>/failed", "verdicts", "of these, failed: an engine error, or no verdict in the answer", _PLAYED),
+        MetricInfo("judge/<name>/prompt_tokens", "tokens", "prompt tokens of the others, not counted for the policy", _PLAYED),
         MetricInfo("judge/<name>/sampled_tokens", "tokens", "sampled for verdicts", _PLAYED),
-        MetricInfo("time/judge/<name>_s", "s", "in which judge <name> had something to do", _PLAYED),
-        MetricInfo("throughput/judge/<name>_tokens_per_s", "tokens/s", "its sampled tokens in each of these seconds", _PLAYED),
+        MetricInfo("time/judge/<name>_s", "s", "time in which judge <name> was busy", _PLAYED),
+        MetricInfo("throughput/judge/<name>_tokens_per_s", "tokens/s", "its sampled tokens per busy second", _PLAYED),
         MetricInfo("rollout/workers", "workers", "rollout workers that play"),
-        MetricInfo("rollout/respawns", "workers", "dead ones that were replaced, since the start"),
-        MetricInfo("rollout/returned", "episodes", "episodes played again because their worker was gone, since the start"),
+        MetricInfo("rollout/respawns", "workers", "replaced dead workers, since the start"),
+        MetricInfo("rollout/returned", "episodes", "episodes played again because their worker died, since the start"),
         MetricInfo("rollout/worker_<i>/episodes", "episodes", "episodes of worker i"),
         MetricInfo("rollout/worker_<i>/turns", "turns", "turns of worker i"),
         MetricInfo("rollout/worker_<i>/turn_ms", "ms", "median time of a turn of worker i without the engine's"),
-        MetricInfo("rollout/worker_<i>/lag_ms", "ms", "longest time that its event loop did not listen"),
+        MetricInfo("rollout/worker_<i>/lag_ms", "ms", "longest time that its event loop was blocked"),
         MetricInfo("rollout/worker_<i>/blocked_s", "s", "as `loop/blocked_s`, of worker i"),
     ),
     "Which tasks": (
         MetricInfo("mixture/<env>/share", "share", "share of the groups that go to this environment now"),
-        MetricInfo("mixture/<env>/group_tokens", "tokens", "sampled tokens of a group here, as by_tokens estimates it"),
-        MetricInfo("mixture/<env>/learnable", "1", "4 p (1 - p) of its success rate p, decayed mean, as by_success estimates it"),
+        MetricInfo("mixture/<env>/group_tokens", "tokens", "sampled tokens per group, estimated by by_tokens"),
+        MetricInfo("mixture/<env>/learnable", "1", "4 p (1 - p) of its success rate p, decayed mean, estimated by by_success"),
         MetricInfo("sampler/epoch", "passes", "passes over the pool of tasks"),
         MetricInfo("sampler/pool", "tasks", "tasks in the pool"),
         MetricInfo("sampler/success", "share", "mean estimated success over the arms (success_weighted)"),
@@ -228,13 +228,13 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("sampler/stage", "stage", "stage of the curriculum, from 0 (staged)"),
         MetricInfo("sampler/stage_success", "share", "success of the last groups of this stage"),
         MetricInfo("sampler/left/<calls>", "calls", "calls left to the policy in a task with this many (`rollout.start`)"),
-        MetricInfo("sampler/<env>/<key>", "value", "with several environments: the same of each one's sampler"),
+        MetricInfo("sampler/<env>/<key>", "value", "with several environments: the same for each sampler"),
     ),
     "Time": (
         MetricInfo("time/rollout_s", "s", "waiting for the groups of the update"),
         MetricInfo("time/batch_s", "s", "making the batch"),
         MetricInfo("time/update_s", "s", "advantages and updates of all roles"),
-        MetricInfo("time/publish_s", "s", "bringing the weights to the engine"),
+        MetricInfo("time/publish_s", "s", "publishing the weights to the engine"),
         MetricInfo("time/data_s", "s", "a step on data", ("data",)),
         MetricInfo("time/eval_s", "s", "the evaluation", _HELD),
         MetricInfo("time/episode_s", "s", "an episode from its setup to its end, without scoring, mean", _PLAYED),
@@ -243,18 +243,18 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("time/episode_env_s", "s", "of an episode, waiting for the environment and its tools, mean", _PLAYED),
     ),
     "Runs on data (docs/offline.md)": (
-        MetricInfo("epoch", "passes", "how often the data was gone over", ("data",)),
+        MetricInfo("epoch", "passes", "passes over the data so far", ("data",)),
         MetricInfo("examples", "examples", "held-out examples that were measured", ("heldout",)),
         MetricInfo("accuracy", "share", "pairs whose chosen episode has the higher reward", _DATA),
-        MetricInfo("reward_chosen", "reward", "of the chosen episodes: the score; of \"dpo\" beta (log pi - log ref)", _DATA),
-        MetricInfo("reward_rejected", "reward", "the same of the rejected ones", _DATA),
+        MetricInfo("reward_chosen", "reward", "score of the chosen episodes; with \"dpo\" beta (log pi - log ref)", _DATA),
+        MetricInfo("reward_rejected", "reward", "the same for the rejected episodes", _DATA),
         MetricInfo("reward_margin", "reward", "`reward_chosen` - `reward_rejected`", _DATA),
     ),
 }  # fmt: skip
 
 
 def metrics_table() -> Iterator[tuple[str, MetricInfo]]:
-    """Every entry, with the title of its section."""
+    """Yield every entry with the title of its section."""
     for title, entries in TABLE.items():
         for entry in entries:
             yield title, entry
@@ -262,11 +262,10 @@ def metrics_table() -> Iterator[tuple[str, MetricInfo]]:
 
 @cache
 def info_of(key: str) -> MetricInfo | None:
-    """The entry of a key in a row, by name or by the first pattern that fits; None if the table does not know it (a plug-in's).
-
-    Of `env/NAME/KEY` and `n/KEY`: that of KEY, as far as it says so itself."""
+    """Find the entry of a row's key, by name or by the first matching pattern; None for unknown keys, as of plug-ins.
+    `env/NAME/KEY` has the entry of KEY if that is `per_env`; `n/KEY` has the phases of KEY."""
     for _, entry in metrics_table():
-        # Names of environments, arms and ids may hold dots, commas and slashes; a worker's number may not.
+        # Names of environments, arms and ids may contain dots, commas and slashes; a worker's number may not.
         parts = re.split(r"(<\w+>)", entry.name)
         pattern = "".join(r"\d+" if part == "<i>" else ".+" if part.startswith("<") else re.escape(part) for part in parts)
         if re.fullmatch(pattern, key):
@@ -280,7 +279,7 @@ def info_of(key: str) -> MetricInfo | None:
 
 
 def as_markdown() -> str:
-    """The table as a page of the docs."""
+    """Format the table as a page of the docs."""
     parts = [_INTRODUCTION, *(f"| `{phase}` | {meaning} |\n" for phase, meaning in PHASES.items())]
     for title, entries in TABLE.items():
         parts.append(f"\n## {title}\n\n| name | unit | meaning | rows |\n|---|---|---|---|\n")
@@ -295,13 +294,13 @@ _INTRODUCTION = """# Metrics
 
 <!-- Made by `agentrl metrics --markdown`; edit agentrl/run/metrics.py. -->
 
-What stands in the rows of a run's `metrics.jsonl`, in the trackers and in the viewer. `agentrl metrics` shows this table,
-`agentrl metrics entropy kl` what it says of these words.
+The rows of a run's `metrics.jsonl`, as the trackers and the viewer have them too. `agentrl metrics` shows this table,
+`agentrl metrics entropy kl` its entries with these words.
 
 A row is one JSON object: `step` (updates done; in the warm start: supervised steps), `phase`, and numbers. An unknown value is
 null, never 0: a mean over no episode, a rate without calls, a number that is not finite. A mean is over the scored episodes; if
-it is over others, `n/KEY` says over how many. With several environments, the numbers marked [E] are there of all episodes
-together and, as `env/NAME/KEY`, of each environment. Losses, samplers and engines of plug-ins add names of their own.
+it is over others, `n/KEY` has their number. With several environments, the numbers marked [E] exist for all episodes together
+and, as `env/NAME/KEY`, for each environment. Losses, samplers and engines of plug-ins add further names.
 
 | phase | a row of |
 |---|---|

@@ -142,21 +142,21 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     for label, places in () if several else by_label(t.horizon for t in episodes).items():
         at, has = f"horizon/{label}", sum(is_scored(episodes[place], trained) for place in places)
         for name, known in ends.items():
-            own = [known[place] for place in places if place in known]
-            found[f"{at}/{name}"] = sum(own) / len(own) if own else None
-            found |= {f"n/{at}/{name}": len(own)} if len(own) != has else {}
+            values = [known[place] for place in places if place in known]
+            found[f"{at}/{name}"] = sum(values) / len(values) if values else None
+            found |= {f"n/{at}/{name}": len(values)} if len(values) != has else {}
         found |= {f"{at}/scored": has, f"{at}/unscored": len(places) - has}
         for name, column in (("given", given), ("turns", turns), ("response_length", tokens)):
-            own = [column[place] for place in places]
-            found |= {f"{at}/{name}": sum(own) / len(own)} if name != "given" or any(own) else {}
+            values = [column[place] for place in places]
+            found |= {f"{at}/{name}": sum(values) / len(values)} if name != "given" or any(values) else {}
     return found
 
 
 def group_values(groups: Sequence[Group]) -> Row:
     """Compute statistics of reward differences within groups, from which group-relative estimators learn."""
     rewards = [[t.reward for t in group.scored() if t.reward is not None] for group in groups]
-    spreads = [statistics.stdev(own) for own in rewards if len(own) > 1]
-    thin = sum(len(own) < THIN and 2 * len(own) <= len(of.trajectories) for own, of in zip(rewards, groups, strict=True))
+    spreads = [statistics.stdev(scores) for scores in rewards if len(scores) > 1]
+    thin = sum(len(scores) < THIN and 2 * len(scores) <= len(of.trajectories) for scores, of in zip(rewards, groups, strict=True))
     return {
         "reward_std": statistics.fmean(spreads) if spreads else None,
         "zero_variance": sum(map(zero_variance, groups)) / len(groups) if groups else None,

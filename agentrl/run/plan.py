@@ -125,8 +125,6 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Computes the plan of a config."""
-
     config: TrainConfig
 
     def derived_values(self) -> dict[str, str]:
@@ -184,11 +182,11 @@ class Planner:
 
     def _dry_run(self, gpu_memory: float | None) -> DryRun:
         config, checked, here, path = self.config, self.config, not is_planned(), self.config.model.path
-        lacks: list[str] = []
+        missing: list[str] = []
         if path is not None and Path(path).is_dir():
-            lacks = [] if any(Path(path).glob("tokenizer*")) else ["tokenizer"]
-            lacks += [] if has_weights(path) else ["weights"]
-        if path is not None and "tokenizer" in lacks:
+            missing = [] if any(Path(path).glob("tokenizer*")) else ["tokenizer"]
+            missing += [] if has_weights(path) else ["weights"]
+        if path is not None and "tokenizer" in missing:
             # The checks see an unsharded dense model of its sizes with the packaged tokenizer.
             trust = config.model.trust_remote_code
             init = InitModelConfig(
@@ -218,7 +216,7 @@ class Planner:
             *host_lines(placed),
             *(roles.worker_lines() if here else []),
             f"model.packing: {packing.reason}",
-            *(f"warning: a run would refuse this: model.path = {path} has no {it}; only its shape is planned" for it in lacks),
+            *(f"warning: a run would refuse this: model.path = {path} has no {it}; only its shape is planned" for it in missing),
             *(f"warning: {line}" for line in (*suspicious, *start_notes(start))),
             *run_checks(start, "plan"),
         ]
@@ -248,7 +246,7 @@ class Planner:
         ]
         plain = numel(p for name, p in shells["actor"].named_parameters() if ".lora_" not in name)
         # One line per environment: id, reward, limits, and with several environments its share of the groups.
-        environments, how = [], {}
+        environments, evaluations = [], {}
         several = len(config.envs) > 1
         shares = MixedTasks(parts_of(config), config.rollout.mixture, config.seed).shares() if several else {}
         for env, one in zip(config.envs, each, strict=True):
@@ -257,9 +255,9 @@ class Planner:
             share = f", {shares[env.called]:.1%} of the groups at first, {one.algorithm.advantage.name}" if several else ""
             environments.append(f"{env.called} ({ref.entry.id}), reward {find_spec(ref, env.reward)['name']}, {turns}{share}")
             kind = "greedily" if one.eval.temperature == 0 else f"at temperature {one.eval.temperature:g}"
-            how[env.called] = f"{one.eval.tasks:,} tasks of {one.eval.split} {kind}"
+            evaluations[env.called] = f"{one.eval.tasks:,} tasks of {one.eval.split} {kind}"
         points = config.rollout.temperature
-        heats = (
+        temperatures = (
             [f"{heat:g} after {_count(step, 'update')}" for step, heat in points] if isinstance(points, list) else [f"{points:g}"]
         )
         return RunPlan(
@@ -275,7 +273,7 @@ class Planner:
             updates=steps,
             stops_at=config.stop_at_success if every else None,
             batches=batches,
-            evaluations=Evaluations(evaluated, tasks, how),
+            evaluations=Evaluations(evaluated, tasks, evaluations),
             episodes=steps * batches.episodes,
             evaluation_episodes=len(evaluated) * tasks,
             transcripts=None if sft is None else (min(sft.min_steps, sft.max_steps) * sft.batch, sft.max_steps * sft.batch),
@@ -287,14 +285,13 @@ class Planner:
                 *(name for name in ("prometheus", "traces", "profile") if getattr(config, name) is not None),
             ],
             rates={f"{section}.lr": float(optim.lr or 0.0) for section, optim in optims.items()},
-            temperature=", ".join(heats),
+            temperature=", ".join(temperatures),
             top_p=config.rollout.top_p,
             checkpoint_bytes=MASTER * sum(one.all for one in parameters) + int(sum(state)),
             model_bytes=plain * (width(dtype) * (1 + (sft is not None)) + (0 if config.model.path else MASTER)),
         )
 
     def batches(self) -> Batches:
-        """Compute the sizes of an update."""
         config, rollout, algorithm = self.config, self.config.rollout, self.config.algorithm
         episodes = rollout.groups * rollout.group_size
         members = np.repeat(np.arange(rollout.groups), rollout.group_size) if algorithm.groups == "kept" else None
@@ -305,8 +302,8 @@ class Planner:
         wide = config.widest(config.trained_envs).rollout
         longest = min(wide.max_episode_tokens, config.optim.micro_tokens)
         at_once = config.optim.micro_tokens // longest if config.model.packing == "packed" else 1
-        again, gold = algorithm.experience, algorithm.demonstrations
-        kept = 0 if again is None else min(int(again.share * episodes + 0.5), again.size)
+        replayed, gold = algorithm.experience, algorithm.demonstrations
+        kept = 0 if replayed is None else min(int(replayed.share * episodes + 0.5), replayed.size)
         shown = 0 if gold is None else gold.episodes
         most = max(parts) + math.ceil((kept + shown) / len(parts))
         return Batches(
@@ -400,7 +397,6 @@ class DryRun:
     nodes: str = ""
 
     def text(self) -> str:
-        """Format everything for people."""
         nodes = [self.nodes] if self.nodes else []
         places = [placement_table(self.locations), ""] if self.locations else []
         memory = [table_of(self.placed), *map(memory_text, self.peaks)]

@@ -115,12 +115,12 @@ class Provenance:
         """List the differences from the run's own evaluations, per environment. Compares with the run's environment of the
         same name, else of the same id."""
         before, found = with_absolute_paths(load_config(self.folder.config)), list[str]()
-        for own in self.config.envs:
-            theirs = [e for e in before.envs if e.called == own.called] or [e for e in before.envs if _same_env(e.id, own.id)]
+        for env in self.config.envs:
+            theirs = [e for e in before.envs if e.called == env.called] or [e for e in before.envs if _same_env(e.id, env.id)]
             if theirs:
                 then, now = (
                     {key: value for key, value in identity_of(c.alone(e), "eval").items() if not f"{key}.".startswith(_OF_MODEL)}
-                    for c, e in ((before, theirs[0]), (self.config, own))
+                    for c, e in ((before, theirs[0]), (self.config, env))
                 )
                 if _same_env(str(then["env.id"]), str(now["env.id"])):
                     then["env.id"] = now["env.id"]

@@ -94,15 +94,14 @@ class RunRecord:
     def name(self) -> str:
         """Name of the run in its config, else of its folder. For an evaluation it includes the parent folder, which is named
         after the model."""
-        own = self.path.name if self.evaluation is None else f"{self.path.parent.name}/{self.path.name}"
+        default = self.path.name if self.evaluation is None else f"{self.path.parent.name}/{self.path.name}"
         try:
-            return str(self.table.get("name", own))
+            return str(self.table.get("name", default))
         except RunFolderError:
-            return own
+            return default
 
     @property
     def envs(self) -> list[str]:
-        """Names of the run's environments."""
         from agentrl.config.envs import name_of
 
         try:

@@ -85,10 +85,10 @@ class RunRoles:
             found["actor"] = Unpooled("cluster.actors", cluster.actors, 1.0, 1.0, block, key)
         if engine is not None and "rollout" not in {*cluster.roles, *self.colocated} and has_gpus(cluster, "rollout"):
             found["rollout"] = Unpooled(engine.count_key, engine.count, 0.0, engine.gpus, 1, engine.gpus_key)
-        for one, own in self.side:
+        for one, processes in self.side:
             if one.role not in cluster.roles and has_gpus(cluster, one.role):
-                at, gpus_at = f"{one.key}.{own.count_key}", f"{one.key}.{own.gpus_key}"
-                found[one.name] = Unpooled(at, own.count, 0.0, own.gpus, 1, gpus_at)
+                at, gpus_at = f"{one.key}.{processes.count_key}", f"{one.key}.{processes.gpus_key}"
+                found[one.name] = Unpooled(at, processes.count, 0.0, processes.gpus, 1, gpus_at)
         return found
 
     def check_room(self) -> None:
@@ -143,7 +143,7 @@ class RunRoles:
             shares = assign(by_name, list(unpooled.values()), nodes_of(self.cluster, "actor"))
             gpus = {name: pool.gpus for name, pool in by_name.items()} | {one.key: one.gpus for one in unpooled.values()}
             places, keys = locations(shares, gpus), keys_of_roles(table, unpooled, others)
-            own = {
+            placed = {
                 role: join_locations(places[key], size) if role in others and gpus[key] else places[key]
                 for role, key in keys.items()
                 if role in roles
@@ -153,13 +153,13 @@ class RunRoles:
                 pools = self.open_pools()
                 assert pools is not None
                 try:
-                    own = {role: pools.locations(role, size) for role in roles if role in pools}
+                    placed = {role: pools.locations(role, size) for role in roles if role in pools}
                 finally:
                     pools.close()
         # A role without its own processes uses the actors' processes.
-        shared = own.get("actor", [])
+        shared = placed.get("actor", [])
         elsewhere = {"rollout", *(name for one, _ in self.side for name in (one.role, one.name))}
-        return {role: own.get(role, shared) for role in roles if role in own or role not in elsewhere}
+        return {role: placed.get(role, shared) for role in roles if role in placed or role not in elsewhere}
 
 
 def start_actors(
@@ -329,9 +329,9 @@ class RunMemory:
             found.append(RolePlacement(role, device, ranks, memory, offloads_when_idle(config, role)))
         # Engines of services, which always hold their memory.
         for one in RunServices(config).engines():
-            own = one.model
-            maker = one.make(model_context(str(own.path), own.trust_remote_code))
-            dtype, processes, side = own.computes_in(self.card is not None), maker.processes(), shell(own)
+            model_config = one.model
+            maker = one.make(model_context(str(model_config.path), model_config.trust_remote_code))
+            dtype, processes, side = model_config.computes_in(self.card is not None), maker.processes(), shell(model_config)
             taken = maker.memory(numel(side.parameters()) * width(dtype), token_bytes(side, dtype), self.card)
             memory = RoleMemory() if taken is None else RoleMemory(weights=taken.weights, cache=taken.cache)
             ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)

@@ -58,8 +58,8 @@ def episodes_row(groups: Sequence[Group], kinds: Kinds, several: bool) -> Row:
     row = _values_of(members, kinds, trained=True, several=several)
     row |= {"rewrites": sum(len(t.rewrites) for t in members) / len(members), **group_values(groups)}
     for env in sorted({group.env for group in groups}) if several else ():
-        own = group_values([group for group in groups if group.env == env])
-        row |= {f"env/{env}/{key}": value for key, value in own.items()}
+        values = group_values([group for group in groups if group.env == env])
+        row |= {f"env/{env}/{key}": value for key, value in values.items()}
     return row
 
 
@@ -116,8 +116,8 @@ def _values_of(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: bool, s
     """Compute `episode_values`, with `several` also per environment under `env/NAME/`, and times of episodes."""
     found = episode_values(episodes, kinds, trained=trained, several=several)
     for name in sorted({t.env for t in episodes}) if several else ():
-        own = episode_values([t for t in episodes if t.env == name], kinds, trained=trained)
-        found |= {f"env/{name}/{key}": value for key, value in own.items()}
+        values = episode_values([t for t in episodes if t.env == name], kinds, trained=trained)
+        found |= {f"env/{name}/{key}": value for key, value in values.items()}
     for name, key in SPENT.items():
         seconds = [t.timings[name] for t in episodes if name in t.timings]
         found[key] = sum(seconds) / len(seconds) if seconds else None
@@ -416,8 +416,8 @@ def idle(updates: Updates, rollout: RolloutConfig) -> Finding | None:
         )
     last = "last " if updates.taught else ""
     many = f"{last}{count} updates" if count > 1 else f"{last}update"
-    said = f"no token was trained in the {many}: {cause}"
-    return Finding(TRAINED_NOTHING, said, advice, fails=count >= (updates.newest.maxlen or 0))
+    text = f"no token was trained in the {many}: {cause}"
+    return Finding(TRAINED_NOTHING, text, advice, fails=count >= (updates.newest.maxlen or 0))
 
 
 def has_trained(row: HealthRow) -> bool:

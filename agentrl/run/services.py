@@ -103,18 +103,18 @@ class RunServices(Services):
     def processes(self) -> list[tuple[SideEngine, Processes]]:
         """List the service engines that have their own processes, with these."""
         found = [(engine, engine.make(None).processes()) for engine in self.engines()]
-        return [(engine, own) for engine, own in found if own is not None]
+        return [(engine, processes) for engine, processes in found if processes is not None]
 
     def ray_options(self, name: str) -> Sequence[Mapping[str, Any]]:
         """Return Ray options per process of a named engine, for its reserved places; empty if Ray chooses them."""
-        pools, own = self.pools, {engine.name: (engine.role, processes.count) for engine, processes in self.processes()}
-        if pools is None or name not in own:
+        pools, places = self.pools, {engine.name: (engine.role, processes.count) for engine, processes in self.processes()}
+        if pools is None or name not in places:
             return ()
-        role, count = own[name]
+        role, count = places[name]
         if role not in pools:
             return pools.ray_options(name) if name in pools else ()
         # The engines of a role share its pool, in order.
-        first = sum(size for other, size in list(own.values())[: list(own).index(name)] if other == role)
+        first = sum(size for other, size in list(places.values())[: list(places).index(name)] if other == role)
         return pools.ray_options(role)[first : first + count]
 
     async def start(self, scorers: Sequence[Scorer]) -> None:

@@ -78,7 +78,6 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
 
 
 def _is_measured(step: int, config: SftConfig) -> bool:
-    """Return True if the gate is measured after `step` steps."""
     return step >= config.max_steps or (step >= config.min_steps and step % config.gate_every == 0)
 
 
@@ -129,10 +128,10 @@ def transcripts_of(session: Session) -> Transcripts | MixedTranscripts:
     config, sources = session.config, {}
     longest = longest_row(config.optim, config.model)
     parts = {part.name: part for part in session.envs}
-    for env, own in _warm_start_parts(session):
+    for env, section in _warm_start_parts(session):
         part = parts[env.called]
-        ref = part.env.with_params(own.params)
-        sources[env.called] = Transcripts(ref, part.policy.renderer, own.teacher, config.seed, longest)
+        ref = part.env.with_params(section.params)
+        sources[env.called] = Transcripts(ref, part.policy.renderer, section.teacher, config.seed, longest)
     if len(sources) == 1:
         return next(iter(sources.values()))
     weights = {env.called: weight_at(env.weight, 0) for env, _ in _warm_start_parts(session)}
@@ -142,9 +141,9 @@ def transcripts_of(session: Session) -> Transcripts | MixedTranscripts:
 def _warm_start_parts(session: Session) -> Iterator[tuple[EnvConfig, SftConfig]]:
     """Yield the environments of the warm start, each with its [sft] section."""
     for env in warm_start_envs(session.config.envs, session.config.sft):
-        own = session.config.alone(env).sft
-        assert own is not None
-        yield env, own
+        section = session.config.alone(env).sft
+        assert section is not None
+        yield env, section
 
 
 async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluation, str]:
@@ -153,8 +152,8 @@ async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluatio
     config, closed = session.config, list[str]()
     found: dict[str, Evaluation] = {}
     await session.publish()
-    for env, own in _warm_start_parts(session):
-        tasks, params = [(index, 0) for index in range(own.gate_tasks)], own.gate_params
+    for env, section in _warm_start_parts(session):
+        tasks, params = [(index, 0) for index in range(section.gate_tasks)], section.gate_params
         episodes = await play_tasks(
             session, env.called, tasks, split="train", params=params, temperature=0.0, on_episode=ended, watch=watch
         )
@@ -162,9 +161,9 @@ async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluatio
         success = found[env.called].success
         of = f" in {env.called}" if len(config.envs) > 1 else ""
         if success is None:
-            closed += [f"unknown{of}, as no episode was scored"] if own.gate > 0 else []
-        elif success < own.gate:
-            closed.append(f"{success} < sft.gate={own.gate}{of}")
+            closed += [f"unknown{of}, as no episode was scored"] if section.gate > 0 else []
+        elif success < section.gate:
+            closed.append(f"{success} < sft.gate={section.gate}{of}")
     if config.rollout.colocate:
         await session.rest()
     one = next(iter(found.values()))

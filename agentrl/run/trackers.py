@@ -42,7 +42,6 @@ class TrackedRun:
 
     @property
     def name(self) -> str:
-        """Name of the run in the config."""
         return self.config.name
 
 
@@ -123,10 +122,8 @@ def check_trackers(start: RunStart) -> None:
 
 
 def makers(choices: Sequence[Choice], run: TrackedRun) -> list[tuple[str, Callable[[], Tracker]]]:
-    """Return (name, maker) of each tracker of a run, in order."""
-
     args = [resolve_references(choice.args, f"trackers.{choice.name}.args") for choice in choices]
-    return [(choice.name, partial(TRACKERS.bind(choice.name, own), run)) for choice, own in zip(choices, args, strict=True)]
+    return [(choice.name, partial(TRACKERS.bind(choice.name, given), run)) for choice, given in zip(choices, args, strict=True)]
 
 
 # The thread of a tracker

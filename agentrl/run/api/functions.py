@@ -90,8 +90,8 @@ async def evaluate(
     Raises a UserError if the call cannot work, CallbackError if the policy raised.
     """
     config, name = _eval_config(model, env, params, reward, overrides, checkpoint, "eval")
-    own, ref = config.alone(config.envs[0]).eval, EnvRef.of(config.envs[0], config.tools)
-    split, wanted = split or own.split, own.tasks if n is None else n
+    settings, ref = config.alone(config.envs[0]).eval, EnvRef.of(config.envs[0], config.tools)
+    split, wanted = split or settings.split, settings.tasks if n is None else n
     first = not callable(model) and (Path(model).expanduser() / "config.toml").is_file()  # a run evaluates on the first tasks
     tasks, chosen = await in_thread("load", choose_tasks, ref, split, wanted, config.seed, first)
     return await _play(config, RolloutRequest("eval", name, tasks or wanted, k, split, Path(out or ""), chosen), out, quiet)
@@ -163,8 +163,8 @@ async def _play(config: TrainConfig, request: RolloutRequest, out: str | Path | 
     assert report is not None
     episodes = [job.episodes[pair] for pair in request.pairs if pair in job.episodes]
     # A policy that raised, or a reward function that scored no episode, is a bug in user code, not an outage.
-    own = is_given(request.model)
-    faults = [t.error for t in episodes if own and t.error is not None and t.error.startswith(f"policy {request.model}")]
+    is_function = is_given(request.model)
+    faults = [t.error for t in episodes if is_function and t.error is not None and t.error.startswith(f"policy {request.model}")]
     if not faults and all(t.reward is None for t in episodes):
         whys = [next(reasons(t.evidence), "") for t in episodes if t.error is None]
         faults = [f"reward {why}" for why in whys if is_given(why)]

@@ -126,14 +126,14 @@ class LivePolicy:
             except RequestError as problem:
                 raise ConfigError(f"policy.sample: {problem}") from None
             ids = list(await renderer.astart(pair_results(messages, strict=False), tools))
-        call, heat = next(self._calls), policy.temperature if temperature is None else temperature
+        call, used = next(self._calls), policy.temperature if temperature is None else temperature
         base = self._session.config.seed if seed is None else seed
 
         async def one(number: int) -> Draw:
             at = (number,) if seed is not None else (call, number)
             sampling = Sampling(
                 rollout.max_turn_tokens,
-                heat,
+                used,
                 policy.top_p if top_p is None else top_p,
                 policy.top_k,
                 renderer.stop_token_ids,
@@ -148,7 +148,7 @@ class LivePolicy:
             except ValueError as fault:
                 raise EngineError(f"policy.sample: {fault}") from None
             message = await renderer.aparse(found.token_ids, found.finish)
-            return Draw(message.content, message, ids, found.token_ids, found.logprobs, found.versions, found.finish, heat)
+            return Draw(message.content, message, ids, found.token_ids, found.logprobs, found.versions, found.finish, used)
 
         return list(await asyncio.gather(*(one(number) for number in range(n))))
 
@@ -247,10 +247,10 @@ class LivePolicy:
         """Play one held-out episode on each of the first `n` tasks, as the run's evaluations do ([eval])."""
         self._trainer.check_fresh("policy.evaluate")
         part, one = self._part(env)
-        own = one.eval
-        table = {**dict(own), "tasks": own.tasks if n is None else n, "split": split or own.split}
-        asked = section_of_call("policy.evaluate", type(own), table)
-        found = await evaluate_env(self._session, part.name, asked)
+        settings = one.eval
+        table = {**dict(settings), "tasks": settings.tasks if n is None else n, "split": split or settings.split}
+        section = section_of_call("policy.evaluate", type(settings), table)
+        found = await evaluate_env(self._session, part.name, section)
         await forget_evaluation(self._session)
         return found
 

@@ -134,23 +134,23 @@ class Trainer:
                 "call trainer.optim_step() first"
             )
         algorithm = self._session.learner.algorithm
-        own: dict[str, Choice] | None = None
+        by_env: dict[str, Choice] | None = None
         estimator: Estimator | None = None
         if isinstance(advantage, str | Mapping | Choice):
-            algorithm, own = algorithm.model_copy(update={"advantage": _choice(advantage)}), {}
+            algorithm, by_env = algorithm.model_copy(update={"advantage": _choice(advantage)}), {}
         elif advantage is not None:  # a function or numbers replace the estimators of config and environments
-            algorithm, own = algorithm.model_copy(update={"advantage": Choice(name="grpo")}), {}
+            algorithm, by_env = algorithm.model_copy(update={"advantage": Choice(name="grpo")}), {}
             estimator = advantage if callable(advantage) else partial(_spread_advantages, advantage)
-        if estimator is None and not (self._session.learner._by_env if own is None else own):
+        if estimator is None and not (self._session.learner._by_env if by_env is None else by_env):
             known = {key for member in members for key in member.metrics}
             # Include nodes of the specs that none of these episodes reached.
             known.update(*(env.scorer.ids for env in self._session.envs if any(group.env == env.name for group in groups)))
             check_terms(algorithm.advantage, known, "no episode has a term")
-        batch = await in_thread("batch", make_batch, list(groups), algorithm.advantage, own or {})
+        batch = await in_thread("batch", make_batch, list(groups), algorithm.advantage, by_env or {})
         if self.config.rollout.colocate and not self.resting:
             await self._session.rest()
             self.resting = True
-        view, metrics, broken = await self._session.learner.ready(batch, algorithm, own, estimator)
+        view, metrics, broken = await self._session.learner.ready(batch, algorithm, by_env, estimator)
         if broken:
             raise NonFiniteError(f"trainer.batch: numbers are not finite: {broken}")
         parts = len(cut_minibatches(view, self.config.algorithm, self.config.seed, self.version))

@@ -40,18 +40,18 @@ def check_named(start: RunStart, origins: Callable[[], Origins] = Origins, only:
             except CatalogError as problem:
                 # A missing parameter has no place in the config.
                 name = problem.name if isinstance(problem, ParameterError) else None
-                own = name == "sandbox" and "sandbox" not in env.params
-                keys = (*at, *(("id",) if name is None else ("sandbox",) if own else ("params", name)))
+                section = name == "sandbox" and "sandbox" not in env.params
+                keys = (*at, *(("id",) if name is None else ("sandbox",) if section else ("params", name)))
                 raise _with_key(problem, keys, entry, origins().of(keys)) from problem
     warm = [] if config.sft is None or start.purpose != "train" else warm_start_envs(config.envs, config.sft)
     for env, at, entry in places:
         sft = config.alone(env).sft if env in warm else None
         for name, params in () if sft is None else (("params", sft.params), ("gate_params", sft.gate_params)):
-            own = env.sft is not None and getattr(env.sft, name) is not None
+            overridden = env.sft is not None and getattr(env.sft, name) is not None
             try:
                 check_ref(EnvRef.of(env, config.tools).with_params(params))
             except ParameterError as problem:
-                keys = (*(at if own else ()), "sft", name, problem.name or "")
+                keys = (*(at if overridden else ()), "sft", name, problem.name or "")
                 raise _with_key(problem, keys, entry, origins().of(keys)) from problem
 
 

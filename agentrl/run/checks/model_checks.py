@@ -70,16 +70,16 @@ def check_other_models(start: RunStart) -> None:
             if key != "algorithm.distillation.path":
                 continue
             trust = model.trust_remote_code
-            own, other = tokenizer_of(model).get_vocab(), load_tokenizer(path, trust).get_vocab()
-            differing = sorted((number, token) for token, number in own.items() if other.get(token) != number)
+            ids, other = tokenizer_of(model).get_vocab(), load_tokenizer(path, trust).get_vocab()
+            differing = sorted((number, token) for token, number in ids.items() if other.get(token) != number)
             if differing:
                 number, token = differing[0]
                 raise ModelError(
-                    f"its tokenizer is not the policy's: {len(differing)} of {len(own)} tokens have another id or none, such as "
+                    f"its tokenizer is not the policy's: {len(differing)} of {len(ids)} tokens have another id or none, such as "
                     f"{token!r} ({number}), and a teacher scores the ids that the policy samples; take a teacher of the same "
                     "model family"
                 )
-            if (largest := max(own.values())) >= (size := vocabulary(path, trust)):
+            if (largest := max(ids.values())) >= (size := vocabulary(path, trust)):
                 raise ModelError(f"it embeds {size} ids, and the policy may sample up to {largest}; take a teacher with as many")
 
 

@@ -158,11 +158,11 @@ def check_assembly(start: RunStart) -> Scorer:
             opening = [Message("system", "Instructions")] if renderer.tools_need_system else []
             renderer.start([*opening, Message("user", "Question")], tools)
         except (ModelError, RenderError) as problem:
-            whose = "[model.init]" if config.model.path is None else f"model.path = {config.model.path}"
-            raise ModelError(f"{whose}: {problem}") from problem
+            source = "[model.init]" if config.model.path is None else f"model.path = {config.model.path}"
+            raise ModelError(f"{source}: {problem}") from problem
     if start.purpose == "train" and config.the_env.trains:
-        heats = config.rollout.temperature
-        if 0 in ([value for _, value in heats] if isinstance(heats, list) else [heats]):
+        temperatures = config.rollout.temperature
+        if 0 in ([value for _, value in temperatures] if isinstance(temperatures, list) else [temperatures]):
             raise ConfigError(
                 "rollout.temperature = 0: greedy episodes of a task are all the same, so nothing can be learned from them; "
                 "training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)"

@@ -117,8 +117,8 @@ def check_sizes(start: RunStart) -> None:
     if not has_gpus(config.cluster, "actor"):
         check_on_host(config.model)
     rollout, size = config.rollout, config.rollout.group_size
-    taught, advantage = config.algorithm.distillation, config.algorithm.advantage
-    if taught is None or taught.reward_coef > 0:
+    distillation, advantage = config.algorithm.distillation, config.algorithm.advantage
+    if distillation is None or distillation.reward_coef > 0:
         needs = ADVANTAGES.entry(advantage.name).needs
         if size == 1 and "group" in needs:
             raise ConfigError(
@@ -142,8 +142,8 @@ def check_sizes(start: RunStart) -> None:
         )
     # Rotary embeddings of the type "longrope" (Phi-3 and 4, MiniCPM) switch frequencies at a length, for everything computed
     # together with a row of that length: other rows of a micro-batch, and cached keys. vLLM decides by its length limit.
-    own = {} if config.model.path is None else {"model.path": config.model.path}
-    for key, path in {**own, **config.other_models()}.items():
+    policy = {} if config.model.path is None else {"model.path": config.model.path}
+    for key, path in {**policy, **config.other_models()}.items():
         text = load_model_config(path, config.model.trust_remote_code).get_text_config()
         rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
         for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
@@ -413,21 +413,21 @@ def _check_engine_pool(cluster: ClusterConfig, engine: Processes, colocated: boo
 def _check_side_pool(places: RunRoles, role: str, name: str, others: list[str]) -> None:
     """Raise ConfigError unless a service's engines have a pool without other roles and fill it together."""
     pool, roles = places.cluster.pools[name], {str(role): pool for role, pool in places.cluster.roles.items()}
-    engines = [(one, own) for one, own in places.side if one.role == role]
-    count, slots = sum(own.count for _, own in engines), pool.nodes * pool.per_node
+    engines = [(one, need) for one, need in places.side if one.role == role]
+    count, slots = sum(need.count for _, need in engines), pool.nodes * pool.per_node
     if sharing := [other for other in others if roles[other] == name]:
         raise ConfigError(
             f"cluster.roles.{role}: {role}s cannot share the processes of {' and '.join(sharing)} (pool {name!r}); give them a "
             "pool of their own"
         )
     if count != slots:
-        keys = ", ".join(f"{one.key}.{own.count_key} = {own.count}" for one, own in engines)
+        keys = ", ".join(f"{one.key}.{need.count_key} = {need.count}" for one, need in engines)
         raise ConfigError(f"cluster.pools.{name} has {slots} processes (nodes x per_node), but the {role}s have {count} ({keys})")
-    for one, own in engines:
-        if pool.gpus and pool.gpus != own.gpus:
+    for one, need in engines:
+        if pool.gpus and pool.gpus != need.gpus:
             raise ConfigError(
-                f"cluster.pools.{name}.gpus = {pool.gpus:g}, but {one.name} uses {one.key}.{own.gpus_key} = {own.gpus} GPUs: set "
-                "them equal"
+                f"cluster.pools.{name}.gpus = {pool.gpus:g}, but {one.name} uses {one.key}.{need.gpus_key} = {need.gpus} GPUs: "
+                "set them equal"
             )
 
 
