@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from agentrl.cluster.ray_parent import end_of_driver, exit_by_signal, report_to_parent, restarting
-from agentrl.run.interrupt import ended_as_interrupted
+from agentrl.run.interrupt import handle_stop_signals
 from agentrl.utils.errors import ConfigError, UserError, WorkerDiedError, fault_text, hint_text
 from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import say
@@ -154,7 +154,7 @@ def with_parent(args: argparse.Namespace, drive: Drive, again: Drive | None = No
         vars(args).update(given, resume=end.facts["folder"], overrides=[], overwrite=False)
         drive = again
     try:
-        with ended_as_interrupted():
+        with handle_stop_signals():
             return drive(args, restarts)
     finally:
         report_to_parent(over=True)

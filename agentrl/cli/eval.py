@@ -175,7 +175,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--run", dest="run_folder", metavar="RUN", help="evaluate as the run in this folder did")
     source.add_argument("--config", help="evaluate the environments of this config (those named, or all), with its other keys")
-    source.add_argument("--compare", nargs="+", metavar="DIR", help="compare evaluations that are there; runs nothing")
+    source.add_argument("--compare", nargs="+", metavar="DIR", help="compare existing evaluations; runs nothing")
     parser.add_argument(
         "--checkpoint", action="append", metavar="best|last|N", help="of --run: which model (several: one table); default last"
     )

@@ -240,7 +240,7 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
     from agentrl.run.display import Display
     from agentrl.run.driver import DATA, RUN_KINDS, execute
     from agentrl.run.folder import check_free
-    from agentrl.run.interrupt import ended_as_interrupted
+    from agentrl.run.interrupt import handle_stop_signals
 
     # Read the data before the run has a folder, so that unusable data leaves nothing behind.
     kind = RUN_KINDS[DATA](config)
@@ -251,7 +251,7 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
     out.mkdir(parents=True, exist_ok=True)
     read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))
     try:
-        with ended_as_interrupted(), Display() as display:
+        with handle_stop_signals(), Display() as display:
             kind.prepare(read, display)
         origins = Origins() if file is None else read_origins(file, given, find_config_file)
         folder = open_folder(config, overwrite=args.overwrite, origins=origins)

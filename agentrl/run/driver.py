@@ -23,7 +23,7 @@ from agentrl.run.checks.size_checks import start_notes
 from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.folder import NOTHING, LogFile, RunFolder
-from agentrl.run.interrupt import TWICE, Interrupt, put_off
+from agentrl.run.interrupt import SAME_SIGNAL_S, Interrupt, ignore_first_signal
 from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.outcomes import EVALUATED, draw_curve, points, summary_of
 from agentrl.run.provenance import Provenance, updates_done
@@ -117,10 +117,10 @@ def execute(
         display.say(f"agentrl {command}: {folder.path} ({'resumed' if resumed else 'new'})")
         if not folder.trajectories.is_dir():
             folder.trajectories.mkdir()
-            gone = "the folder was deleted. It is made again; the episodes of earlier updates are gone"
-            display.say(f"{folder.trajectories}: {gone}")
+            note = "the folder was deleted and is made again; the episodes of earlier updates are lost"
+            display.say(f"{folder.trajectories}: {note}")
         if resumed and (old := folder.keep_config(to_toml(config, origins), updates_done(folder))) is not None:
-            log.info("the config has changed; what it was until now is in %s", old)
+            log.info("the config has changed; the previous one is in %s", old)
         shown = config if config.data is None else RUN_KINDS[DATA](config).relevant_sections()
         packing = packing_of(shown)
         log.info("packing: %s", packing.reason)
@@ -151,7 +151,7 @@ def execute(
                 log.exception("the run failed")  # the terminal shows one line; the log needs the traceback of user code
             raise
         finally:
-            with put_off(display.say):
+            with ignore_first_signal(display.say):
                 run.finish()
         if outcome.full is not None:
             raise outcome.full
@@ -182,9 +182,9 @@ class RunDriver:
             except (*LOSSES, NothingScoredError) as error:
                 if isinstance(error, DiskFullError):
                     raise
-                await asyncio.sleep(TWICE)  # a stop signal to the process group may have ended the worker first
+                await asyncio.sleep(SAME_SIGNAL_S)  # a stop signal to the process group may have ended the worker first
                 if self.interrupt.requested:
-                    log.warning("stopped as it was asked to, without the step's end: %s", error)
+                    log.warning("stopped on request, before the end of the step: %s", error)
                     outcome.status = "interrupted"
                     return
                 if not isinstance(error, WorkerDiedError) or outcome.restarts >= most:

@@ -118,7 +118,7 @@ class LogFile(RotatingFileHandler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record without secrets and with terminal control characters escaped, in any embedding program."""
+        """Format a record without secrets and with control characters escaped, also inside of another program."""
         return safe(redact_said(super().format(record)))
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -12,15 +12,15 @@ from types import FrameType
 
 from agentrl.cluster.ray_parent import has_parent, stop_signals
 
-TWICE = 0.1
+SAME_SIGNAL_S = 0.1
 """Seconds within which two signals count as one if a parent forwards signals: a signal to the process group arrives twice."""
 
-BLOCKED = 1.0
+BLOCKED_S = 1.0
 """Seconds for the event loop to handle a signal; then the blocking call is interrupted, if there is no step to finish."""
 
 
 @contextmanager
-def ended_as_interrupted(handler: Callable[[int, FrameType | None], None] = signal.default_int_handler) -> Iterator[None]:
+def handle_stop_signals(handler: Callable[[int, FrameType | None], None] = signal.default_int_handler) -> Iterator[None]:
     """Install `handler` for the stop signals inside the context; only in the main thread, which alone gets signals. The
     default handler raises KeyboardInterrupt, so that unfinished files are removed."""
     if threading.current_thread() is not threading.main_thread():
@@ -37,11 +37,11 @@ def ended_as_interrupted(handler: Callable[[int, FrameType | None], None] = sign
 def _count_signal(times: list[float]) -> bool:
     """Record a signal in `times` and return True if it counts; a copy forwarded by the parent does not."""
     times.append(time.monotonic())
-    return len(times) < 2 or times[-1] - times[-2] > TWICE or not has_parent()
+    return len(times) < 2 or times[-1] - times[-2] > SAME_SIGNAL_S or not has_parent()
 
 
 @contextmanager
-def put_off(say: Callable[[str], None]) -> Iterator[None]:
+def ignore_first_signal(say: Callable[[str], None]) -> Iterator[None]:
     """Ignore the first stop signal while a finished run writes its summary; `say` reports it. The second signal raises
     KeyboardInterrupt, because a tracker may hang."""
     times, reported = list[float](), False
@@ -55,7 +55,7 @@ def put_off(say: Callable[[str], None]) -> Iterator[None]:
         reported = True
         say("interrupted: the run has stopped and is writing its summary (Ctrl-C again stops that too)")
 
-    with ended_as_interrupted(report):
+    with handle_stop_signals(report):
         yield
 
 
@@ -76,7 +76,7 @@ class Interrupt:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def install(self) -> None:
-        """Handle the stop signals in the running event loop and cancel the current task. Outside of the main thread there are
+        """Handle the stop signals in the running event loop; they cancel the current task. Outside of the main thread there are
         no signals: call `press` instead."""
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
@@ -116,7 +116,7 @@ class Interrupt:
                 assert main is not None
                 signal.pthread_kill(main, number)
 
-        timer = threading.Timer(BLOCKED, interrupt_call)
+        timer = threading.Timer(BLOCKED_S, interrupt_call)
         timer.daemon = True
         timer.start()
 

@@ -50,20 +50,20 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     rows = run_log.folder.read_metrics() if resumed_at else []
     evaluated = next((row for row in rows if row["phase"] == "eval" and row["step"] == resumed_at), None)
     done = resumed_at >= config.steps or interrupt.requested
-    enough = config.stop_at_success
-    if not done and evaluated is not None and _reaches(evaluated.get("success"), enough):
+    goal = config.stop_at_success
+    if not done and evaluated is not None and _reaches(evaluated.get("success"), goal):
         # The run had already reached its goal: do not train one more update.
         done = True
         session.display.say(
-            f"held-out success {percent(evaluated['success'])} has reached stop_at_success = {enough} at update "
-            f"{evaluated['step']}: no more updates; to go on: stop_at_success=false, or a higher one"
+            f"held-out success {percent(evaluated['success'])} has reached stop_at_success = {goal} at update "
+            f"{evaluated['step']}: no more updates; to continue: stop_at_success=false, or a higher one"
         )
     # Updates after which the weights are evaluated; the final weights are evaluated after the loop.
     due = range(config.eval.every, config.steps, config.eval.every) if config.eval.every else ()
     if not done and evaluated is None and resumed_at in due:
         # The run stopped here before this evaluation, which an uninterrupted run has: make it now.
         missed = await evaluate_now(session, run_log, "eval")
-        done = _reaches(missed.success, enough)
+        done = _reaches(missed.success, goal)
         await session.saver.rate(missed)
     if config.rollout.max_staleness == 0:  # do not count tokens sampled before the first step
         await meter.read()  # above 0 they may belong to it: the first row then has no speed, rather than a wrong one
@@ -109,9 +109,9 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         await session.saver.check()
         await run_log.writes.check()
         # Read `requested` once for both the save and the end: else Ctrl-C in between ends the loop without a checkpoint.
-        reached = found is not None and _reaches(found.success, enough)
+        reached = found is not None and _reaches(found.success, goal)
         done = step >= config.steps or reached or interrupt.requested
-        if done or step % config.checkpoint.every == 0 or (found is not None and session.saver.deserves(found)):
+        if done or step % config.checkpoint.every == 0 or (found is not None and session.saver.is_new_best(found)):
             with doing("checkpoint"):
                 await run_log.writes.wait()  # a resume from this checkpoint needs the files of all earlier steps
                 await session.saver.save(found)
@@ -123,8 +123,8 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     interrupt.in_step = False
 
 
-def _reaches(success: float | None, enough: float | None) -> bool:
-    return enough is not None and (success or 0.0) >= enough
+def _reaches(success: float | None, goal: float | None) -> bool:
+    return goal is not None and (success or 0.0) >= goal
 
 
 @in_span("evaluation", root=True)

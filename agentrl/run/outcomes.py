@@ -78,7 +78,7 @@ reward spec."""
 GRAM, MIN_TURN, PRIME = 4, 16, 1_000_003
 """For the metric `repetition`: n-gram size and minimum turn length in tokens, and the base of the n-gram hash."""
 THIN = 4
-"""A group is thin with fewer scored members than this: a baseline from the other two of three is noisy."""
+"""A group with fewer scored members, at least half of all unscored, is thin: of three, a baseline has only two others."""
 
 
 def kinds_of(envs: Iterable[RunEnv]) -> dict[str, dict[str, Kind]]:

@@ -106,7 +106,7 @@ class Provenance:
             named = [v for k, v in identity_of(self.config, "train").items() if f"{k}.".startswith(keys) and isinstance(v, str)]
             raise ConfigError(
                 f"{self.folder.path / FILE}: the run was trained with other files: {'; '.join(found)}; restore "
-                f"{' or '.join(named) or 'the reward spec of the environment'}, start another run, or delete this file to go on"
+                f"{' or '.join(named) or 'the reward spec of the environment'}, start a new run, or delete this file to continue"
             )
         # Code may change, so that a run that stopped at a bug can continue after the fix.
         return [f"{key} have changed since the run began" for key in code if then.get(key, now.get(key)) != now.get(key)]
@@ -235,7 +235,7 @@ def _model_of(folder: RunFolder, which: str) -> RunModel:
     if which == "best":
         top = checkpoints.best()
         if top is None:
-            raise CheckpointError(f"{folder.path}: no checkpoint was evaluated, so none is the best; --checkpoint last or a step")
+            raise CheckpointError(f"{folder.path}: no checkpoint was evaluated, so none is best; use --checkpoint last or a step")
         step = top[0]
     elif which == "last":
         newest = checkpoints.newest()

@@ -232,8 +232,8 @@ SIGNS = (
     ),
     Sign(
         "prompts begin anew", "forks", lambda now, start: now >= 0.5,
-        "the chat template writes earlier turns otherwise (without their reasoning, or their text next to calls), or an agent's "
-        "program does: each such turn is a row of its own, and its whole prompt is computed again, in sampling and in training",
+        "the chat template rewrites earlier turns (without their reasoning, or their text next to calls), or an agent program "
+        "does: each such turn is a separate row, and its whole prompt is computed again, in sampling and in training",
         "Set model.chat_template to one that keeps the whole text (docs/templates.md), or ask for calls without text.",
     ),
     Sign(
@@ -475,7 +475,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         keep: KeepConfig = KeepConfig(),
     ) -> None:
         """`trackers`: (name, maker) pairs. `resumed`: the folder and the trackers already have rows of this run. `health`: checks
-        every update and evaluation. `prometheus`: address of its endpoint. `keep`: number of trajectory files to keep."""
+        every update and evaluation. `prometheus`: settings of its endpoint. `keep`: number of trajectory files to keep."""
         self._keep = keep
         self.folder, self.display, self.health = folder, display, health
         self.writes = Writes()

@@ -187,7 +187,7 @@ class Saver(Writes):
         if score is not None:
             self._checkpoints.rate(self._collector.version, score)
 
-    def deserves(self, evaluated: Evaluation) -> bool:
+    def is_new_best(self, evaluated: Evaluation) -> bool:
         """Return True if the evaluated weights are better than every checkpoint kept as best."""
         score = self._score(evaluated) if self._config.keep_best > 0 else None
         return score is not None and ((best := self._checkpoints.best()) is None or score > best[1])
@@ -201,7 +201,7 @@ class Saver(Writes):
         faults = [f"a checkpoint is damaged: {problem}" for problem in damaged]
         faults += [f"checkpoint {step} was being written when the run ended and is lost" for step in lost]
         for fault in faults:
-            self._say(f"{fault}; going on from {newest.name if newest else 'the start'}")
+            self._say(f"{fault}; continuing from {newest.name if newest else 'the start'}")
         if newest is None:
             return False
         try:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from agentrl.cluster import ray_parent
-from agentrl.run.interrupt import TWICE, Interrupt
+from agentrl.run.interrupt import SAME_SIGNAL_S, Interrupt
 from tests.conftest import proof
 from tests.waits import until
 
@@ -183,7 +183,7 @@ async def test_one_signal_to_the_whole_group_is_one_and_a_later_one_another(
         interrupt.install()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.sleep(TWICE + 0.05)
+        await asyncio.sleep(SAME_SIGNAL_S + 0.05)
         assert parent and interrupt.requested and len(said) == 1
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(5)

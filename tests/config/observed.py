@@ -263,7 +263,7 @@ class Course:
             saver=SimpleNamespace(
                 check=self.waited("check", None),
                 wait=self.waited("wait", None),
-                deserves=lambda found: False,
+                is_new_best=lambda found: False,
                 save=self.waited("save", None),
             ),
             folder=SimpleNamespace(warm_start=out / "warm"),

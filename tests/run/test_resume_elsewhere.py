@@ -95,7 +95,7 @@ def test_an_edited_reward_spec_ends_a_run(executed: Executed, capsys: pytest.Cap
     assert resume() == 2
     said = capsys.readouterr().err
     assert "the content of env.reward was sha256:" in said and "spec.json" in said
-    assert "restore" in said and "start another run, or delete this file to go on" in said
+    assert "restore" in said and "start a new run, or delete this file to continue" in said
     write_spec("spec.json", 1.0)
     assert resume() == 0
     write_spec("spec.json", 2.0)

@@ -55,7 +55,7 @@ def test_resumed_after_its_end_it_says_why_it_trains_no_more(
     assert [row["step"] for row in updates(folder)] == trained
     assert [row["step"] for row in numbers(folder) if row["phase"] == "after"] == trained[-1:]
     told = capsys.readouterr().out
-    expected = "has reached stop_at_success = 0.0 at update 2: no more updates; to go on: stop_at_success=false, or a higher one"
+    expected = "has reached stop_at_success = 0.0 at update 2: no more updates; to continue: stop_at_success=false"
     assert (expected in told) == said, told
 
 

@@ -174,7 +174,7 @@ async def test_a_run_that_ended_while_it_saved_says_so(tiny: str, tmp_path: Path
     later = Bench(tiny, tmp_path)
     assert await later.saver.load() and later.ledger.version == 3
     [text] = later.said
-    assert "checkpoint 7 was being written" in text and "going on from step_000003" in text
+    assert "checkpoint 7 was being written" in text and "continuing from step_000003" in text
     again = Bench(tiny, tmp_path)
     assert await again.saver.load() and again.said == []
 
@@ -223,8 +223,8 @@ async def test_the_best_stays(tiny: str, tmp_path: Path) -> None:
     assert bench.steps() == [1, 4]
     manifest = json.loads((bench.folder.checkpoints / "step_000001" / MANIFEST).read_text())
     assert manifest["score"] == 0.9
-    assert bench.saver.deserves(Evaluation(0.95, 0, 1, 0, {}, []))
-    assert not bench.saver.deserves(Evaluation(0.9, 0, 1, 0, {}, []))
+    assert bench.saver.is_new_best(Evaluation(0.95, 0, 1, 0, {}, []))
+    assert not bench.saver.is_new_best(Evaluation(0.9, 0, 1, 0, {}, []))
     resumed = Bench(tiny, tmp_path, keep=1, keep_best=1)
     assert await resumed.saver.load() and resumed.ledger.version == 4
     await resumed.save(5, wait=True)

@@ -78,7 +78,7 @@ def check_start(start: RunStart) -> None:
         return
     why = gold_obstacle(
         start,
-        "that plays by itself begins at the beginning",
+        "that plays by itself starts from the beginning",
         "the policy would write summaries of turns that are not its own",
         played=True,
     )

@@ -141,7 +141,7 @@ def in_daemon_thread(work: Callable[[], T], limit: float) -> T:
 
 
 def evaluations_of(steps: int, evaluation: EvalConfig) -> int:
-    """Count the evaluations of a run: before it, after it, and between steps (none between the last step and the end)."""
+    """Count the evaluations of a run: one before it, one after it, and those every `every` steps in between."""
     return 2 + ((steps - 1) // evaluation.every if evaluation.every else 0)
 
 
