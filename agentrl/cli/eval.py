@@ -298,10 +298,10 @@ def read_plans(args: argparse.Namespace) -> list[Plan]:
         )
     if len({label for label, _, _ in models}) < len(models):
         models = [(f"{number}_{label}", path, about) for number, (label, path, about) in enumerate(models, 1)]
-    return [_plan(args, folder, label, path, about, alone=len(models) == 1) for label, path, about in models]
+    return [_plan(args, folder, label, path, about, single=len(models) == 1) for label, path, about in models]
 
 
-def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: str, about: dict[str, Any], alone: bool) -> Plan:
+def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: str, about: dict[str, Any], single: bool) -> Plan:
     from agentrl.env.catalog import EnvRef
     from agentrl.run.compare import choose_tasks
     from agentrl.run.evaluate import RolloutRequest
@@ -312,7 +312,7 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
     config = start.config
     name = config.name if args.config is not None else "_".join(env.called for env in config.envs)
     name = name if folder is None else folder.path.name
-    out = Path(args.out or f"{args.defaults['folder']}/{name}") / ("" if args.out and alone else label)
+    out = Path(args.out or f"{args.defaults['folder']}/{name}") / ("" if args.out and single else label)
     # One request per environment; with several in the config each has its own folder, even if only one is chosen.
     requests, given = {}, args.config is not None or folder is not None
     evals = {one.the_env.called: one.eval for one in config.each()}

@@ -121,7 +121,7 @@ def run_lint(args: argparse.Namespace) -> int:
         check_read(args, ("tasks", "seed", "ask_judge"), "nothing is probed without an environment. Add --env ID")
     if not (args.env is not None and (args.ask_judge or args.judge_url or args.judge_model)):
         check_read(args, ("judge_cache", "judge_calls", "judge_usd"), "no judge is asked. Add --ask-judge and --env ID")
-    scorer = options.scorer(_spec(args.spec), alone=args.env is None)
+    scorer = options.scorer(_spec(args.spec), args.env is None=inspect_only=args.env is None=args.env is None)
     findings = lint_spec(scorer)
     probes: dict[str, list[Trajectory]] = {}
     if options.env is not None:
@@ -284,15 +284,15 @@ class _Options:
     env: EnvRef | None
     reward: RewardConfig
 
-    def scorer(self, spec: dict[str, Any], *, alone: bool = False, services: RunServices | None = None) -> Scorer:
-        """Make the scorer of a spec as for a run. `alone`: only inspect it, so that no environment for replays is needed."""
+    def scorer(self, spec: dict[str, Any], *, inspect_only: bool = False, services: RunServices | None = None) -> Scorer:
+        """Make the scorer of a spec as for a run. `inspect_only`: score nothing, so no environment for replays is needed."""
         from agentrl.env.catalog import make_scorer
         from agentrl.reward import compile_spec, make_context
 
         def refuse_replay(task: Task) -> Any:
             raise UserError("a spec that is only inspected replays nothing")
 
-        if alone:
+        if inspect_only:
             return compile_spec(spec, context=make_context(self.reward, replay_env=refuse_replay))
         return make_scorer(spec, self.reward, self.env, services=services)
 
