@@ -164,7 +164,7 @@ def test_a_person_plays_with_the_gold_user_and_sees_its_calls(
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     assert main(["env", "play", "tests/Support-v0"]) == 130
     lines = capsys.readouterr().out.splitlines()
-    assert "script of the gold solution; --model-user" in lines[1]
+    assert "script of the gold solution plays the user; --model-user" in lines[1]
     places = [lines.index(line) for line in ("user: My phone is dead.", '(the user: press {"button": "power"} -> pressed power)')]
     assert places[0] < places[1] and lines[places[1] + 1] == "user: Thanks."
     assert main(["env", "play", "tests/Support-v0", "--model-user"]) == 130

@@ -324,7 +324,7 @@ def test_a_closed_session_says_so_and_a_folder_goes_on(tmp_path: Path) -> None:
     with agentrl.session(table(), folder=tmp_path / "kept") as two:
         assert two.policy.version == 1
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(two).items())
-        with pytest.raises(ConfigError, match="holds something else"):
+        with pytest.raises(ConfigError, match="holds no session"):
             agentrl.session(table(), folder=tmp_path / "kept" / "config.toml")
         with pytest.raises(CheckpointError, match=r"is not a checkpoint .*step_000001"):
             two.trainer.load(tmp_path / "kept")

@@ -248,8 +248,8 @@ def test_a_plan_needs_no_weights(folder: Path, capsys: pytest.CaptureFixture[str
     (folder / "model.safetensors").unlink()
     assert "it has no weights: expected model.safetensors or model.safetensors.index.json" in train(capsys, folder)
     assert main(["train", str(folder.parent / "config.toml"), *SMALL, "--dry-run"]) == 0
-    refused = f"warning: the start refuses this: model.path = {folder} has no "
-    assert f"{refused}weights; its shape is planned" in capsys.readouterr().out
+    refused = f"warning: a run would refuse this: model.path = {folder} has no "
+    assert f"{refused}weights; only its shape is planned" in capsys.readouterr().out
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
     assert main(["train", str(folder.parent / "config.toml"), *SMALL, "--dry-run"]) == 0

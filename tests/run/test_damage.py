@@ -200,7 +200,7 @@ def test_a_file_in_place_of_a_folder_of_the_run_is_named(tmp_path: Path, name: s
 
 
 def test_a_state_that_json_has_not_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CallbackError, match=r"driver.json: what state\(\) of a sampler, .*set is not JSON serializable"):
+    with pytest.raises(CallbackError, match=r"driver.json: state\(\) of a sampler, .*set is not JSON serializable"):
         _write_driver(tmp_path, {"ledger": {"sampler": {"state": {"seen": {1, 2}}}}}, [])
     assert not (tmp_path / "driver.json").exists()
 
