@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 the run failed, 2 a user error, 130 interrupted."""
     if argv is None:  # before torch is imported, which reads these variables once
         os.environ.update({name: os.environ.get(name, value) for name, value in PASSIVE.items()})
-        exempt()  # use no proxy for agents, judges and users on this machine, and the endpoint of agentrl
+        exempt()  # reach agents, judges, users and the endpoint on this machine without a proxy
     args = None
     with guarded_output():
         try:

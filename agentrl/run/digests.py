@@ -115,7 +115,7 @@ def _digests(files: Mapping[str, Sequence[Path]]) -> Identity:
 
 
 def _digest_all(paths: Sequence[Path]) -> str | None:
-    """Compute the digest of names, sizes and contents, of large weight files only `_CHUNKS` chunks. None without files."""
+    """Compute the digest of names, sizes and contents, of large files only of `_CHUNKS` chunks. None without files."""
     found = []
     for path in paths:
         size, digest = path.stat().st_size, sha256()

@@ -92,8 +92,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """Name of the run in its config, else of its folder. For an evaluation it includes the parent folder, which is named
-        after the model."""
+        """Name of the run in its config, else of its folder; for an evaluation with its parent folder."""
         default = self.path.name if self.evaluation is None else f"{self.path.parent.name}/{self.path.name}"
         try:
             return str(self.table.get("name", default))

@@ -94,7 +94,7 @@ def check_side_model(engine: str, model: ModelConfig, key: str, planned: bool = 
 def check_prompts(start: RunStart) -> None:
     """Raise ConfigError if an opening prompt of the first tasks leaves no room for a turn."""
     if "messages" in start.engine.traits:
-        return  # an API model counts its own tokens
+        return  # tokens of an API model are not counted here
     config, rollout, env, model = start.config, start.config.rollout, start.env, model_length(start.config.model)
     context = start.engine.maker().context(model)
     room = min(context, rollout.max_episode_tokens)
@@ -269,7 +269,7 @@ def check_vision(start: RunStart) -> None:
 
 
 def check_router_replay(start: RunStart) -> None:
-    """Raise ConfigError if router replay is set for an engine that does not report choices, or a model without replay."""
+    """Raise ConfigError if router replay is set but the engine does not report choices, or the model cannot repeat them."""
     model, engine = start.config.model, start.engine
     if not start.config.rollout.router_replay:
         return
