@@ -163,7 +163,7 @@ The folder --out (by default evals/NAME/MODEL) holds trajectories.jsonl and repo
 next to the common report. The same command again runs only the missing episodes. API keys are read from environment variables as
 in litellm, for example OPENAI_API_KEY. Exit code 1: more than half of the episodes could not be scored.
 """
-MOSTLY = 0.5
+MAX_UNSCORED = 0.5
 """Share of unscored episodes above which an evaluation has failed."""
 
 
@@ -261,7 +261,7 @@ def _play(plan: Plan, display: Any, every: bool) -> int:
     print_official(report.get("official", {}), display.console)
     display.say(f"{'reports' if len(reports) > 1 else 'report'} and trajectories: {plan.folder}")
     unscored, episodes = (sum(one[key] for one in reports.values()) for key in ("unscored", "episodes"))
-    if unscored <= MOSTLY * episodes:
+    if unscored <= MAX_UNSCORED * episodes:
         return 0
     why = unscored_cause(job.episodes.values()) or f"{unscored} episodes are unscored"
     display.say(f"agentrl: the evaluation failed: {why}. Fix that; the same command then runs the missing episodes")

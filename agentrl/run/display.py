@@ -180,7 +180,7 @@ _PLAIN_MAX_S = 40.0
 """Maximum seconds between plain lines about one activity; the pause between them doubles up to it."""
 _BEAT_S = 1.0
 _PER_SECOND = 4
-NONE: Mapping[str, Any] = MappingProxyType({})
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 _CLOSED = "agentrl: the reader of this output has closed it (`| head`), so the command ends; write to a file instead, `> log`"
 
@@ -249,7 +249,7 @@ class Display:
             self.say(f"[{name}] {total} steps" if total > 1 else f"[{name}]")
             self._printed = 0.0
 
-    def step(self, done: int, values: Mapping[str, Any], details: Mapping[str, Any] = NONE) -> None:
+    def step(self, done: int, values: Mapping[str, Any], details: Mapping[str, Any] = EMPTY) -> None:
         """Show that `done` steps of the phase are done, with `values` such as success and tokens/s. The frame shows all
         `details`, plain lines PLAIN_DETAILS. Plain output has the first and the last step, and otherwise one every few
         seconds."""

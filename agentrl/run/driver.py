@@ -22,7 +22,7 @@ from agentrl.run.checks import run_checks
 from agentrl.run.checks.size_checks import start_notes
 from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import EngineChoice
-from agentrl.run.folder import NOTHING, LogFile, RunFolder
+from agentrl.run.folder import BEFORE_SFT, LogFile, RunFolder
 from agentrl.run.interrupt import SAME_SIGNAL_S, Interrupt, ignore_first_signal
 from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.outcomes import EVALUATED, draw_curve, points, summary_of
@@ -225,8 +225,8 @@ class RunDriver:
             await session.publisher.sleep()  # until the first publish, because warm start and loading use the same memory
         outcome.status = "interrupted"  # the early returns below follow Ctrl-C, except the one for only a warm start
         if needs_warm_start(config, folder):
-            folder.rewind(NOTHING)  # drop rows of an attempt that ended in its warm start: they are written again
-            run_log.rewound(NOTHING)
+            folder.rewind(BEFORE_SFT)  # drop rows of an attempt that ended in its warm start: they are written again
+            run_log.rewound(BEFORE_SFT)
             await warm_start(session, run_log, interrupt)
             if interrupt.requested:
                 return
@@ -276,10 +276,10 @@ class RunDriver:
             outcome.cause = str(finding)
             outcome.status = finding.status if finding.fails else "done"
         outcome.findings = [] if run_log.health is None else run_log.health.findings
-        with _unless_failed(outcome, "the curve is not drawn"):
+        with _log_write_errors(outcome, "the curve is not drawn"):
             if config.data is None:
                 draw_curve(rows, folder.curve, f"{config.name}: {', '.join(env.id for env in config.envs)}")
-        with _unless_failed(outcome, "summary.json is not written"):
+        with _log_write_errors(outcome, "summary.json is not written"):
             folder.write_summary(summary := self._summary(rows))
             run_log.end(outcome.status if outcome.status in ("done", "interrupted") else "failed", summary)
 
@@ -371,7 +371,7 @@ class RunDriver:
 
 
 @contextmanager
-def _unless_failed(outcome: RunOutcome, what: str) -> Iterator[None]:
+def _log_write_errors(outcome: RunOutcome, what: str) -> Iterator[None]:
     """Log write errors (such as a full disk) after a failed run, so that they do not hide the cause. Of a run that has not
     failed, a full disk makes it a failed one; any other OSError is raised."""
     try:

@@ -133,14 +133,14 @@ def _tokens(trajectory: Trajectory, kind: Literal["sampled_tokens", "prompt_toke
     return float(sum(getattr(turn, kind) for turn in trajectory.turns))
 
 
-FEW = 8
+MAX_ROWS = 8
 """Rows of a report that are printed without `--all`."""
 _KEY_ORDER = ("pass@", "pass^", "reward", "usd_total", "unscored", "stops", "turns", "tokens", "errors", "tool_errors", "metrics")
 """Prefixes of the keys that are printed first, in this order."""
 
 
 def print_report(report: dict[str, Any], console: Console, every: bool = False) -> None:
-    """Print the report as a table; "-" is an unknown value. Without `every`: at most FEW rows, most important first, without
+    """Print the report as a table; "-" is an unknown value. Without `every`: at most MAX_ROWS rows, most important first, without
     unknown values and zeros (except of reward)."""
     table = folding("", "value", "95 % interval", title=f"{report['episodes']} episodes of {report['tasks']} tasks")
     rows: list[tuple[str, str, str]] = []
@@ -153,11 +153,11 @@ def print_report(report: dict[str, Any], console: Console, every: bool = False) 
     if not every:
         rows = [row for row in rows if row[1] not in ("-", "0") or row[0] == "reward"]
         rows.sort(key=lambda row: next((at for at, start in enumerate(_KEY_ORDER) if row[0].startswith(start)), len(_KEY_ORDER)))
-    for name, shown, interval in rows if every else rows[:FEW]:
+    for name, shown, interval in rows if every else rows[:MAX_ROWS]:
         table.add_row(cell(name), cell(shown), interval)
     console.print(table)
-    if not every and len(rows) > FEW:
-        console.print(f"{len(rows) - FEW} more rows: --all, or report.json", markup=False)
+    if not every and len(rows) > MAX_ROWS:
+        console.print(f"{len(rows) - MAX_ROWS} more rows: --all, or report.json", markup=False)
     print_horizons({"": report}, console)
 
 
@@ -233,8 +233,8 @@ class EvalSession:
 
 Pair = tuple[int, int]
 
-OTHER = "use another --out"
-LATER = "the same command runs the missing episodes"
+OTHER_OUT = "use another --out"
+RERUN = "the same command runs the missing episodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class RolloutRequest:
 
     def day(self) -> str | None:
         """ISO date of the episodes in `out`, else today; None for episodes of an older agentrl, which recorded no date."""
-        note = stored_object(self.note, OTHER)
+        note = stored_object(self.note, OTHER_OUT)
         found: str | None = date.today().isoformat() if note is None else (note.get("identity") or {}).get("model.date")
         return found
 
@@ -308,7 +308,7 @@ class RolloutJob:
             with closing(ref.build()) as env:
                 env.check_split(request.split)
         request.out.mkdir(parents=True, exist_ok=True)
-        with lock_folder(request.out, OTHER):
+        with lock_folder(request.out, OTHER_OUT):
             self.episodes = self._resume()
             session = self.shared or EvalSession(self.start, self.temperature)
             missing = [pair for pair in request.pairs if pair not in self.episodes]
@@ -325,11 +325,11 @@ class RolloutJob:
                     display.say(computes)
             try:
                 if missing:
-                    report_to_parent(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
-                    with exit_message(silent_exit_message(LATER)), chdir("."):  # restore the folder, which a tool may change
+                    report_to_parent(folder=str(request.out), restarts=0, max_restarts=0, then=RERUN)
+                    with exit_message(silent_exit_message(RERUN)), chdir("."):  # restore the folder, which a tool may change
                         await while_ray_lives(self.play(session, missing))
             except WorkerDiedError as error:
-                raise WorkerDiedError(f"{error}; {LATER}") from error
+                raise WorkerDiedError(f"{error}; {RERUN}") from error
             except asyncio.CancelledError:
                 if not interrupt.requested:
                     raise
@@ -400,7 +400,7 @@ class RolloutJob:
         options = {"command": purpose, "--split": request.split, **({"--values": request.values} if request.values else {})}
         identity = {**identity_of(self.config, purpose), **options, **contents_of(self.config, purpose).digests}
         note, path = request.note, self.file
-        if (before := stored_object(note, OTHER)) is not None:
+        if (before := stored_object(note, OTHER_OUT)) is not None:
             kind = "an evaluation" if purpose == "eval" else "a rollout"
             check_same_identity(before.get("identity"), identity, f"{kind} of something else ({note})", request.out)
         elif path.exists():
@@ -461,7 +461,6 @@ async def run_evals(
 
 
 def write_comparison(folder: Path, comparison: Mapping[str, Any]) -> Path:
-    """Write comparison.json into `folder`; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "comparison.json"
     _write_report(file, comparison)

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 LOG_BYTES, LOG_FILES = 64 << 20, 4
 """Maximum bytes of log.txt, and number of older log files to keep."""
-LOCK_WAIT_S, LOCK_SAID_S = 3600, 30
+LOCK_WAIT_S, LOCK_WARN_S = 3600, 30
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -74,7 +74,7 @@ def check_unlocked(folder: Path) -> None:
 
 def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "", wait: bool = False) -> None:
     """Take the lock, or raise ConfigError that names the process holding it. With `wait`, retry for `LOCK_WAIT_S`, with a
-    warning every `LOCK_SAID_S`."""
+    warning every `LOCK_WARN_S`."""
     begun, reported = time.monotonic(), -1.0
     while True:
         try:
@@ -90,8 +90,8 @@ def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "", wait:
             return
         if not wait or passed >= LOCK_WAIT_S:
             break
-        if passed // LOCK_SAID_S > reported:
-            reported = passed // LOCK_SAID_S
+        if passed // LOCK_WARN_S > reported:
+            reported = passed // LOCK_WARN_S
             until = f"is waited for, for {LOCK_WAIT_S - passed:.0f} s at most; Ctrl-C ends this"
             log.warning("%s: another process is writing there, and %s: %s", folder, until, holder or "it has just begun")
         time.sleep(0.1)
@@ -142,7 +142,7 @@ DRIVER = "driver.json"
 """File of the driver's state in a checkpoint."""
 
 
-NOTHING = -2
+BEFORE_SFT = -2
 """Step of `rewind` before the warm start; -1 is after the warm start and before the first evaluation."""
 _RESERVED = 1 << 16
 
@@ -315,13 +315,13 @@ class RunFolder:
     def rewind(self, step: int) -> list[int]:
         """Remove metric rows and exported models that a resume from `step` (updates done) will write again.
 
-        An evaluation would mistake an old export for that of the new checkpoint. Rows of the warm start go only with `NOTHING`.
+        An evaluation would mistake an old export for a new one. Rows of the warm start go only with `BEFORE_SFT`.
         Also removes lines that are no rows, and returns their numbers."""
         found, damaged, cut = self.sorted_metrics()
         rows = [
             row
             for row in found
-            if step != NOTHING and (row["phase"] in ("sft", "gate") or (row["step"] <= step and row["phase"] != "after"))
+            if step != BEFORE_SFT and (row["phase"] in ("sft", "gate") or (row["step"] <= step and row["phase"] != "after"))
         ]
         atomic_write(self.metrics, "".join(json_text(row) + "\n" for row in rows))
         for model in self.exports.glob("step_*"):

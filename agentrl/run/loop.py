@@ -37,7 +37,7 @@ from agentrl.utils.threads import in_thread
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-NONE: Mapping[str, Choice] = MappingProxyType({})
+EMPTY: Mapping[str, Choice] = MappingProxyType({})
 
 
 async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) -> None:
@@ -145,7 +145,7 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
     return result
 
 
-def make_batch(groups: list[Group], advantage: Choice, own: Mapping[str, Choice] = NONE) -> TensorDict:
+def make_batch(groups: list[Group], advantage: Choice, own: Mapping[str, Choice] = EMPTY) -> TensorDict:
     """Collate scored members into a TensorDict, one row per ledger, with the columns that their advantage estimators read.
     `own`: estimator of an environment in place of `advantage`."""
     batch = collate(

@@ -279,7 +279,6 @@ def info_of(key: str) -> MetricInfo | None:
 
 
 def as_markdown() -> str:
-    """Format the table as a page of the docs."""
     parts = [_INTRODUCTION, *(f"| `{phase}` | {meaning} |\n" for phase, meaning in PHASES.items())]
     for title, entries in TABLE.items():
         parts.append(f"\n## {title}\n\n| name | unit | meaning | rows |\n|---|---|---|---|\n")

@@ -29,7 +29,7 @@ REGISTRIES = {
     "weights.route": ("agentrl.engines.weights.base", "ROUTES"),
 }
 """Config key -> module and name of its registry; imported on demand, because most modules load torch."""
-SAME = {"env.sampler": "rollout.sampler", "env.advantage": "algorithm.advantage"}
+ALIASES = {"env.sampler": "rollout.sampler", "env.advantage": "algorithm.advantage"}
 """Keys of an environment -> key of the run that takes the same names."""
 
 
@@ -44,7 +44,7 @@ class RegisteredName:
 
 def registry_of(key: str) -> Registry[Any] | None:
     """Import the registry of the names that a config key takes; None if it takes none."""
-    home = REGISTRIES.get(SAME.get(key, key))
+    home = REGISTRIES.get(ALIASES.get(key, key))
     return None if home is None else getattr(import_module(home[0]), home[1])
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Rows
 
-SPENT = {"episode_s": "time/episode_s", "engine_s": "time/episode_engine_s", "env_s": "time/episode_env_s"}
+TIMINGS = {"episode_s": "time/episode_s", "engine_s": "time/episode_engine_s", "env_s": "time/episode_env_s"}
 """Keys of an episode's `timings` whose mean a row has, and the metrics' names."""
 DETAILS = {
     "tool_error_rate": "tool error rate",
@@ -118,7 +118,7 @@ def _values_of(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: bool, s
     for name in sorted({t.env for t in episodes}) if several else ():
         values = episode_values([t for t in episodes if t.env == name], kinds, trained=trained)
         found |= {f"env/{name}/{key}": value for key, value in values.items()}
-    for name, key in SPENT.items():
+    for name, key in TIMINGS.items():
         seconds = [t.timings[name] for t in episodes if name in t.timings]
         found[key] = sum(seconds) / len(seconds) if seconds else None
         if name == "episode_s":
@@ -334,7 +334,7 @@ class Health:
         """Check a row of phase "train"."""
         updates = self._updates
         updates.add(row)
-        findings = idle(updates, self._config.rollout), unscored_finding(updates.newest, self._config.health, self.fault)
+        findings = idle_finding(updates, self._config.rollout), unscored_finding(updates.newest, self._config.health, self.fault)
         found = {finding.status: finding for finding in findings if finding}
         enough = len(updates.newest) == updates.newest.maxlen
         for status, finding in found.items():
@@ -372,7 +372,7 @@ class Health:
         first, newest = ([success for _, success in points(part, ("train",), "success")] for part in parts)
         if any(map(has_trained, updates)) and first and newest and sum(newest) / len(newest) > sum(first) / len(first):
             return None
-        return idle(Updates(self._config.critic, cfg.idle_updates, updates), self._config.rollout)
+        return idle_finding(Updates(self._config.critic, cfg.idle_updates, updates), self._config.rollout)
 
 
 def finding_text(one: Mapping[str, Any]) -> str:
@@ -381,7 +381,7 @@ def finding_text(one: Mapping[str, Any]) -> str:
     return f"{one['name']}, from update {one['since']}{until}: {one['cause']}. {one['advice']}"
 
 
-def idle(updates: Updates, rollout: RolloutConfig) -> Finding | None:
+def idle_finding(updates: Updates, rollout: RolloutConfig) -> Finding | None:
     """Return a finding if all the newest updates (as many as are kept) trained nothing, else None. None too if all their
     episodes succeeded after an update that taught something: nothing is left to learn."""
     count = updates.idle
@@ -516,7 +516,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def rewound(self, step: int) -> None:
         """Report to the trackers that the folder was rewound and the run continues from `step`. -1: from the start of
-        training; `folder.NOTHING`: from the start of the warm start."""
+        training; `folder.BEFORE_SFT`: from the start of the warm start."""
         for tracker in self.trackers if self._begun else []:
             tracker.call("rewind", step)
 

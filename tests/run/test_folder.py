@@ -255,7 +255,7 @@ def test_a_wait_for_another_process_says_so_again_and_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was one line, and then for ever, whatever Ctrl-C did."""
-    monkeypatch.setattr("agentrl.run.folder.LOCK_SAID_S", 0.2)
+    monkeypatch.setattr("agentrl.run.folder.LOCK_WARN_S", 0.2)
     monkeypatch.setattr("agentrl.run.folder.LOCK_WAIT_S", 0.5)
     (place := RunFolder(tmp_path).exports).mkdir()
     with other_driver(place) as first:

@@ -296,14 +296,14 @@ def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 # The loop
 
 
-OVER = "the session is closed; open another one: agentrl.session(config)"
+CLOSED = "the session is closed; open another one: agentrl.session(config)"
 
 
 class _Closed:
     """Replaces the session after `close`; any access raises StepOrderError."""
 
     def __getattr__(self, name: str) -> Any:
-        raise StepOrderError(OVER)
+        raise StepOrderError(CLOSED)
 
 
 class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["StepLoop"]):
@@ -340,7 +340,7 @@ class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StepOrderError(OVER)
+            raise StepOrderError(CLOSED)
 
     @Both
     async def close(self) -> None:

@@ -38,7 +38,7 @@ LossFunction = Callable[..., LossOutput]
 Estimator = Callable[[AdvantageInput], AdvantageOutput]
 Named = str | Choice | Mapping[str, Any]
 Metrics = dict[str, float]
-UNREAD = {"advantage", "epochs", "minibatch", "experience", "demonstrations", "distillation"}
+UNUSED_KEYS = {"advantage", "epochs", "minibatch", "experience", "demonstrations", "distillation"}
 """Keys of [algorithm] that do not affect the gradient of one batch."""
 
 
@@ -370,7 +370,7 @@ class Trainer:
                     self._sent[name] = loss
                 loss = Choice(name=name)
             changes = {**changes, "loss": _choice(loss)}
-        if unread := sorted(UNREAD & changes.keys()):
+        if unread := sorted(UNUSED_KEYS & changes.keys()):
             raise ConfigError(
                 f"trainer.forward_backward: algorithm.{unread[0]} would do nothing here; set it in the session's config, or give "
                 "advantages to trainer.batch, and parts of it (batch.minibatches()) to this call"

@@ -147,7 +147,7 @@ def evaluations_of(steps: int, evaluation: EvalConfig) -> int:
 
 # Gold that graders read
 
-MOST, ENDLESS = 20_000, 20
+MAX_TASKS, MAX_ENDLESS = 20_000, 20
 """Maximum tasks of a split to read: of a finite split, and of an endless one (for gold)."""
 GOLD_SECONDS = 60.0
 """Seconds after which no further task is read; the log then has the number read."""
@@ -166,7 +166,7 @@ def check_gold(start: RunStart) -> None:
     until = time.monotonic() + GOLD_SECONDS
     splits = dict.fromkeys((*(["train"] if start.config.trained_envs else []), start.config.eval.split))
     with closing(replace(env, wrappers=()).build()) as built:
-        for looked, task in enumerate((task for name in splits for task in tasks_of(built, name, ENDLESS)), start=1):
+        for looked, task in enumerate((task for name in splits for task in tasks_of(built, name, MAX_ENDLESS)), start=1):
             view = episode_view(Trajectory(env.id, task))
             for node in nodes:
                 try:
@@ -198,9 +198,9 @@ def _gold_leaves(node: Node) -> Iterator[LeafNode]:
 
 
 def tasks_of(env: ToolEnv, split: str, endless: int) -> Iterator[Task]:
-    """Yield the first `MOST` tasks of a split; of an endless split the first `endless`."""
+    """Yield the first `MAX_TASKS` tasks of a split; of an endless split the first `endless`."""
     count = env.task_count(split)
-    for seed in range(endless if count is None else min(count, MOST)):
+    for seed in range(endless if count is None else min(count, MAX_TASKS)):
         yield env.make_task(seed, split)
 
 
@@ -209,12 +209,12 @@ def tasks_of(env: ToolEnv, split: str, endless: int) -> Iterator[Task]:
 LINT_SECONDS = {"start": 2.0, "dry run": 30.0}
 """Seconds after which no further probe begins, so that a slow environment does not delay the start."""
 
-UNSAID = frozenset({"never-varies", "escapes-scoring"})
+UNINFORMATIVE = frozenset({"never-varies", "escapes-scoring"})
 """Codes that are not informative before a run: a part that every probe satisfies, such as a format that no script violates; and
 an unscored episode without turns, which no policy can play."""
-AMOUNTS = frozenset({"gold-below-maximum", "spam-passes", "do-nothing-floor"})
+COMPARISONS = frozenset({"gold-below-maximum", "spam-passes", "do-nothing-floor"})
 """Codes that compare rewards of episodes."""
-REFUSED = frozenset({"gold-unscored", "gold-no-success", "idle-paid"})
+REFUSING = frozenset({"gold-unscored", "gold-no-success", "idle-paid"})
 """Codes of probe findings that refuse a run."""
 
 
@@ -242,7 +242,7 @@ def check_lint(start: RunStart) -> list[str]:
         order_free, idle_share = built.order_free, built.idle_share
         built.close()
         probes = probe_episodes(sound.build, ENOUGH, enough=lambda: time.monotonic() > until, gold_needed=False)
-        unsaid = UNSAID | (AMOUNTS if reads_samples(scorer) else frozenset())
+        unsaid = UNINFORMATIVE | (COMPARISONS if reads_samples(scorer) else frozenset())
 
         def lint(one: Scorer) -> list[LintFinding]:
             found = lint_probes(one, probes, order_free, idle_share)
@@ -260,7 +260,7 @@ def check_lint(start: RunStart) -> list[str]:
         except Exception as error:  # from code of the environment; `check_success` reports faults of gold
             untried = [f"reward spec {scorer.name!r}: probe episodes of {env.id} failed: {error}"]
         else:
-            _refuse(scorer, f"{word} --env {env.id}", [item for item in probed if item.code in REFUSED])
+            _refuse(scorer, f"{word} --env {env.id}", [item for item in probed if item.code in REFUSING])
             findings = [*findings, *probed]
             if start.planned and count < ENOUGH:
                 untried = [
