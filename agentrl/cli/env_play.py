@@ -1,4 +1,4 @@
-"""A person as the agent: one line per turn."""
+"""Episodes with a person as the agent, one line per turn."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A run on disk and on the screen: its folder, its display, its curve, and the session that joins the parts."""
+"""Runs: folder, display, curve, and the session that connects their parts."""

@@ -255,7 +255,7 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
             for line in row["also"]:
                 console.print(cell(f"{row['model']} also differs: {line}"))
         if part["horizons"]:
-            # A row for each horizon: the tasks, and of each model pass@1 and its difference to the first.
+            # One row per horizon: number of tasks, and per model pass@1 and the difference to the first.
             models = (cell(row["model"]) for row in part["rows"])
             table = folding("calls", "tasks", *models, title=cell(f"{env} by calls of the solution"))
             for label, rows in part["horizons"].items():

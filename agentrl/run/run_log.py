@@ -252,7 +252,7 @@ class SignWatch:
     """Watches for a sign in a run's updates, or in those of an environment (`scope`: `env/NAME/`); `found`: its findings."""
 
     def __init__(self, sign: Sign, first: int, most: int, scope: str) -> None:
-        """`first`: as `Sign.first`; `most`: updates in a row in which the sign must show."""
+        """`first`: as `Sign.first`; `most`: consecutive updates in which the sign must show."""
         self.sign, self._scope, self._left = sign, scope, first
         self._start: float | None = None
         self._before = deque[float | None](maxlen=most)

@@ -156,7 +156,7 @@ class Outlet:
         self._thread = threading.Thread(target=self._serve, name=f"agentrl-tracker {name}", daemon=True)
         self._thread.start()
 
-    # -- the run's side ----------------------------------------------------------------------------
+    # -- called by the run -------------------------------------------------------------------------
 
     def call(self, what: Literal["row", "rewind", "episodes", "picture"], *args: Any) -> None:
         """Queue a call of a tracker's method in its thread. Episodes and pictures, which are large, are dropped first."""
@@ -182,7 +182,7 @@ class Outlet:
         elif self.lost:
             self._say(f"tracker {self.name}: {self.lost} rows, tables or pictures were not written; metrics.jsonl has all rows")
 
-    # -- its thread --------------------------------------------------------------------------------
+    # -- in the tracker's thread -------------------------------------------------------------------
 
     def _serve(self) -> None:
         tracker: Tracker | None = None

@@ -1,1 +1,1 @@
-"""Use from Python: what `import agentrl` offers beyond the contracts of an environment (docs/python.md)."""
+"""Python API of `import agentrl`, beyond the contracts of an environment (docs/python.md)."""
