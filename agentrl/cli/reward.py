@@ -121,7 +121,7 @@ def run_lint(args: argparse.Namespace) -> int:
         check_read(args, ("tasks", "seed", "ask_judge"), "nothing is probed without an environment. Add --env ID")
     if not (args.env is not None and (args.ask_judge or args.judge_url or args.judge_model)):
         check_read(args, ("judge_cache", "judge_calls", "judge_usd"), "no judge is asked. Add --ask-judge and --env ID")
-    scorer = options.scorer(_spec(args.spec), args.env is None=inspect_only=args.env is None=args.env is None)
+    scorer = options.scorer(_spec(args.spec), inspect_only=args.env is None)
     findings = lint_spec(scorer)
     probes: dict[str, list[Trajectory]] = {}
     if options.env is not None:
