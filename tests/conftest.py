@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -104,7 +105,18 @@ def cards_shown(args: tuple[str, ...], driver: bool, given: str | None = None) -
     return CARDS if driver else None
 
 
+def forget_warnings() -> None:
+    """Undo PYTHONWARNINGS, which Python read before it was taken away: `error` fails tests of code that is not ours. What pytest
+    itself is given (-W) stays."""
+    if sys.warnoptions:
+        sys.warnoptions.clear()
+        warnings.resetwarnings()
+        for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", kind)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    forget_warnings()  # not while this file is loaded: pytest puts its filters back after that
     if not hasattr(config, "workerinput"):  # workers inherit it
         given = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         shown = cards_shown(config.invocation_params.args, Path("/dev/nvidiactl").exists(), given)
