@@ -201,9 +201,7 @@ def run_eval(args: argparse.Namespace) -> int:
         return with_parent(args, _evaluate)
     from agentrl.run.evaluate import write_comparison
 
-    if args.env is not None or args.overrides or args.model or args.checkpoint:
-        raise ConfigError("--compare reads existing evaluations: give only their folders, and nothing to evaluate")
-    unread = ("tasks", "samples", "seed", "split", "max_concurrent", "all")
+    unread = ("env", "overrides", "model", "checkpoint", "tasks", "samples", "seed", "split", "max_concurrent", "all")
     check_read(args, unread, "--compare reads existing evaluations, and plays nothing. Leave it out")
     # `evals/NAME/*` also matches files that this command and an evaluation of several models wrote next to the folders.
     reports = ("comparison.json", "report.json")

@@ -285,6 +285,7 @@ def test_a_word_that_is_none_is_said(words: list[str], code: int, said: str, cap
 UNREAD = {
     "--compare reads evaluations": [
         "eval --compare a b", "-n 5", "-k 2", "--seed 1", "--split all", "--max-concurrent 2", "--all",
+        "--model m", "--policy gold", "--checkpoint last",
     ],
     "it is of --http without --mcp": [
         "env serve key_value --mcp", "--host 0.0.0.0", "--port 1", "--token-env T", "--max-episodes 2", "--idle-timeout 2",
