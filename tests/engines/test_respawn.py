@@ -424,5 +424,5 @@ async def test_a_replica_that_is_replaced_during_the_sleep_sleeps_too(started, m
 
 async def test_an_engine_that_was_not_started_for_it_does_not_sleep(started, spawned):
     engine = await started()
-    with pytest.raises(EngineError, match="memory that can be freed"):
+    with pytest.raises(EngineError, match="cannot sleep"):
         await engine.sleep()
