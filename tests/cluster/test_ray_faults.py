@@ -266,7 +266,7 @@ async def test_a_real_ray_that_loses_its_raylet_is_ended_whole(vital: dict[str, 
             except Exception as problem:
                 refused.append(str(problem))
 
-    with pytest.raises(WorkerDiedError, match=rf"its raylet \(pid {vital['raylet'].pid}\) on this machine is gone"):
+    with pytest.raises(WorkerDiedError, match=rf"its raylet \(pid {vital['raylet'].pid}\) on this machine has died"):
         await ray_cluster.while_ray_lives(work())
     assert not ray.is_initialized() and len(refused) == 1
     assert carrying(mark) == []

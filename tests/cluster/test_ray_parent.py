@@ -226,7 +226,7 @@ def test_training_on_data_goes_on_too() -> None:
     asked = ["asked None True 0 {}", "asked runs/x None 1 {}", "asked runs/x None 2 {}"]
     assert code == 0 and [line for line in said if line.startswith("asked")] == asked
     code, said = other(3, "sft", "--data", "rows.jsonl", "model.path=m")
-    assert code == 1 and said[-1].endswith("gone; so it goes on")
+    assert code == 1 and said[-1].endswith("(pid 8); so it goes on")
 
 
 @pytest.mark.parametrize("command", ["eval", "rollout"])
@@ -234,7 +234,7 @@ def test_episodes_that_ray_ended_are_continued_by_the_same_command(command: str)
     code, said = other(1, command, "key_value", "--model", "m")
     assert code == 1 and len(said) == 2, said
     assert said[-1].startswith("agentrl: WorkerDiedError: Ray has ended the driver (pid ")
-    assert said[-1].endswith("gone; so it goes on")
+    assert said[-1].endswith("(pid 8); so it goes on")
 
 
 ALONE = """
