@@ -49,9 +49,7 @@ def test_points_that_no_update_could_follow_are_refused(temperature: Any, more: 
 
 
 def test_without_updates_one_number_is_asked_for() -> None:
-    with pytest.raises(
-        ConfigError, match=r"a rollout has no updates; give one number, such as rollout.temperature=0.7"
-    ):
+    with pytest.raises(ConfigError, match=r"a rollout has no updates; give one number, such as rollout.temperature=0.7"):
         one_temperature(config_of(POINTS).rollout, "a rollout")
 
 
