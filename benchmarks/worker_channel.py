@@ -29,7 +29,7 @@ from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
-from agentrl.rollout.workers.channel import Channel, Endpoint
+from agentrl.rollout.workers.channel import Channel, DriverAddress
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
 from agentrl.rollout.workers.worker_pool import WorkerPool, WorkerProcess, WorkerProcesses
 from agentrl.trainer.pretrained import packaged_tokenizer
@@ -59,7 +59,7 @@ class Parts:
         await self.engine.close()
 
 
-def work(name: str, endpoint: Endpoint, near: bool) -> None:
+def work(name: str, endpoint: DriverAddress, near: bool) -> None:
     async def build(channel: Channel) -> Parts:
         return Parts(channel, near)
 
@@ -67,7 +67,7 @@ def work(name: str, endpoint: Endpoint, near: bool) -> None:
 
 
 class Process(WorkerProcess):
-    def __init__(self, name: str, endpoint: Endpoint, near: bool) -> None:
+    def __init__(self, name: str, endpoint: DriverAddress, near: bool) -> None:
         self._process = multiprocessing.get_context("fork").Process(target=work, args=(name, endpoint, near), daemon=True)
         self._process.start()
 
@@ -87,7 +87,7 @@ class Processes(WorkerProcesses):
     def host(self) -> str:
         return "127.0.0.1"
 
-    def begin(self, name: str, endpoint: Endpoint) -> WorkerProcess:
+    def begin(self, name: str, endpoint: DriverAddress) -> WorkerProcess:
         return Process(name, endpoint, self._near)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from agentrl.cluster.machine import reachable_address
 from agentrl.cluster.placement import WORKER_CPUS, joins
 from agentrl.rollout.engine import Engine, EngineConnection
-from agentrl.rollout.workers.channel import Channel, Endpoint
+from agentrl.rollout.workers.channel import Channel, DriverAddress
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
 from agentrl.rollout.workers.worker_pool import WorkerPool, WorkerProcess, WorkerProcesses
 from agentrl.run.assembly import Assembly, Inputs, tokenizer_of
@@ -72,7 +72,7 @@ def recipe_of(inputs: Inputs, connection: EngineConnection | None) -> Recipe:
 class RolloutWorker:
     """Ray actor: one process with one event loop, which runs a worker."""
 
-    async def run(self, name: str, endpoint: Endpoint, recipe: Recipe) -> str:
+    async def run(self, name: str, endpoint: DriverAddress, recipe: Recipe) -> str:
         """Play until the driver ends the worker or the connection is lost."""
         guard_process(recipe.inputs.config.model_dump(mode="json", exclude_none=True))
         raise_gc_threshold()
@@ -116,7 +116,7 @@ class ActorProcesses(WorkerProcesses):
         # Nodes that join later may not reach an address that suffices for the present nodes.
         return str(ray.util.get_node_ip_address()) if self._joined else reachable_address()
 
-    def begin(self, name: str, endpoint: Endpoint) -> WorkerProcess:
+    def begin(self, name: str, endpoint: DriverAddress) -> WorkerProcess:
         import ray
 
         if self._recipe is None:

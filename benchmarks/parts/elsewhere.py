@@ -16,7 +16,7 @@ from agentrl.render import make_renderer
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
-from agentrl.rollout.workers.channel import Channel, Endpoint
+from agentrl.rollout.workers.channel import Channel, DriverAddress
 from agentrl.rollout.workers.rollout_worker import WorkerCore
 from agentrl.rollout.workers.worker_pool import WorkerPool, WorkerProcess, WorkerProcesses
 from agentrl.trainer.pretrained import packaged_tokenizer
@@ -73,7 +73,7 @@ class Parts:
     async def close(self) -> None: ...
 
 
-def serve(name: str, endpoint: Endpoint, config: RolloutConfig, steps: int) -> None:
+def serve(name: str, endpoint: DriverAddress, config: RolloutConfig, steps: int) -> None:
     """A worker's process."""
     raise_gc_threshold()
     share_the_lock()
@@ -104,7 +104,7 @@ class SpawnedProcesses(WorkerProcesses):
     def host(self) -> str:
         return "127.0.0.1"
 
-    def begin(self, name: str, endpoint: Endpoint) -> WorkerProcess:
+    def begin(self, name: str, endpoint: DriverAddress) -> WorkerProcess:
         spawn = multiprocessing.get_context("spawn")
         process = spawn.Process(target=serve, args=(name, endpoint, self._config, self._steps), daemon=True)
         process.start()

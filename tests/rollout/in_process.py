@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
-from agentrl.rollout.workers.channel import Channel, Endpoint
+from agentrl.rollout.workers.channel import Channel, DriverAddress
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
 from agentrl.rollout.workers.worker_pool import WorkerPool, WorkerProcess, WorkerProcesses
 
@@ -27,7 +27,7 @@ class Parts:
 class TaskProcess(WorkerProcess):
     """`kill` is what a SIGKILL is to the driver: the connection ends, and nothing else is said."""
 
-    def __init__(self, core: WorkerCore, endpoint: Endpoint) -> None:
+    def __init__(self, core: WorkerCore, endpoint: DriverAddress) -> None:
         self.core = core
         self.task = asyncio.create_task(core.run(endpoint))
 
@@ -50,7 +50,7 @@ class TaskProcesses(WorkerProcesses):
     def host(self) -> str:
         return "127.0.0.1"
 
-    def begin(self, name: str, endpoint: Endpoint) -> WorkerProcess:
+    def begin(self, name: str, endpoint: DriverAddress) -> WorkerProcess:
         async def build(channel: Channel) -> Parts:
             engine = DriverEngine(channel)
             return Parts(LocalPlayer(self.make(engine), asks=False), engine)

@@ -25,7 +25,7 @@ from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, RunEnv
-from agentrl.rollout.workers.channel import Channel, ChannelServer, Endpoint, connect_to_driver, dump_fault, load_fault
+from agentrl.rollout.workers.channel import Channel, ChannelServer, DriverAddress, connect_to_driver, dump_fault, load_fault
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
 from agentrl.rollout.workers.worker_pool import WorkerPool
 from agentrl.run.folder import lines
@@ -108,7 +108,7 @@ async def pooled(
         await pool.close()
 
 
-async def opened() -> tuple[ChannelServer, Endpoint, list[Channel]]:
+async def opened() -> tuple[ChannelServer, DriverAddress, list[Channel]]:
     """A driver that expects one worker; its end of the channel comes into the list."""
     hub, came = ChannelServer(), list[Channel]()
     endpoint = await hub.open("127.0.0.1")
@@ -342,7 +342,7 @@ async def test_jobs_go_where_the_fewest_run_and_groups_stay_together_if_workers_
 async def test_nobody_without_the_secret_becomes_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     hub, endpoint, came = await opened()
     with pytest.raises(WorkerDiedError, match="rejected its connection"):
-        await connect_to_driver(Endpoint(endpoint.host, endpoint.port, b"guessed"), "worker 0", {})
+        await connect_to_driver(DriverAddress(endpoint.host, endpoint.port, b"guessed"), "worker 0", {})
     with pytest.raises(WorkerDiedError, match="rejected its connection"):
         await connect_to_driver(endpoint, "worker 1", {})
     assert came == []
@@ -415,7 +415,7 @@ async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 async def test_another_program_at_the_drivers_address_is_not_believed(program: Any, said: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("agentrl.rollout.workers.channel.AUTHENTICATION_S", 0.05 if program is not impostor else 5.0)
     server = await asyncio.start_server(program, "127.0.0.1", 0)
-    endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1], b"secret")
+    endpoint = DriverAddress("127.0.0.1", server.sockets[0].getsockname()[1], b"secret")
     with pytest.raises(WorkerDiedError, match=said):
         await asyncio.wait_for(connect_to_driver(endpoint, "worker 0", {}), 5)
     server.close()

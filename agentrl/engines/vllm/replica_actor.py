@@ -29,7 +29,7 @@ from agentrl.engines.weights.base import Adapter, Bucket, Offer
 from agentrl.engines.weights.parameters import write_adapter
 from agentrl.render.modality import modality_in
 from agentrl.rollout.engine import EngineStats, Finish, Generation, OnTokens, Sampling
-from agentrl.rollout.workers.channel import Endpoint
+from agentrl.rollout.workers.channel import DriverAddress
 from agentrl.rollout.workers.rollout_worker import WorkerCore
 from agentrl.rollout.workers.worker_pool import WorkerRecipe
 from agentrl.utils.errors import EngineError, ModelError
@@ -171,7 +171,7 @@ class VllmActor:
         LOCAL_ACTOR[:] = [self]
         return os.getpid()
 
-    async def play(self, name: str, endpoint: Endpoint, recipe: WorkerRecipe) -> bool:
+    async def play(self, name: str, endpoint: DriverAddress, recipe: WorkerRecipe) -> bool:
         """Host a rollout worker until the driver dismisses it (True) or its connection is lost (False). Raises ReplicaDeadError
         if the engine dies first; the worker then ends too."""
         core = WorkerCore(name, recipe.build)

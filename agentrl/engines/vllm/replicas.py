@@ -19,7 +19,7 @@ from agentrl.engines.vllm.options import Scratch, environment
 from agentrl.engines.vllm.replica_actor import GROUP, PROCESS, STAGE_POLL_S, VllmActor
 from agentrl.engines.vllm.replica_calls import ReplicaDeadError, Request, RequestBatcher, TokenCounts
 from agentrl.rollout.engine import EngineStats, Generation, Need, OnTokens, Placed, RequestRouter, block_names
-from agentrl.rollout.workers.channel import Endpoint
+from agentrl.rollout.workers.channel import DriverAddress
 from agentrl.rollout.workers.worker_pool import WorkerProcess, WorkerProcesses, WorkerRecipe
 from agentrl.utils.errors import EngineError
 from agentrl.utils.event_loop import OwnedTasks, run_contained
@@ -360,7 +360,7 @@ class WorkersInReplicas(WorkerProcesses):
     def host(self) -> str:
         return self._host()
 
-    def begin(self, name: str, endpoint: Endpoint) -> WorkerProcess:
+    def begin(self, name: str, endpoint: DriverAddress) -> WorkerProcess:
         if self._recipe is None:
             self._recipe = ray.put(self._make())
         replica = next(iter(self._free()), None)

@@ -35,7 +35,7 @@ AUTHENTICATION_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class DriverAddress:
     """Address to which workers connect, and the shared secret with which both sides authenticate."""
 
     host: str
@@ -199,13 +199,13 @@ class ChannelServer:
         self._secret = secrets.token_bytes(32)
         self.expected: dict[str, Callable[[Channel], None]] = {}
         self._server: asyncio.Server | None = None
-        self.endpoint: Endpoint | None = None
+        self.endpoint: DriverAddress | None = None
 
-    async def open(self, host: str) -> Endpoint:
+    async def open(self, host: str) -> DriverAddress:
         """Listen on a free port. `host`: the driver's address as seen by the worker processes."""
         # Bound to that address only, so that other networks of this machine cannot reach it.
         self._server = await asyncio.get_running_loop().create_server(self._accept, host, 0)
-        self.endpoint = Endpoint(host, self._server.sockets[0].getsockname()[1], self._secret)
+        self.endpoint = DriverAddress(host, self._server.sockets[0].getsockname()[1], self._secret)
         return self.endpoint
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ def proof(secret: bytes, nonce: str, name: str) -> str:
     return hmac.new(secret, f"{nonce}/{name}".encode(), hashlib.sha256).hexdigest()
 
 
-async def connect_to_driver(endpoint: Endpoint, name: str, on: dict[str, Handler]) -> Channel:
+async def connect_to_driver(endpoint: DriverAddress, name: str, on: dict[str, Handler]) -> Channel:
     """Connect to the driver and return the worker's end of the channel, with the handlers `on`. Raises WorkerDiedError if
     nothing listens at the address, or the driver rejects this process."""
     channel, admitted, nonce = Channel(), asyncio.Event(), secrets.token_hex(16)

@@ -17,7 +17,7 @@ from agentrl.data.trajectory import Trajectory
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, EngineStats, Generation, OnTokens, Sampling, StreamingEngine
 from agentrl.rollout.player import Job, Player
-from agentrl.rollout.workers.channel import Channel, Endpoint, Fields, connect_to_driver, dump_fault
+from agentrl.rollout.workers.channel import Channel, DriverAddress, Fields, connect_to_driver, dump_fault
 from agentrl.utils.errors import EngineError
 from agentrl.utils.event_loop import LoopWatchdog
 from agentrl.utils.spans import TracePlace, TraceSpan, add_listener, at, here, listens_to_all, machine, now, receive_span
@@ -122,7 +122,7 @@ class WorkerCore:
         """Whether the driver asked this worker to end."""
         self._watched: dict[int, _Watched] = {}
 
-    async def run(self, endpoint: Endpoint) -> None:
+    async def run(self, endpoint: DriverAddress) -> None:
         """Connect, play the requested episodes, and return once the driver asks for it or disconnects. An error of `build` is
         sent to the driver, which raises it."""
         self._channel = channel = await connect_to_driver(endpoint, self.name, {"end": self._end})

@@ -18,7 +18,7 @@ from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, Need, RequestRouter
 from agentrl.rollout.episode import score_episode
 from agentrl.rollout.player import Job, Player, RunEnv
-from agentrl.rollout.workers.channel import Channel, ChannelServer, Endpoint, Fields, PeerClosedError, load_fault
+from agentrl.rollout.workers.channel import Channel, ChannelServer, DriverAddress, Fields, PeerClosedError, load_fault
 from agentrl.rollout.workers.rollout_worker import SpanReceiver, serve_engine, span_fields
 from agentrl.utils.errors import WorkerDiedError
 from agentrl.utils.event_loop import OwnedTasks
@@ -65,7 +65,7 @@ class WorkerProcesses(ABC):
         """Return the driver's address as seen by the worker processes."""
 
     @abstractmethod
-    def begin(self, name: str, endpoint: Endpoint) -> WorkerProcess:
+    def begin(self, name: str, endpoint: DriverAddress) -> WorkerProcess:
         """Start a process that runs `WorkerCore.run(endpoint)` under this name, without waiting for it."""
 
 
