@@ -33,7 +33,7 @@ REFUSED = (
 
 @cache
 def filter_file() -> int:
-    """A file in memory with the filter, as bwrap's `--seccomp` reads it; it lives as long as this process."""
+    """Return the descriptor of an in-memory file with the filter, for bwrap's `--seccomp`; it stays open in this process."""
     program = jail.opening()
     for name in REFUSED:
         program += jail.reply(jail.DENIED[name], jail.DENY | jail.EPERM)
@@ -44,8 +44,8 @@ def filter_file() -> int:
 
 
 def with_filter(bwrap: list[str]) -> list[str]:
-    """A command of bwrap's, without its program's name, under the filter. The shell opens the file of this process anew, since
-    bwrap reads from where a shared descriptor stands."""
+    """Return a command that runs bwrap with these arguments and the filter. The shell reopens the file, because bwrap reads from
+    the current offset of a shared descriptor."""
     opened = f'exec 3</proc/{os.getpid()}/fd/{filter_file()} && exec bwrap --seccomp 3 "$@"'
     return ["/bin/sh", "-c", opened, "sh", *bwrap]
 
@@ -55,20 +55,20 @@ def with_filter(bwrap: list[str]) -> list[str]:
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "opt", "etc", "proc", "dev", "sys")
 HOME = "/root"
 CONFINED = ("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox")
-"""What every command of a sandbox is begun with."""
+"""Flags of bwrap for every sandboxed command."""
 MASKED = ("kcore", "keys", "kmsg", "kpagecgroup", "kpagecount", "kpageflags", "latency_stats", "sched_debug", "timer_list")
-"""Files of /proc that tell of the whole machine, root alone mostly, which a namespace does not keep apart."""
+"""Files of /proc about the whole machine, mostly readable by root alone, which a namespace does not hide."""
 SHARED_MEMORY = 64 << 20
-"""Bytes of /dev/shm, which is memory that no limit on files or processes counts; a command's own, gone with it."""
+"""Bytes of /dev/shm for each command, freed when it ends; no limit on files or processes counts this memory."""
 
 
 class BubblewrapSandbox(FolderSandbox):
-    """Each command has its own processes' namespace, which ends with it."""
+    """Run each command in a process namespace of its own, which ends with the command."""
 
     packages = False
 
     async def execute(self, run: Run) -> ExecResult:
-        # A shell sets the limits of each process of the command: hard ones, which it can't raise again.
+        # A shell sets hard limits for each process of the command, which the command cannot raise.
         memory, size = self.spec.memory, self.spec.file_size
         limits = {"-c": 0, "-v": memory and memory >> 10, "-f": size and -(-size // 512), "-t": self.spec.cpu_s}
         lines = [f"ulimit {flag} {value};" for flag, value in limits.items() if value is not None]
@@ -98,7 +98,7 @@ class BubblewrapSandbox(FolderSandbox):
         yield from [*CONFINED[:1], *share, *CONFINED[1:]]
         yield from _no_more_namespaces()
         yield from _machine(self.packages)
-        # Folders at the top that something was written to; others would be lost with the command's own root.
+        # Bind top-level folders that hold written files; all else is lost with the command's temporary root.
         self.host("")
         tops = {entry.name for entry in os.scandir(self.folder.root) if entry.is_dir(follow_symlinks=False)}
         for top in sorted({*tops, "tmp", HOME.lstrip("/"), self.spec.place("").split("/")[1]} - {""}):
@@ -111,7 +111,7 @@ class BubblewrapSandbox(FolderSandbox):
 
 @SANDBOXES.register("bubblewrap")
 class BubblewrapProvider(FolderProvider):
-    """Needs the program `bwrap`, and a kernel that lets it make namespaces. `packages`: as for the local one."""
+    """Run commands in bubblewrap; needs `bwrap` and a kernel that allows namespaces. `packages`: as for `local`."""
 
     name = "bubblewrap"
 
@@ -136,15 +136,15 @@ class BubblewrapProvider(FolderProvider):
 
 
 def ending(end: End, code: int, spec: SandboxSpec) -> End:
-    """End of a command whose signal a shell or a namespace reports as 128 + N: 24 and 9 are the processor's time."""
+    """Map the codes of signals 9 and 24, also reported as 128 + N, to "cpu" if CPU time is limited, else to "killed"."""
     if end in ("ok", "error", "killed", "cpu") and code in (-9, -24, 137, 152):
         return "cpu" if spec.cpu_s is not None else "killed"
     return end
 
 
 class Crowd:
-    """Tells whether more threads are in a namespace than may be; each process has one at least. Its processes are looked for at
-    every fifth call, which is slow; between them the threads of those are counted, which a thread bomb makes at once."""
+    """Test if a namespace has more threads than allowed; each process has at least one. The slow search for processes runs at
+    every fifth call only; the other calls count the threads of the known processes, to catch a thread bomb early."""
 
     def __init__(self) -> None:
         self._calls, self._inside = 0, list[Path]()
@@ -152,7 +152,7 @@ class Crowd:
     def __call__(self, leader: int, most: int) -> bool:
         self._calls += 1
         if self._calls % 5 == 0:
-            # Not to the end: new ones of a fork bomb come at the list's end.
+            # Stop early: a fork bomb keeps appending processes to the list.
             self._inside = list(islice(_processes(leader), most + 1))
         found = 0
         for process in self._inside:
@@ -162,7 +162,7 @@ class Crowd:
 
 
 def _processes(leader: int) -> Iterator[Path]:
-    """The processes in the namespace that bwrap, process `leader`, made for its command."""
+    """Yield the processes in the namespace that bwrap (process `leader`) made for its command."""
     with suppress(OSError, IndexError):
         children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
         inside = Path(f"/proc/{children[0]}/ns/pid").readlink()
@@ -174,8 +174,8 @@ def _processes(leader: int) -> Iterator[Path]:
 
 @cache
 def _machine(packages: bool = False) -> tuple[str, ...]:
-    """This machine's programs and libraries, read-only, and nothing else of its files; Python's installed packages, agentrl's
-    environments and their answers among them, are empty folders unless `packages`."""
+    """Return flags that mount this machine's programs and libraries read-only, and no other files. Installed Python packages,
+    which include agentrl's environments and their answers, are empty folders unless `packages`."""
     flags: list[str] = []
     for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "opt"):
         path = Path("/", name)
@@ -192,8 +192,8 @@ def _machine(packages: bool = False) -> tuple[str, ...]:
     for hidden in sorted(() if packages else package_folders()):
         if any(Path(hidden).is_relative_to(folder) for folder in seen):
             flags += ["--tmpfs", hidden, "--remount-ro", hidden]
-    # /proc and /dev, both read-only but for /dev/shm. Files of /proc/sys belong to the machine's root: if that is who runs
-    # agentrl, it may write them in a namespace too, and bwrap's own covers leave them open.
+    # Mount /proc and /dev read-only, except /dev/shm. The machine's root owns the files of /proc/sys: if root runs agentrl,
+    # it could write them from a namespace too, and bwrap's own masks do not cover them.
     flags += ["--proc", "/proc"]
     for name in MASKED:
         if Path("/proc", name).exists():
@@ -204,8 +204,8 @@ def _machine(packages: bool = False) -> tuple[str, ...]:
 
 @cache
 def _no_more_namespaces() -> tuple[str, ...]:
-    """Flags with which a command cannot make user namespaces of its own, in which it would have all capabilities; bubblewrap has
-    them from 0.8 on."""
+    """Return flags (bubblewrap >= 0.8) that forbid a command to make user namespaces, in which it would have all
+    capabilities."""
     flags = ("--unshare-user", "--disable-userns")
     done = subprocess.run(["bwrap", "--unshare-all", *flags, "--ro-bind", "/", "/", "true"], capture_output=True, timeout=20)
     return flags if done.returncode == 0 else ()
@@ -213,7 +213,7 @@ def _no_more_namespaces() -> tuple[str, ...]:
 
 @cache
 def unavailable() -> str | None:
-    """Why there is no bubblewrap here, or None."""
+    """Return the reason why bubblewrap cannot run here, or None."""
     if shutil.which("bwrap") is None:
         return "the program bwrap is not installed (the package bubblewrap has it)"
     probe = with_filter([*CONFINED, *_machine(), "--", "/bin/sh", "-c", "true"])  # as a command is run, the filter included
@@ -225,5 +225,5 @@ def unavailable() -> str | None:
 
 
 def lacking() -> str | None:
-    """Promises of docs/sandboxes.md that this bubblewrap does not keep, or None."""
+    """Return the promise of docs/sandboxes.md that this bubblewrap does not keep, or None."""
     return None if _no_more_namespaces() else "it is older than 0.8, so a command could make namespaces of its own"

@@ -1,7 +1,7 @@
-"""Sandboxes that are containers of Docker or Podman, through their command lines.
+"""Docker and Podman containers as sandboxes, through the command-line clients.
 
-A container lives as long as the client process that started it holds its input open: if this process dies, however it
-dies, the container's first process reads the end of its input, and the container is gone."""
+A container lives as long as the client process that started it holds its input open: if this process dies for any reason,
+the container's first process reads the end of its input and exits."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from agentrl.utils.errors import SandboxError
 from agentrl.utils.threads import in_thread
 
 MAIN = 'mkdir -p "$1" && echo ready && exec cat >/dev/null'
-"""The container's first process. `cat` takes process number 1, which a policy's `kill -9 -1` does not reach."""
+"""The container's first process. `cat` becomes process 1, which a policy's `kill -9 -1` does not reach."""
 CONTROL_S = 120.0
 """Time limit of client calls other than the policy's commands, in seconds."""
 DEFAULT_IMAGE = "debian:bookworm-slim"
 
 
 class ContainerSandbox(Sandbox):
-    """A container; a command is an `exec` in it."""
+    """A container that runs commands by `exec`."""
 
     shell = "sh"
 
@@ -60,10 +60,10 @@ class ContainerSandbox(Sandbox):
         self._main: asyncio.subprocess.Process | None = None
         self.name = ""
 
-    # -- its life ----------------------------------------------------------------------------------
+    # -- start and stop ----------------------------------------------------------------------------
 
     async def begin(self, image: str) -> None:
-        """Start the container. Raises SandboxError with what the client said."""
+        """Start the container. Raises SandboxError with the client's message."""
         self.name = f"agentrl-{os.getpid()}-{uuid4().hex[:12]}"
         argv = [*self._provider.run_command(self.spec, self.name), image, "-c", MAIN, "sh", self.spec.place("")]
         try:
@@ -110,7 +110,7 @@ class ContainerSandbox(Sandbox):
     async def snapshot(self) -> str:
         async with self._turn:
             done = await self._control(["commit", self.name, f"agentrl-snapshot:{uuid4().hex}"])
-        return done.stdout.decode().split()[-1]  # podman says its steps before it
+        return done.stdout.decode().split()[-1]  # podman prints its steps before the ID
 
     # -- commands ----------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class ContainerSandbox(Sandbox):
         variables = [part for pair in run.env.items() for part in ("-e", "=".join(pair))]
         async with self._turn:
             self._alive()
-            # Merged by the shell inside: what the client itself says must not mix with the command's output.
+            # The shell inside merges the streams: messages of the client must not mix with the command's output.
             inner = ["sh", "-c", 'exec "$@" 2>&1', "sh", *run.argv] if run.merge else run.argv
             ended: Ended | None = None
             try:
@@ -126,7 +126,7 @@ class ContainerSandbox(Sandbox):
                 watched = Watched(run.timeout, run.max_output)
                 ended = await run_group(started, run.stdin, watched, env=dict(os.environ), merge=False, status=False)
             finally:
-                # The client is not the command: one that was cut off goes on inside until it is killed there.
+                # The end of the client does not end the command: kill a command that was cut off in the container.
                 if ended is None or ended.end in ("wall", "output"):
                     await asyncio.shield(self.kill())
         if ended.code != 0:
@@ -138,12 +138,12 @@ class ContainerSandbox(Sandbox):
             await self._provider.control(["exec", self.name, "sh", "-c", "kill -9 -1"])
 
     def _alive(self) -> None:
-        """Raises SandboxError if the container is gone."""
+        """Raise SandboxError if the container is gone."""
         if self._main is None or self._main.returncode is not None:
             raise SandboxError(f"the container {self.name or '(stopped)'} of {self._provider.name} is gone")
 
     async def _control(self, argv: Sequence[str], stdin: bytes = b"", most: int = 1 << 20) -> Ended:
-        """The client's answer. Raises SandboxError for a container that is gone, and if the client fails."""
+        """Run the client and return its answer. Raises SandboxError if the container is gone or the client fails."""
         self._alive()
         return await self._provider.control(argv, stdin, most)
 
@@ -194,8 +194,8 @@ class ContainerSandbox(Sandbox):
 
 
 class ContainerProvider(SandboxProvider):
-    """`command`: the client and flags of its own before the subcommand; `run`: further flags of its `run`; `start_s`: seconds
-    for a start, which may have to fetch an image; `build_s`: for building one."""
+    """`command`: the client with its global flags; `run`: extra flags of its `run`; `start_s`: seconds to start, which may
+    include the download of an image; `build_s`: seconds to build an image."""
 
     program: str
 
@@ -217,7 +217,7 @@ class ContainerProvider(SandboxProvider):
     def run_command(self, spec: SandboxSpec, name: str) -> list[str]:
         flags = ["run", "--rm", "-i", "--name", name, "--label", f"agentrl={os.getpid()}", "--entrypoint", "sh"]
         flags += ["--network", "none"] if spec.network == "none" else []
-        flags += ["--stop-timeout", "0"]  # `cat` does not hear a polite signal as process 1
+        flags += ["--stop-timeout", "0"]  # as process 1, `cat` ignores SIGTERM
         flags += ["--pids-limit", str(spec.pids), "--security-opt", "no-new-privileges"]
         flags += ["--memory", str(spec.memory)] if spec.memory is not None else []
         flags += ["--cpus", str(spec.cpus)] if spec.cpus is not None else []
@@ -244,7 +244,7 @@ class ContainerProvider(SandboxProvider):
         self.later(["rmi", "-f", snapshot])
 
     async def control(self, argv: Sequence[str], stdin: bytes = b"", most: int = 1 << 20, seconds: float = CONTROL_S) -> Ended:
-        """Answer of the client. Raises SandboxError if it fails."""
+        """Run the client and return its answer. Raises SandboxError if it fails."""
         ended = await run_group(
             [*self.client, *argv], stdin, Watched(seconds, most), env=dict(os.environ), merge=False, status=False
         )
@@ -254,7 +254,7 @@ class ContainerProvider(SandboxProvider):
         return ended
 
     def later(self, argv: Sequence[str]) -> None:
-        """Ask the client and do not wait: for ends without an event loop."""
+        """Start the client without waiting for it, for shutdown without an event loop."""
         with suppress(OSError):
             subprocess.Popen(
                 [*self.client, *argv],
@@ -265,7 +265,7 @@ class ContainerProvider(SandboxProvider):
             )
 
     async def _built(self, folder: Path) -> str:
-        """The image of a folder with a Dockerfile, built once for its content."""
+        """Return the image of a folder with a Dockerfile, built once per content."""
         tag = f"agentrl-build:{await in_thread('sandbox', _digest, folder)}"
         async with self._builds.setdefault(tag, asyncio.Lock()):
             try:
@@ -277,20 +277,20 @@ class ContainerProvider(SandboxProvider):
 
 @SANDBOXES.register("docker", traits={"images", "lasting"})
 class DockerProvider(ContainerProvider):
-    """Needs the program `docker` and a daemon that answers it."""
+    """Run commands in Docker containers; needs `docker` and a running daemon."""
 
     name = program = "docker"
 
 
 @SANDBOXES.register("podman", traits={"images", "lasting"})
 class PodmanProvider(ContainerProvider):
-    """Needs the program `podman`; no daemon."""
+    """Run commands in Podman containers; needs `podman`, but no daemon."""
 
     name = program = "podman"
 
 
 def packed_files(files: Mapping[str, bytes]) -> bytes:
-    """A tar archive of files by absolute path; scripts may be run."""
+    """Pack files (absolute path -> content) into a tar archive; files that start with `#!` are executable."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for path, content in files.items():
@@ -317,7 +317,7 @@ def _answer(client: tuple[str, ...]) -> str | None:
     except subprocess.TimeoutExpired:
         return f"{client[0]} info does not answer within 30 s"
     said = (done.stderr or done.stdout).strip().splitlines()
-    # Docker's client says what the daemon's trouble is on standard error, and may exit with 0 all the same.
+    # Docker's client reports a failing daemon on standard error, but may still exit with 0.
     trouble = [line for line in said if "cannot connect" in line.lower() or "error" in line.lower()[:8]]
     return None if done.returncode == 0 and not trouble else f"{client[0]}: {(trouble or said or ['no answer'])[0][:200]}"
 
@@ -328,13 +328,13 @@ LACKS = {
     4: "TCP is forbidden by the system-call filter alone",
     6: "a command's processes cannot signal each other",
 }
-"""What commands of the local sandbox do without, by the version of Landlock that brings it (docs/sandboxes.md)."""
+"""Landlock version -> the restriction of the local sandbox on older versions (docs/sandboxes.md)."""
 
 
 @MACHINE_CHECKS.register("sandbox")
 def check_sandbox() -> Iterator[MachineFinding]:
-    """List the addresses that this machine's sandboxes reach. Environments refuse one that keeps less than docs/sandboxes.md
-    says."""
+    """Report the sandboxes that work on this machine. Environments refuse one that keeps less than docs/sandboxes.md
+    promises."""
     version = 0
     if sys.platform.startswith("linux"):
         version = max(int(ctypes.CDLL(None).syscall(444, None, 0, 1)), 0)  # landlock_create_ruleset, version query

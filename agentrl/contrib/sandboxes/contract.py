@@ -1,13 +1,13 @@
-"""Contract of sandboxes: a place with files of its own in which commands run that a policy wrote.
+"""Define the interface of sandboxes: places with files of their own that run commands of a policy.
 
     provider = SANDBOXES.bind("local", {})()
     box = await provider.start(SandboxSpec(files={"a.txt": b"1"}))
     result = await box.exec("wc -c < a.txt", timeout=5)
     await box.stop()
 
-Paths are POSIX paths in the sandbox's own root; relative ones begin at `SandboxSpec.workdir`. A command that fails, is too
-slow or is killed is an answer (`ExecResult`), since the policy wrote it; a sandbox that fails raises SandboxError, which is
-the infrastructure's fault and is never scored.
+Paths are POSIX paths from the sandbox's root; relative ones begin at `SandboxSpec.workdir`. A command that fails, is too slow
+or is killed returns an `ExecResult`, since the policy wrote it; a failing sandbox raises SandboxError, a fault of the
+infrastructure that is never scored.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ End = Literal["ok", "error", "cpu", "wall", "disk", "output", "processes", "kill
 Command = str | Sequence[str]
 
 NOTEBOOK = Path(__file__).with_name("notebook.py")
-"""The program that runs Python code as a notebook does: the value of a last expression is printed."""
+"""Program that runs Python code like a notebook cell: it prints the value of a final expression."""
 
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """Requirements of an environment on its sandbox; a provider refuses by name what it cannot give.
+    """Requirements of an environment on its sandbox; a provider rejects unsupported fields by name.
 
-    `image`: the container image, or the provider's word for one (None: none is needed); `build`: a folder with a Dockerfile
-    to make it from. `files`: contents by path, there when it starts. `network`: "none" or "all". `memory`, `file_size` (one
-    file) and `disk` (all files below the root) in bytes, None for no limit; `cpus`: processors at once; `cpu_s`: seconds of
-    processor time of one command; `pids`: processes and threads at once. `env`: variables of every command. `processes`: False
-    allows Python code only, in one process (`Sandbox.python`).
+    `image`: the container image, in the provider's notation (None: no image needed); `build`: a folder with a Dockerfile to
+    build it from. `files`: path -> content at the start. `network`: "none" or "all". `memory`, `file_size` (per file) and `disk`
+    (all files below the root) in bytes, None for no limit; `cpus`: processors at once; `cpu_s`: seconds of CPU time per
+    command; `pids`: processes and threads at once. `env`: variables of every command. `processes`: False allows Python code
+    only, in one process (`Sandbox.python`).
     """
 
     image: str | None = None
@@ -57,24 +57,24 @@ class SandboxSpec:
     processes: bool = True
 
     def empty(self) -> SandboxSpec:
-        """The same without files: what can be started ahead for any task."""
+        """Return the spec without files, to start a sandbox ahead of its task."""
         return replace(self, files={})
 
     @property
     def key(self) -> str:
-        """Equal for specs that differ in files only."""
+        """Key that is equal for specs that differ in files only."""
         rest = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "files"}
         return json.dumps(rest, sort_keys=True, default=str)
 
     def place(self, path: str) -> str:
-        """The path from the sandbox's root, without "." and ".."; ".." does not lead out of the root."""
+        """Return the path from the sandbox's root, without "." and ".."; ".." does not leave the root."""
         return posixpath.normpath(posixpath.join("/", self.workdir, path))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A command as a provider runs it: its words, its folder from the sandbox's root, and all variables that were asked for; the
-    rest as in `Sandbox.exec`."""
+    """A command for a provider: `argv`, `cwd` from the sandbox's root, and all requested variables `env`; the other fields are
+    those of `Sandbox.exec`."""
 
     argv: list[str]
     cwd: str
@@ -87,8 +87,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """Result of a command. `code`: its exit status, -N if signal N ended it. `end`: how it ended; "cpu", "wall", "disk",
-    "output" and "processes" name the limit that it met. `cut`: bytes of output beyond `max_output`, which are not kept."""
+    """Result of a command. `code`: exit status, -N if signal N ended it. `end`: cause of the end; "cpu", "wall", "disk", "output"
+    and "processes" name the limit that it hit. `cut`: dropped bytes of output beyond `max_output`. `seconds`: duration."""
 
     code: int
     stdout: str
@@ -100,7 +100,7 @@ class ExecResult:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One entry below a folder: its path relative to the folder, and its size in bytes; `regular`: no link, pipe or device."""
+    """An entry below a folder: its path relative to the folder and its size in bytes; `regular`: no link, pipe or device."""
 
     path: str
     size: int
@@ -108,7 +108,7 @@ class FileInfo:
 
 
 class Sandbox(ABC):
-    """A started sandbox. One command runs at a time. A provider's overrides `execute`."""
+    """A started sandbox. One command runs at a time. Providers override `execute`."""
 
     shell: ClassVar[str] = "/bin/sh"
 
@@ -126,86 +126,85 @@ class Sandbox(ABC):
         stdin: bytes = b"",
         merge: bool = False,
     ) -> ExecResult:
-        """Run an argument vector, or a text with `sh -c`. `timeout` in seconds; `max_output` in bytes of each stream; `merge`:
-        stderr goes into stdout, in order. Raises SandboxError if the sandbox failed. On cancellation the command is killed
-        with its children before this returns."""
+        """Run an argument vector, or a text with `sh -c`. `timeout` in seconds; `max_output` in bytes per stream; `merge`: write
+        stderr into stdout, in order. Raises SandboxError if the sandbox failed. On cancellation, kills the command with its
+        children before it returns."""
         argv = [self.shell, "-c", command] if isinstance(command, str) else list(command)
         variables = {**self.spec.env, **(env or {})}
         return await self.execute(Run(argv, self.spec.place(cwd or ""), variables, timeout, max_output, stdin, merge))
 
     async def execute(self, run: Run) -> ExecResult:
-        """Run a command; the work of `exec`."""
+        """Run a command for `exec`."""
         raise NotImplementedError(f"{type(self).__name__}.execute")
 
     async def python(self, code: str, *, timeout: float = 60.0, max_output: int = 1 << 16) -> ExecResult:
-        """Run Python code; the value of a last expression is printed too. Output and errors are in `stdout`, in order."""
+        """Run Python code and print the value of a final expression. `stdout` has output and errors, in order."""
         argv = ["python3", "-P", "-B", "-X", "utf8", "-c", NOTEBOOK.read_text()]
-        fed = code.encode("utf-8", "surrogatepass")  # half a character is the code's fault, told by the interpreter
+        fed = code.encode("utf-8", "surrogatepass")  # a lone surrogate is the code's fault; the interpreter reports it
         return await self.exec(argv, timeout=timeout, max_output=max_output, stdin=fed, merge=True)
 
     @abstractmethod
     async def read(self, path: str, most: int = 1 << 26) -> bytes:
-        """A file's content. Raises FileNotFoundError if there is no regular file, ValueError if it has more than `most` bytes,
-        SandboxError if the sandbox failed."""
+        """Return a file's content. Raises FileNotFoundError if there is no regular file, ValueError if it has more than `most`
+        bytes, SandboxError if the sandbox failed."""
 
     @abstractmethod
     async def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files, each whole, with the folders that they need. Raises FileExistsError if something else than a file is at
-        a path, SandboxError if the sandbox failed."""
+        """Replace or create files, with their parent folders. Raises FileExistsError if a path exists and is not a file,
+        SandboxError if the sandbox failed."""
 
     @abstractmethod
     async def entries(self, path: str = ".") -> list[FileInfo]:
-        """All files below a folder, by path; none if there is no such folder."""
+        """Return all files below a folder, sorted by path; none if the folder does not exist."""
 
     @abstractmethod
     async def remove(self, paths: Iterable[str]) -> None:
-        """Remove files and folders with their contents; a missing path is no error. The working folder itself
-        stays, empty."""
+        """Remove files and folders with their contents; a missing path is no error. The working folder itself is only emptied."""
 
     @abstractmethod
     async def snapshot(self) -> str:
-        """An id of the files as they are now, for `SandboxProvider.start`."""
+        """Save the current files; return an ID for `SandboxProvider.start`."""
 
     async def kill(self) -> None:
-        """Kill every process that a command left behind; nothing to do but for providers with the trait `lasting`."""
+        """Kill processes that commands left behind; only providers with the trait `lasting` have any."""
         return
 
     @abstractmethod
     async def stop(self) -> None:
-        """End it: no process, no file and no container is left. Never raises because it is gone already."""
+        """Stop the sandbox and remove its processes, files and container. Does not raise if it is already gone."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """`stop` without an event loop, as well as that can be done: for sandboxes that nobody holds any more."""
+        """Stop an unreferenced sandbox without an event loop, as far as possible."""
 
     def path(self, path: str) -> str:
-        """Spelling of a path in commands."""
+        """Return the spelling of a path in commands."""
         return self.spec.place(path)
 
 
 class SandboxProvider(ABC):
-    """Starts sandboxes of one kind; keyword arguments of the class are `args` of the config's `[env.sandbox]`."""
+    """Start sandboxes of one kind; keyword arguments of the class are `args` of the config's `[env.sandbox]`."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def unavailable(self) -> str | None:
-        """Why this machine has none (a program or a key that is missing), or None. Asked before a run starts; may block."""
+        """Return why this machine cannot start one (for example a missing program), or None. Called before a run; may block."""
 
     @abstractmethod
     def check(self, spec: SandboxSpec) -> None:
-        """Raises ConfigError, by name, for what this provider cannot give."""
+        """Raise ConfigError, by name, for a field that this provider does not support."""
 
     @abstractmethod
     async def start(self, spec: SandboxSpec, snapshot: str | None = None) -> Sandbox:
-        """A sandbox with the spec's files, or with those of a snapshot. Raises SandboxError if it does not start."""
+        """Start a sandbox with the files of the spec or of a snapshot. Raises SandboxError if it does not start."""
 
     def forget(self, snapshot: str) -> None:
-        """Free what a snapshot takes, if it takes anything; called without an event loop."""
+        """Free the storage of a snapshot; called without an event loop."""
         return
 
     def refuse(self, spec: SandboxSpec, **words: str) -> None:
-        """Raise ConfigError for the first of the spec's fields in `words` that is set, with the reason."""
+        """Raise ConfigError for the first field in `words` (field -> reason) that the spec changes from its default."""
         default = SandboxSpec()
         for field_name, reason in words.items():
             if (value := getattr(spec, field_name)) != getattr(default, field_name):

@@ -1,15 +1,14 @@
-"""The program between the trainer and a policy's code on this machine: it drops its rights, then runs the code. Standard
-library only.
+"""Launcher of a policy's code on this machine: it drops its rights, then runs the code. Standard library only.
 
-It is started as a script (never imported), reads one JSON object from its standard input, and drops one after the other:
-resources (rlimits), root's capabilities, the file system except for its own folder and what it must read (Landlock), and the
-system calls that reach beyond the process (a seccomp filter). The kernel enforces all of these, and the code that runs
-afterwards cannot undo any. Once everything is in place, it writes one byte to the status pipe: without that byte the caller
-knows that the sandbox failed, not the code.
+It runs as a script and reads one JSON object from standard input. It then limits resources (rlimits), drops root's
+capabilities, restricts the file system to its own folder and the files that it must read (Landlock), and forbids system calls
+that reach beyond the process (a seccomp filter; `bubblewrap.py` imports the functions for it). The kernel enforces all of
+these, and the code cannot undo them. After the last restriction it writes one byte to the status pipe: without that byte the
+sandbox failed, not the code.
 
-Two kinds of code. Python code ("code") runs in this process, which may start no other. A command ("argv") runs in a child, which
-may start others: none of them can leave the child's process group, so that this process, the group's leader, takes all with it
-when it ends, gets SIGTERM, or loses its parent."""
+Python code ("code") runs in this process, which cannot start another one. A command ("argv") runs in a child, which can start
+others, but none of them can leave the process group: this process, the group's leader, kills the group when it ends, gets
+SIGTERM, or loses its parent."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
     "process_mrelease": (448, 448),
-    # what others do with their files
+    # activity of other processes on their files
     "inotify_add_watch": (254, 27),
     "fanotify_init": (300, 262),
     "syslog": (103, 116),
@@ -155,23 +154,23 @@ IGNORED: dict[str, tuple[int | None, int | None]] = {
     "setxattrat": (463, 463),
     "removexattrat": (466, 466),
 }
-# What commands may do, in addition: start programs, and ask for limits (which are hard already).
+# Calls that commands may use in addition: start programs, and set limits (which are hard already).
 FOR_COMMANDS = {"fork", "vfork", "execve", "execveat", "setrlimit", "socketpair"}
-# To be denied for other processes only: a number that the call must have as its first argument.
+# Denied for other processes only: call -> value that its first argument must have.
 ON_ITSELF = {"prlimit64": 0}
-# To be denied with these values of the argument of that number. F_SETOWN, F_SETSIG and F_SETOWN_EX, FIOSETOWN and SIOCSPGRP name
-# who gets a signal when a file is ready, which the kernel sends itself (no call to `kill`); PR_SET_PDEATHSIG: a process that
-# unset the signal which it gets at its parent's death would outlive it.
+# Denied for some values of an argument: call -> (numbers, index of the argument, values). F_SETOWN, F_SETSIG, F_SETOWN_EX,
+# FIOSETOWN and SIOCSPGRP choose the receiver of a signal that the kernel sends when a file is ready (without a call to `kill`);
+# with PR_SET_PDEATHSIG a process could unset the signal at its parent's death and outlive it.
 DENIED_VALUES: dict[str, tuple[tuple[int, int], int, tuple[int, ...]]] = {
     "fcntl": ((72, 25), 1, (8, 10, 15)),
     "ioctl": ((16, 29), 1, (0x8901, 0x8902)),
     "prctl": ((157, 167), 0, (1,)),
 }
-# Landlock before its third version (Linux 6.2) does not know of truncation: by name, and by an open that does not write.
+# Landlock before version 3 (Linux 6.2) does not cover truncation by path, or by an open that does not write.
 TRUNCATE = {"truncate": (76, 45), "openat2": (437, 437)}
 OPENS: dict[str, tuple[tuple[int | None, int | None], int]] = {"open": ((2, None), 1), "openat": ((257, 56), 2)}
 O_TRUNC, WRITES = 0o1000, (1, 2)
-# Where Landlock keeps signals inside (its sixth version), commands may send them; `kill` is filtered below.
+# Where Landlock confines signals (from version 6), commands may send them; `kill` is filtered below.
 SIGNALS = {"tkill", "tgkill", "rt_tgsigqueueinfo"}
 NETWORK = {"socket", "connect", "bind", "listen", "accept", "accept4"}
 NAMESPACES = 0x7E020000
@@ -181,7 +180,7 @@ CLONE_THREAD = 0x00010000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 EPERM, ENOSYS = 1, 38
 MACHINE = os.uname().machine
-WHICH = 0 if MACHINE == "x86_64" else 1  # of a pair of numbers above
+WHICH = 0 if MACHINE == "x86_64" else 1  # index into the pairs of numbers above
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 38, 22
 
@@ -189,7 +188,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_result(result: int, what: str) -> int:
-    """The result of a C call. Raises OSError if it failed."""
+    """Return the result of a C call. Raises OSError if it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -197,13 +196,13 @@ def check_result(result: int, what: str) -> int:
 
 
 def landlock_version(job: dict[str, Any]) -> int:
-    """The kernel's, or an older one that the caller wants."""
+    """Return the kernel's Landlock version, at most the one that the caller requested."""
     return min(check_result(libc.syscall(444, None, 0, 1), "landlock"), int(job["landlock"]))
 
 
 def restrict_files(job: dict[str, Any]) -> None:
-    """Landlock: the folder for reading and writing, "readable" for reading, "programs" for reading and running, the
-    names in "listed", nothing else."""
+    """Restrict files by Landlock: read and write the folder, read "readable", read and run "programs", list "listed", nothing
+    else."""
     abi = landlock_version(job)
     handled = (1 << 13) - 1
     # A kernel refuses rights that its Landlock version does not know, so each is asked for only from its version on.
@@ -223,7 +222,7 @@ def restrict_files(job: dict[str, Any]) -> None:
     allowed |= dict.fromkeys(job["programs"], read | enter | run)
     allowed |= {"/dev/null": read | write, "/dev/zero": read, "/dev/urandom": read, "/dev/random": read}
     allowed[job["folder"]] = read | write | change | enter
-    if "argv" in job:  # links and pipes too; none leads out, since the target is looked at where it is opened
+    if "argv" in job:  # links and pipes too; links cannot escape, since Landlock checks the target at each open
         allowed[job["folder"]] |= run | (1 << 10) | (1 << 12)
     for path, access in allowed.items():
         try:
@@ -241,37 +240,37 @@ def restrict_files(job: dict[str, Any]) -> None:
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, MASK, GIVE = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 ALLOW, KILL, DENY = 0x7FFF0000, 0x80000000, 0x00050000
-FIRST = 16  # where the first argument is, its lower half
+FIRST = 16  # offset of the lower half of the first argument
 Step = tuple[int, int, int, int]
 
 
 def opening() -> list[Step]:
-    """The beginning of a filter: the architecture is checked first, since a number means different calls on different ones."""
+    """Return the start of a filter, which checks the architecture first: call numbers depend on it."""
     program: list[Step] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[MACHINE]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    # On x86_64, the x32 calls of the same architecture.
+    # x86_64 also has the x32 calls, under the same architecture.
     return program if WHICH else [*program, (AT_LEAST, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]
 
 
 def reply(numbers: tuple[int | None, int | None], answer: int) -> list[Step]:
-    """A call that gets this answer; nothing where the architecture has no such call."""
+    """Return the steps that give a call this answer; none if the architecture lacks the call."""
     number = numbers[WHICH]
     return [] if number is None else [(EQUAL, 0, 1, number), (GIVE, 0, 0, answer)]
 
 
 def clone(denied: Step) -> list[Step]:
-    """The end of a filter: `clone` is looked at by its flags. The C library falls back to it from clone3, whose flags a filter
-    cannot read."""
+    """Return the end of a filter, which checks the flags of `clone`. A filter cannot read the flags of clone3, which is denied:
+    the C library then falls back to `clone`."""
     new = [(EQUAL, 0, 1, CLONE3[WHICH]), (GIVE, 0, 0, DENY | ENOSYS), (EQUAL, 0, 3, CLONE[WHICH]), (LOAD, 0, 0, FIRST)]
     return [*new, denied, (GIVE, 0, 0, DENY | EPERM), (GIVE, 0, 0, ALLOW)]
 
 
 def as_bytes(program: list[Step]) -> bytes:
-    """A filter as the kernel reads it."""
+    """Encode a filter for the kernel."""
     return b"".join(struct.pack("HBBI", *step) for step in program)
 
 
 def filter_calls(job: dict[str, Any]) -> None:
-    """The seccomp filter, as classic BPF over (number, architecture, arguments)."""
+    """Install the seccomp filter, classic BPF over (number, architecture, arguments)."""
     program = opening()
     allowed: set[str] = NETWORK if job["network"] else set()
     signals = False
@@ -284,7 +283,7 @@ def filter_calls(job: dict[str, Any]) -> None:
             if number is None or name in allowed:
                 continue
             if name == "kill" and signals:
-                # The group's own signals (0 or negative) would reach the leader's group as a whole: `timeout` sends one.
+                # Ignore signals to a group (0 or negative), which would reach the leader too: `timeout` sends one.
                 rule = [(LOAD, 0, 0, FIRST), (EQUAL, 0, 1, 0), (GIVE, 0, 0, DENY), (AT_LEAST, 0, 1, 1 << 31)]
                 program += [(EQUAL, 0, 6, number), *rule, (GIVE, 0, 0, DENY | EPERM), (GIVE, 0, 0, ALLOW)]
             elif name in ON_ITSELF and "argv" in job:
@@ -310,8 +309,8 @@ def filter_calls(job: dict[str, Any]) -> None:
 
 
 def truncation() -> list[Step]:
-    """Access rights that Landlock does not deny before Linux 6.2. An open that truncates must be one that writes, which
-    Landlock looks at."""
+    """Return the steps that deny truncation, which Landlock does not before Linux 6.2. An open that truncates must also write,
+    which Landlock checks."""
     program: list[Step] = []
     for numbers in TRUNCATE.values():  # without openat2, whose flags a filter cannot read, programs use openat
         program += [(EQUAL, 0, 1, numbers[WHICH]), (GIVE, 0, 0, DENY | (ENOSYS if numbers[WHICH] == 437 else EPERM))]
@@ -325,11 +324,11 @@ def truncation() -> list[Step]:
 
 
 def report_or_leave(job: dict[str, Any], status: int) -> None:
-    """Lock down, and tell the caller whether that worked."""
+    """Apply all restrictions and report success to the caller, or report the problem and exit."""
     try:
         # Apply all restrictions, in an order in which no step forbids a later one
         check_result(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
-        limits = job["limits"]  # hard and soft ones
+        limits = job["limits"]  # both hard and soft
         command = "argv" in job
         cpu, memory, size = limits["cpu"], limits["memory"], limits["file_size"]
         for which, pair in (
@@ -358,7 +357,7 @@ def report_or_leave(job: dict[str, Any], status: int) -> None:
 
 
 def give_input(content: bytes) -> None:
-    """Standard input with this content, from a pipe if it fits into one, else from an unlinked file."""
+    """Replace standard input by this content, from a pipe if it fits into one, else from an unlinked file."""
     if len(content) <= 4096:
         reader, writer = os.pipe()
         os.write(writer, content)
@@ -375,7 +374,7 @@ def give_input(content: bytes) -> None:
 
 
 def command(job: dict[str, Any], status: int) -> NoReturn:
-    """The child: lock down and become the command."""
+    """Restrict the child process and replace it by the command."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.set_inheritable(status, False)
@@ -396,12 +395,12 @@ def command(job: dict[str, Any], status: int) -> NoReturn:
 
 
 COUNT_EVERY_S = 0.1
-"""Seconds between two looks at how many processes a command has."""
+"""Seconds between two counts of a command's processes."""
 
 
 def lead(job: dict[str, Any], status: int) -> NoReturn:
-    """The leader of the command's group: waits for the command, and takes the whole group with it if its parent is gone, on
-    SIGTERM, or if there are too many processes."""
+    """Lead the command's process group: wait for the command, and kill the group if the parent is gone, on SIGTERM, or if it has
+    too many processes."""
 
     def end_all(*_: object) -> None:
         os.killpg(0, signal.SIGKILL)
@@ -418,8 +417,8 @@ def lead(job: dict[str, Any], status: int) -> NoReturn:
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     with suppress(PermissionError):
-        # Among the thousand processes that a fork bomb has in a tenth of a second, its turn to count them would come late, as it
-        # may without the right to this.
+        # A fork bomb has a thousand processes in a tenth of a second, among which this one would count late. Without the
+        # right to set the priority it may.
         os.setpriority(os.PRIO_PROCESS, 0, -20)
     while True:
         signal.sigtimedwait([signal.SIGCHLD], COUNT_EVERY_S)
@@ -429,15 +428,15 @@ def lead(job: dict[str, Any], status: int) -> NoReturn:
         if group_exceeds(job["limits"]["pids"]):
             os.write(status, b"p")
             end_all()
-    if os.WIFSIGNALED(how):  # ends in the same way, so that the caller sees it
+    if os.WIFSIGNALED(how):  # end by the same signal, so that the caller sees it
         signal.signal(os.WTERMSIG(how), signal.SIG_DFL) if os.WTERMSIG(how) != signal.SIGKILL else None
         os.kill(os.getpid(), os.WTERMSIG(how))
     os._exit(os.WEXITSTATUS(how) if os.WIFEXITED(how) else 128)
 
 
 def group_exceeds(most: int) -> bool:
-    """Return True if this group has more threads, each process having one at least. Not counted to the end: new ones of a fork
-    bomb come at the list's end."""
+    """Return True if this group has more threads than `most`; each process has at least one. Stops counting early, because a
+    fork bomb keeps appending processes to the list."""
     own, found = os.getpgrp(), 0
     with os.scandir("/proc") as processes:
         for process in processes:

@@ -1,4 +1,4 @@
-"""Sandboxes of this machine's kernel alone, with a folder as their files."""
+"""Local sandboxes: a folder for the files, confined by the kernel of this machine alone."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ from agentrl.utils.threads import in_thread
 
 DEEPEST = 64
 _OURS = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""What this machine lacks; any other fault of a path is whose who gave it."""
+"""Errors of this machine; the caller's path causes all others."""
 
 
 class Folder:
-    """A temporary folder that stands for a sandbox's root. It is removed with this object, or when the process exits."""
+    """Temporary folder that is a sandbox's root; removed with this object, or at exit of the process."""
 
     def __init__(self, prefix: str = "agentrl-sandbox-") -> None:
-        # In a folder that only this user may enter, so that nobody else reads it while modes inside are the policy's.
+        # In a folder that only this user may enter: the policy chooses the modes inside, so others could read the files.
         self._outer = Path(tempfile.mkdtemp(prefix=prefix)).resolve()
         self.root = self._outer / "root"
         self.root.mkdir()
         self.remove = weakref.finalize(self, _remove_if_there, self._outer)
 
     def read(self, path: str, most: int) -> bytes:
-        """A regular file's bytes. `path` is absolute, without "..". Raises FileNotFoundError, and ValueError if it is larger
-        than `most`."""
+        """Return a regular file's bytes. `path` is absolute, without "..". Raises FileNotFoundError if there is none, ValueError
+        if it has more than `most` bytes."""
         try:
             with _open_beneath(self.root, path, os.O_RDONLY | os.O_NONBLOCK) as file:
                 info = os.fstat(file)
@@ -71,7 +71,7 @@ class Folder:
             raise missing(path) from None
 
     def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files, each whole. Raises FileExistsError if something else than a file is in the way."""
+        """Replace or create files. Raises FileExistsError if a path cannot be written as a regular file."""
         for path, content in files.items():
             try:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
@@ -88,7 +88,7 @@ class Folder:
                 raise FileExistsError(f"{path}: not a path of a file: {problem}") from None
 
     def entries(self, path: str) -> list[FileInfo]:
-        """All files below a folder, links and others included. Folders and files that this user may not read are opened first."""
+        """Return all files below a folder, also links and pipes. Unreadable folders and files are made readable first."""
         top = self.root / path.lstrip("/")
         found: list[FileInfo] = []
         pending = [(top, 0)]
@@ -117,7 +117,7 @@ class Folder:
             if target == self.root:
                 remove_tree(target, keep=True)
                 continue
-            # A path over a link, or out of the root, is left alone.
+            # Skip a path that leads over a link or out of the root.
             inside = target.parent.resolve() == target.parent and target.parent.is_relative_to(self.root)
             if not inside or not os.path.lexists(target):
                 continue
@@ -127,8 +127,8 @@ class Folder:
                 target.unlink()
 
     def size(self) -> int:
-        """Bytes of all files; each entry counts at least as one block of 4096, a folder too deep for a path as infinitely
-        many."""
+        """Return the bytes of all files; each entry counts as at least one block of 4096, a path that is too long as
+        sys.maxsize."""
         total = 0
         pending = [str(self.root)]
         while pending:
@@ -147,14 +147,14 @@ class Folder:
         return total
 
     def copy(self) -> Folder:
-        """A folder with the same files and links; pipes and sockets stay behind."""
+        """Copy the folder with its files and links, without pipes and sockets."""
         other = Folder()
         copy_tree(self.root, other.root)
         return other
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """Copy regular files, folders and links (as links); nothing is followed."""
+    """Copy regular files, folders and links (as links); no link is followed."""
     for folder, names, files in os.walk(source):
         here = Path(folder)
         there = target / here.relative_to(source)
@@ -172,7 +172,7 @@ def copy_tree(source: Path, target: Path) -> None:
 
 @contextmanager
 def _open_beneath(root: Path, path: str, flags: int, make: bool = False) -> Iterator[int]:
-    """The descriptor of a file, reached from the root without following a link."""
+    """Open a file below the root without following links; yield its descriptor."""
     *folders, name = [part for part in path.split("/") if part] or [""]
     if not name:
         raise IsADirectoryError(path)
@@ -195,8 +195,8 @@ def _open_beneath(root: Path, path: str, flags: int, make: bool = False) -> Iter
 
 
 def remove_tree(folder: Path, keep: bool = False) -> None:
-    """Remove a folder of any depth (`keep`: only its contents): inner folders are moved up first, because their paths may be
-    too long."""
+    """Remove a folder of any depth (`keep`: only its contents). Moves inner folders up first, because their paths may be too
+    long."""
     pending = [folder]
     moved = 0
     while pending:
@@ -230,7 +230,7 @@ WHAT_HELPS = (
 )
 JAIL = Path(__file__).with_name("jail.py")
 LANDLOCK_AT_MOST = 99
-"""The newest version of Landlock that is used, whatever the kernel has: tests try what an older one leaves open."""
+"""Newest version of Landlock to use, even if the kernel has a later one; tests lower it to check older kernels."""
 PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt")
 READABLE = (
     "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/localtime", "/etc/hosts", "/etc/resolv.conf",
@@ -239,7 +239,7 @@ READABLE = (
 
 
 class FolderSandbox(Sandbox):
-    """A sandbox whose root is a folder of this machine; a subclass runs the commands."""
+    """A sandbox with a folder of this machine as its root; subclasses run the commands."""
 
     def __init__(self, spec: SandboxSpec, folder: Folder) -> None:
         super().__init__(spec)
@@ -258,7 +258,7 @@ class FolderSandbox(Sandbox):
 
     async def remove(self, paths: Iterable[str]) -> None:
         await in_thread("sandbox", self.folder.delete, [self.spec.place(path) for path in paths])
-        with suppress(FileExistsError, NotADirectoryError):  # a command put a file or a link there: commands then find no folder
+        with suppress(FileExistsError, NotADirectoryError):  # a command put a file or link there; later ones lack the folder
             Path(self.host("")).mkdir(parents=True, exist_ok=True)
 
     async def snapshot(self) -> str:
@@ -268,30 +268,29 @@ class FolderSandbox(Sandbox):
         return str(copied.root)
 
     async def stop(self) -> None:
-        async with self._turn:  # a command under way is cancelled by whoever awaits it
+        async with self._turn:  # only the awaiting task cancels a running command
             await in_thread("sandbox", self.folder.remove)
 
     def abandon(self) -> None:
         self.folder.remove()
 
     async def watched(self, timeout: float, max_output: int) -> Watched:
-        """The limits of a command. A folder that is over its size already may not grow, so that a command can clear it up."""
+        """Return a command's limits. A folder already above its size may not grow, but commands can still clean it up."""
         disk = self.spec.disk and max(self.spec.disk, await in_thread("sandbox", self.folder.size))
         return Watched(timeout, max_output, disk, self.folder.size)
 
     def host(self, path: str) -> str:
-        """A path of the sandbox as this machine has it. Raises SandboxError if it is stopped."""
+        """Return the path on this machine of a path in the sandbox. Raises SandboxError if the sandbox is stopped."""
         if not self.folder.remove.alive:
             raise SandboxError("the sandbox is stopped")
         return str(self.folder.root / self.spec.place(path).lstrip("/"))
 
 
 class FolderProvider(SandboxProvider):
-    """Providers whose sandboxes are folders."""
+    """Base of the providers whose sandboxes are folders."""
 
     async def folder(self, spec: SandboxSpec, snapshot: str | None) -> Folder:
-        """A new folder with the spec's files, or a snapshot's, and its working folder. Raises SandboxError if it cannot be
-        made."""
+        """Make a folder with the spec's or a snapshot's files, and the working folder. Raises SandboxError if that fails."""
 
         def make() -> Folder:
             if snapshot is None:
@@ -318,7 +317,7 @@ _SNAPSHOTS: dict[str, Folder] = {}
 
 
 class LocalSandbox(FolderSandbox):
-    """Commands are confined by the kernel's own means (jail.py); what they leave running dies with them."""
+    """Run commands confined by the kernel (jail.py); processes that a command leaves behind are killed when it ends."""
 
     def __init__(self, spec: SandboxSpec, folder: Folder, isolate_files: bool, packages: bool = False) -> None:
         super().__init__(spec, folder)
@@ -360,7 +359,7 @@ class LocalSandbox(FolderSandbox):
         }
         async with self._turn:
             watched = await self.watched(timeout, max_output)
-            if not spec.processes:  # one process, which nobody inside counts the threads of
+            if not spec.processes:  # a single process: nothing in the sandbox counts its threads
                 watched = replace(watched, pids=spec.pids, crowded=_many_threads)
             # -P keeps the script's own folder off the path, -S -s keep out site-packages; the environment is empty.
             argv = [sys.executable, "-P", "-S", "-s", "-B", "-X", "utf8", str(JAIL)]
@@ -373,8 +372,9 @@ class LocalSandbox(FolderSandbox):
 
 @SANDBOXES.register("local", traits={"alone"})
 class LocalProvider(FolderProvider):
-    """Needs no program, image or right: Linux with seccomp, and Landlock (5.13) unless `isolate_files` is false. `packages`:
-    Python's installed packages can be read, agentrl and the answers of its environments among them if they are there."""
+    """Run commands confined by the kernel, without programs, images or rights; needs Linux with seccomp, and Landlock (5.13)
+    unless `isolate_files` is false. `packages`: make installed Python packages readable, also agentrl with the answers of its
+    environments."""
 
     name = "local"
 
@@ -422,14 +422,14 @@ def _many_threads(leader: int, most: int) -> bool:
 
 
 def own_variables(home: str) -> dict[str, str]:
-    """The variables of a command: nothing of this process's own."""
+    """Return a command's variables, without those of this process."""
     path = [str(Path(sys.base_prefix) / "bin"), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"]
     return {"PATH": ":".join(path), "HOME": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 
 @cache
 def package_folders() -> frozenset[str]:
-    """Folders of installed Python packages on this machine, as far as a command could read them."""
+    """Return this machine's folders of installed Python packages that a command could read."""
     found = {sysconfig.get_paths()[name] for name in ("purelib", "platlib")}
     for prefix in ("/usr", "/usr/local", "/opt", "/opt/*", "/opt/*/envs/*", sys.base_prefix):
         for place in ("lib/python3*/*-packages", "lib64/python3*/*-packages"):
@@ -439,8 +439,8 @@ def package_folders() -> frozenset[str]:
 
 @cache
 def without_packages(folders: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Readable paths that replace `folders`, so that their installed packages are left out: what may be read, and the folders
-    on the way, whose names may be listed (imports do; Landlock gives a right to all that is below)."""
+    """Split `folders` to leave out installed packages. Return the readable paths, and the folders above them whose names may be
+    listed, as imports do (a Landlock right covers everything below a folder)."""
     shown, listed = set(), set()
     hidden = package_folders()
     left = list(folders)
@@ -459,7 +459,7 @@ def without_packages(folders: frozenset[str]) -> tuple[frozenset[str], frozenset
 
 @cache
 def _readable() -> list[str]:
-    """Folders of Python's standard library and of the shared libraries that its modules load."""
+    """Return the folders of Python's standard library and of the shared libraries that its modules load."""
     paths = sysconfig.get_paths()
     folders = {paths["stdlib"], paths["platstdlib"], "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
     folders |= {str(Path(sys.base_prefix) / "lib"), "/usr/share/zoneinfo", "/etc/ld.so.cache"}

@@ -1,5 +1,5 @@
-"""The program that runs a policy's Python code as a notebook does. Standard library only: it runs inside of sandboxes, which
-have no agentrl, as a script (code on its standard input) or loaded by jail.py."""
+"""Program that runs a policy's Python code like a notebook cell. Standard library only: it runs inside sandboxes, which have no
+agentrl, as a script (code on standard input) or loaded by jail.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "<code>"
 
 
 def run(source: str) -> int:
-    """Run the code as `__main__`; the value of a final expression is printed. Returns the exit status."""
+    """Run the code as `__main__` and print the value of a final expression. Returns the exit status."""
     linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
     space: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     try:
@@ -40,7 +40,7 @@ def run(source: str) -> int:
 
 
 def report(fault: BaseException) -> None:
-    """The traceback of the policy's own code, without the frames of this file."""
+    """Print the traceback without the frames of this file."""
     own = report.__code__.co_filename
     summary = traceback.TracebackException(type(fault), fault, fault.__traceback__, limit=-20)
     summary.stack = traceback.StackSummary.from_list([f for f in summary.stack if f.filename != own])

@@ -1,4 +1,4 @@
-"""A program in a process group of its own: fed, read, watched, and killed with its children."""
+"""Run a program in its own process group with input and limits, and kill it with its children."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from agentrl.utils.threads import DaemonThreads
 
 START_SECONDS = 60.0
 LOOK = 0.05
-"""Seconds between two looks at a running program's limits."""
+"""Seconds between two checks of a running program's limits."""
 WATCHES = DaemonThreads("sandbox", 256)
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """Limits of one run, looked at from outside. `wall` in seconds, from the program's first line; `output`: bytes of each
-    stream that are kept (a run that writes 64 times as much is stopped); `used`: the bytes on disk now, and `disk` how many they
-    may be; `crowded`: whether more than `pids` processes descend from the program's."""
+    """Limits of one run, checked from outside. `wall`: seconds from the first status byte, or from the start without a status
+    pipe; `output`: bytes kept per stream (a run that writes 64 times as much is stopped); `disk`: limit of `used()`, the bytes
+    on disk; `crowded(leader, pids)`: True if the program and its descendants have more than `pids` processes or threads."""
 
     wall: float
     output: int
@@ -37,7 +37,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """End of a process group; `status`: the bytes that it wrote to its status pipe."""
+    """Result of a process group; `status`: the bytes from its status pipe."""
 
     stdout: bytes
     stderr: bytes
@@ -61,11 +61,11 @@ async def run_group(
     merge: bool = True,
     status: bool = True,
 ) -> Ended:
-    """Run a program in its own session and clean up everything after it.
+    """Run a program in its own session and kill the processes that it leaves.
 
     With `status`, the file descriptor of a pipe is appended to the command, and the time limit starts with the first byte that
-    the program writes to it. The whole group is killed at a limit, on cancellation, and also after a normal end. `env`: its
-    variables, by default none but PYTHONHASHSEED=0. Raises SandboxError if the program is not there.
+    the program writes to it. The whole group is killed at a limit, on cancellation, and also after a normal end. `env`:
+    variables, by default only PYTHONHASHSEED=0. Raises SandboxError if the program does not start.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)  # polled from the event loop
@@ -74,7 +74,7 @@ async def run_group(
     attended = _Attended(reader, watched)
     watching = asyncio.ensure_future(WATCHES.call("watch", attended.watch))
     try:
-        await asyncio.sleep(0)  # the watch's thread is there before the program is
+        await asyncio.sleep(0)  # start the watching thread before the program
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -101,7 +101,7 @@ async def run_group(
         # The exit is awaited too, because code may close its output and keep running.
         streams = read(0, process.stdout), read(1, process.stderr)
         finished = asyncio.ensure_future(asyncio.gather(_feed_input(process, stdin), *streams, process.wait()))
-        # Looked at even if nobody awaits it any more, or asyncio would report that, whenever the garbage collector comes by.
+        # Read the exception even if nobody awaits it any more: asyncio would report it at garbage collection.
         finished.add_done_callback(lambda gathered: gathered.cancelled() or gathered.exception())
         try:
             while not finished.done():
@@ -113,11 +113,11 @@ async def run_group(
                     # Also after a normal end: remaining processes of the group would keep the output open.
                     kill_group(process.pid)
             finished.result()
-            attended.read_status()  # what came during the last look
+            attended.read_status()  # bytes that arrived during the last check
         finally:
             finished.cancel()
         attended.over.set()
-        await watching  # a look that began before the end counts
+        await watching  # a check that began before the end counts
         code = process.returncode if process.returncode is not None else -1
         # SIGXCPU is the CPU limit; SIGKILL, if it was not sent from here, is the hard CPU limit.
         killed: End = "cpu" if code in (-signal.SIGXCPU, -signal.SIGKILL) else "killed"
@@ -135,20 +135,20 @@ async def run_group(
 
 
 class _Attended:
-    """The state of a running process. Its time limit starts when its code starts, which it reports by its
-    status, so that a slow process start does not count against the policy."""
+    """State of a running process. The time limit starts with its first status byte, so a slow process start does not count
+    against the policy."""
 
     def __init__(self, reader: int, watched: Watched) -> None:
         self.kept = (bytearray(), bytearray())
         self.cut = 0
         self.stopped: End | None = None
         self.status = b""
-        self.leader, self.deadline = 0, 0.0  # of a program that is there
+        self.leader, self.deadline = 0, 0.0  # set after the program has started
         self._reader, self._watched = reader, watched
         self.over = threading.Event()
 
     def take(self, stream: int, chunk: bytes) -> None:
-        """Keep as much of a chunk of output as fits."""
+        """Keep as much of an output chunk as fits."""
         kept = self.kept[stream]
         room = self._watched.output - len(kept)
         kept.extend(chunk[:room])
@@ -157,8 +157,8 @@ class _Attended:
             self.stopped = "output"
 
     def watch(self) -> None:
-        """Kill the program once its processes or files exceed a limit, until it is `over`. In a thread, and often: a thread bomb
-        that the memory limit ends within 0.1 s would have no name by looks of a busy event loop."""
+        """Kill the program if its processes or files exceed a limit, until `over` is set. Checks often and in a thread: a busy
+        event loop would miss a thread bomb that the memory limit ends within 0.1 s, and report the wrong limit."""
         looks, limits = 0, self._watched
         while not self.over.wait(LOOK / 5):
             looks += 1
@@ -189,11 +189,11 @@ async def _feed_input(process: asyncio.subprocess.Process, stdin: bytes) -> None
         await process.stdin.drain()
         process.stdin.close()
     except (BrokenPipeError, ConnectionResetError):
-        return  # it died first, which its status pipe shows
+        return  # the program died first; its status pipe shows that
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Read a killed process's output to the end and collect its exit status, so that nothing stays open."""
+    """Read a killed process's output to the end and collect its exit status, to leave no pipe open."""
     for stream in (process.stdout, process.stderr):
         with suppress(RuntimeError):  # another reader, which is being cancelled, still has the stream
             while stream is not None and await stream.read(1 << 16):

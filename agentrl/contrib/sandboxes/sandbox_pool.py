@@ -30,9 +30,8 @@ AUTO = "auto"
 
 
 def settle_provider(config: SandboxConfig) -> SandboxConfig:
-    """The config with a provider in place of "auto": bubblewrap where it works and keeps all that docs/sandboxes.md says of it,
-    else the local one, which is refused where the kernel has too little for it. With arguments it is the local one, whose they
-    are."""
+    """Replace the provider "auto": bubblewrap if it works and keeps all promises of docs/sandboxes.md, else "local", which is
+    refused if the kernel lacks support. With `args` it is always "local", to which the arguments belong."""
     if config.provider != AUTO:
         return config
     return config.model_copy(update={"provider": "local" if config.args else preferred_provider()})
@@ -40,7 +39,7 @@ def settle_provider(config: SandboxConfig) -> SandboxConfig:
 
 @cache
 def preferred_provider() -> str:
-    """Asked of the machine once a process, and said once in the log."""
+    """Return the provider for "auto" on this machine; checked and logged once per process."""
     reason = bubblewrap.unavailable() or bubblewrap.lacking()
     if reason is None:
         log.info('sandboxes: "bubblewrap", which works here; env.sandbox.provider = "local" chooses the other one')
@@ -55,19 +54,19 @@ def preferred_provider() -> str:
 class SandboxPool:
     """Sandboxes of one provider on one event loop: at most `limit` at a time, up to `warm` of them started ahead of demand.
 
-    Warm ones have no files yet and are of the kind (`SandboxSpec.key`) that was asked for last; one that is in the way of
-    another kind is stopped. Taking one costs what writing the task's files costs.
+    Warm sandboxes have no files yet and the kind (`SandboxSpec.key`) of the last request; one is stopped if another kind needs
+    its slot. Acquiring one only takes the time to write the task's files.
     """
 
     def __init__(self, provider: SandboxProvider, warm: int, limit: int) -> None:
         self.provider, self.warm, self.limit = provider, warm, limit
         self.running = 0
-        """Sandboxes that are started or being started: those held, and the warm ones."""
+        """Number of sandboxes that run or start, acquired or warm."""
         self._idle: deque[tuple[str, Sandbox]] = deque()
         self._queue: deque[asyncio.Future[None]] = deque()
         self._refills: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        # Those that are warm when the loop is gone or the process ends.
+        # Stop the warm sandboxes when the loop is gone or the process ends.
         weakref.finalize(self, _abandon_all, self._idle)
 
     @property
@@ -75,8 +74,8 @@ class SandboxPool:
         return len(self._idle)
 
     async def acquire(self, spec: SandboxSpec, snapshot: str | None = None) -> Sandbox:
-        """A started sandbox with the spec's files (or a snapshot's), to be given back with `release`. Raises SandboxError if
-        it does not start."""
+        """Return a started sandbox with the spec's or a snapshot's files; end its use with `release`. Raises SandboxError if it
+        does not start."""
         key = spec.key
         warm = next((one for one in self._idle if one[0] == key), None) if snapshot is None else None
         if warm is not None:
@@ -99,20 +98,20 @@ class SandboxPool:
         return taken
 
     async def release(self, sandbox: Sandbox) -> None:
-        """Stop a sandbox, and let the next one start."""
+        """Stop a sandbox and free its slot."""
         try:
             await sandbox.stop()
         finally:
             self._free()
 
     def lost(self, sandbox: Sandbox) -> None:
-        """Free a sandbox that nobody holds any more; callable from any thread."""
+        """Abandon an unreferenced sandbox and free its slot; callable from any thread."""
         sandbox.abandon()
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._free)
 
     async def close(self) -> None:
-        """Stop the warm ones."""
+        """Stop the warm sandboxes."""
         for task in list(self._refills):
             task.cancel()
         await asyncio.gather(*self._refills, return_exceptions=True)
@@ -122,7 +121,7 @@ class SandboxPool:
     # -- inside ------------------------------------------------------------------------------------
 
     async def _slot(self) -> None:
-        """Wait until one more may run; a warm one of another kind makes room."""
+        """Wait for a free slot; a warm sandbox of another kind is stopped for it."""
         if self.running < self.limit:
             self.running += 1
             return
@@ -143,7 +142,7 @@ class SandboxPool:
             raise
 
     def _free(self) -> None:
-        """A slot is free: it goes to who waits longest."""
+        """Pass a freed slot to the longest waiter."""
         while self._queue:
             turn = self._queue.popleft()
             if not turn.done():
@@ -172,7 +171,7 @@ class SandboxPool:
         except BaseException:
             self._free()
             raise
-        if self._queue:  # somebody has begun to wait meanwhile, maybe for another kind
+        if self._queue:  # a request began to wait during the start, maybe for another kind
             await self.release(sandbox)
             return
         self._idle.append((key, sandbox))
@@ -184,8 +183,8 @@ _BY_LOOP: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, SandboxPool]] =
 
 
 def sandbox_config(config: SandboxConfig | Mapping[str, Any] | None) -> SandboxConfig:
-    """A config's `[env.sandbox]` as an environment's class gets it, with a provider in place of "auto". Raises ConfigError for an
-    invalid section."""
+    """Return the `[env.sandbox]` section that an environment's class gets, with "auto" replaced. Raises ConfigError if it is
+    invalid."""
     if config is None or isinstance(config, SandboxConfig):
         return settle_provider(config or SandboxConfig())
     try:
@@ -198,14 +197,14 @@ def sandbox_config(config: SandboxConfig | Mapping[str, Any] | None) -> SandboxC
 
 
 def provider_of(config: SandboxConfig) -> SandboxProvider:
-    """The config's provider. Raises ConfigError for an unknown name or argument."""
+    """Return the config's provider. Raises ConfigError for an unknown name or argument."""
     config = settle_provider(config)
     make: Callable[..., SandboxProvider] = SANDBOXES.bind(config.provider, resolve_references(config.args, "env.sandbox.args"))
     return make()
 
 
 def require(config: SandboxConfig) -> SandboxProvider:
-    """The provider, there on this machine. Raises ConfigError as `provider_of`, ResourceError if it is not to be had."""
+    """Return the provider if it works here. Raises ConfigError as `provider_of`, ResourceError if it is unavailable."""
     provider = provider_of(config)
     if reason := provider.unavailable():
         raise ResourceError(f"env.sandbox.provider = {settle_provider(config).provider!r}: {reason}")
@@ -213,7 +212,7 @@ def require(config: SandboxConfig) -> SandboxProvider:
 
 
 def pool_of(config: SandboxConfig) -> SandboxPool:
-    """The pool of the running event loop that all environments with this config share."""
+    """Return the pool that all environments with this config share on the running event loop."""
     pools = _BY_LOOP.setdefault(asyncio.get_running_loop(), {})
     key = json.dumps(config.model_dump(), sort_keys=True)
     if key not in pools:
@@ -232,8 +231,8 @@ Answer = TypeVar("Answer")
 
 
 class Saved:
-    """The files of a sandbox at one moment. The snapshot is taken when it is first needed: before the sandbox changes, or
-    when a copy of it starts. If nobody needs it, none is taken."""
+    """Files of a sandbox at one moment. The snapshot is only taken when it is needed: before the sandbox changes, or when a copy
+    of it starts."""
 
     def __init__(self, held: HeldSandbox) -> None:
         self._held: HeldSandbox | None = held
@@ -262,11 +261,11 @@ class Saved:
 
 
 class HeldSandbox:
-    """The sandbox of one episode. `copy.deepcopy` gives one with the same files, which part ways from there on; it is started
-    when it is first used."""
+    """The sandbox of one episode, started at its first use. `copy.deepcopy` makes an independent sandbox with the same
+    files."""
 
     def __init__(self, config: SandboxConfig, spec: SandboxSpec) -> None:
-        """Starts nothing. Raises ConfigError for what the provider cannot give."""
+        """Check the spec without starting anything. Raises ConfigError for a field that the provider does not support."""
         self.config, self.spec = config, spec
         self.provider: SandboxProvider = provider_of(config)
         self.provider.check(spec)
@@ -280,21 +279,21 @@ class HeldSandbox:
 
     @property
     def live(self) -> Sandbox:
-        """Raises SandboxError if it is not started or has ended."""
+        """The running sandbox. Raises SandboxError if it is not started or has ended."""
         if self._sandbox is None:
             raise SandboxError("the sandbox has ended" if self._ended else "the sandbox is not started")
         return self._sandbox
 
     @property
     def queued(self) -> str:
-        """Resource that this waits for if it does not run yet, for messages; "" if it waits for nothing."""
+        """Resource that the start waits for, for messages; "" if it does not wait."""
         if self._queued_since is None:
             return ""
         waited = time.monotonic() - self._queued_since
         return f"a {self.config.provider} sandbox for {waited:.0f} s ({self.config.limit} run: env.sandbox.limit)"
 
     async def start(self) -> Sandbox:
-        """The started sandbox."""
+        """Start the sandbox if needed and return it. Raises SandboxError if it has ended."""
         async with self._one:
             if self._ended:
                 raise SandboxError("the sandbox has ended")
@@ -311,7 +310,7 @@ class HeldSandbox:
             return self._sandbox
 
     async def use(self, work: Callable[[Sandbox], Awaitable[Answer]], changes: bool = True) -> Answer:
-        """Run the work with the started sandbox; `changes`: it may change files."""
+        """Run `work` with the started sandbox; `changes`: it may change files."""
         sandbox = await self.start()
         if changes:
             await self._save_if_needed()
@@ -324,7 +323,7 @@ class HeldSandbox:
         self._saved = None
 
     async def stop(self) -> None:
-        """Give it back; copies keep what they need."""
+        """Release the sandbox, after a snapshot if copies need one."""
         async with self._one:
             self._ended, self._begins = True, None
             if self._sandbox is None:
@@ -345,7 +344,7 @@ class HeldSandbox:
         return other
 
     def _moment(self) -> Saved:
-        """The files as they are now; the same for all copies made before the next change."""
+        """Return the current files; all copies made before the next change share them."""
         saved = self._saved() if self._saved is not None else None
         if saved is None:
             saved = Saved(self)

@@ -1,1 +1,1 @@
-"""Unit tests as a grader: a task's tests against the policy's code, each in a process of its own, in a sandbox (`grade.py`)."""
+"""Grade the policy's code with a task's unit tests, in separate processes in a sandbox (`grade.py`)."""

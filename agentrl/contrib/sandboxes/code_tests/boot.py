@@ -1,5 +1,5 @@
-"""The first program in the sandbox: makes what its standard input has importable, and starts the runner. Nothing of it is on a
-disk, where the policy's code could change it. Standard library alone; its text is an argument of Python's."""
+"""First program in the sandbox: load modules from standard input and start the runner. Nothing of it is on a disk, where the
+policy's code could change it. Uses the standard library alone; Python gets its text by `-c`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Archive(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules by name: whether each is a package, and its code as `marshal` has it."""
+    """Import modules from memory. `modules`: name -> (is a package, marshalled code)."""
 
     def __init__(self, modules: dict[str, tuple[bool, bytes]]) -> None:
         self.modules = modules

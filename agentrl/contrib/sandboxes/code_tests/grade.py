@@ -26,15 +26,13 @@ from agentrl.reward.values import UnscorableError, brief
 from agentrl.utils.errors import DependencyError, SandboxError
 from agentrl.utils.parsing import module_of, read_json
 
-# Run a task's tests against the code that a policy wrote, in this machine's sandbox.
-#
-# Two processes: pytest with the tests (`runner.py`), and the policy's code (`policy.py`), which the tests call through a pipe by
-# plain data. What runs in one process with its tests can make each of them pass: patch pytest, end it with status 0, return
-# objects that equal everything. Here the code can only answer.
+# Two processes run in the sandbox: pytest with the tests (`runner.py`), and the policy's code (`policy.py`), which the tests
+# call through pipes with plain data. Code in the process of its tests could make them all pass: patch pytest, exit with
+# status 0, return objects that equal everything. Here it can only answer calls.
 
 HERE = Path(__file__).parent
 PACKAGES = ("_pytest", "pytest", "py", "pluggy", "iniconfig", "packaging")
-# Of pygments what pytest imports to color what nobody sees here.
+# Modules of pygments that pytest imports to color its output, which nobody sees here.
 PARTS = {
     "pygments": [
         "*.py", "filters/__init__.py", "styles/__init__.py", "styles/_mapping.py", "styles/default.py", "formatters/__init__.py",
@@ -44,13 +42,13 @@ PARTS = {
 }  # fmt: skip
 OWN = ("policy", "runner")
 GRACE = 30.0
-"""Seconds outside of tests: to start, to import pytest, to report."""
+"""Seconds added to the tests' limit: to start, to import pytest, to report."""
 REPORT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class GradeLimits:
-    """Of a grading: `seconds` of one answer of the code, `total` of all tests together, bytes of `memory` of each process."""
+    """Limits of a grading: `seconds` per answer of the code, `total` seconds for all tests, bytes of `memory` per process."""
 
     seconds: float = 10.0
     total: float = 60.0
@@ -59,8 +57,8 @@ class GradeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """`passed` of `count` tests; `why`: what each that failed says, by name; `ended`: why there is no report, or why no test
-    could be collected because of the code; `fault`: the tests' own reason for no result."""
+    """Result: `passed` of `count` tests; `why`: name of a failed test -> its message; `ended`: reason why the code left no
+    report or broke the collection of tests; `fault`: reason in the tests themselves why there is no result."""
 
     passed: int = 0
     count: int = 0
@@ -76,7 +74,7 @@ def grade(tests: str, code: str, module: str = "solution", limits: GradeLimits |
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:  # a notebook's cell, in whose thread a loop runs
+    with ThreadPoolExecutor(1) as thread:  # an event loop runs in this thread, for example in a notebook
         return thread.submit(asyncio.run, work).result()
 
 
@@ -124,14 +122,14 @@ def _source(name: str) -> str:
 
 @cache
 def _program() -> str:
-    """The program of the code's process, which has no archive: nothing of pytest is in it."""
+    """Return the program of the process with the policy's code; pytest is not in it."""
     run = "exec(compile(text, 'policy', 'exec'), space)\nspace['main'](space['Talk'](int(sys.argv[1]), int(sys.argv[2])))"
     return f"import sys\ntext, space = {_source('policy')!r}, {{'__name__': 'policy'}}\n{run}\n"
 
 
 @cache
 def _archive() -> bytes:
-    """Archive that the tests' process imports, as `boot.py` reads it: for the Python that runs this one."""
+    """Return the modules of the tests' process in the format of `boot.py`, compiled for this Python version."""
     modules: dict[str, tuple[bool, bytes]] = {}
     for name in ("agentrl", "agentrl.contrib", "agentrl.contrib.sandboxes", "agentrl.contrib.sandboxes.code_tests"):
         modules[name] = (True, marshal.dumps(compile("", name, "exec")))
@@ -165,7 +163,7 @@ MOST = 200_000
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)", re.DOTALL)
 _LANGUAGE = re.compile(r"(python|py)?[0-9.]*")
 _TAKEN = frozenset({*sys.stdlib_module_names, *PACKAGES, "pygments", "agentrl", "test_task"})
-"""Modules that the tests' process has already; by such a name the code would stand in their place."""
+"""Modules that the tests' process itself imports; code with such a name would replace them."""
 _SECONDS = {"type": "number", "exclusiveMinimum": 0}
 
 
@@ -234,7 +232,7 @@ class CodeTests(Leaf):
             return Reading(0.0, {"why": "no code"})
         if len(code) > MOST:
             return Reading(0.0, {"why": f"code of {len(code)} characters; at most {MOST} are run"})
-        # Leaves of other `credit` share a grading, and so does each pass over the tree while a judge is asked.
+        # Leaves that differ in `credit` only share a grading, and so do repeated passes over the tree for a judge.
         key = hashlib.sha256(repr((self.kind, tests, code, self.args.get("module"), self.limits)).encode()).hexdigest()
         if key not in view.answers:
             try:
@@ -252,8 +250,8 @@ class CodeTests(Leaf):
 
 
 def last_block(text: str) -> str | None:
-    """The last block of Python in a text, or one that names no language, as Markdown has them: between fences of three or more
-    ` or ~, indented as the first of them is. None without one that ends."""
+    """Return the last closed Markdown code block that names Python or no language, or None. Fences have three or more ` or ~;
+    the indent of the opening fence is removed."""
     found, opened, lines, language = None, "", list[str](), ""
     indent = 0
     for line in text.splitlines(keepends=True):
@@ -271,7 +269,7 @@ def last_block(text: str) -> str | None:
 
 
 def _fault(tests: Json) -> str | None:
-    """Why these are no tests, as far as that shows without running them."""
+    """Return the reason why `tests` cannot be tests, found without running them, or None."""
     if not isinstance(tests, str):
         return f"the tests must be Python code, not {brief(tests, 80)!r}"
     if len(tests) > MOST:

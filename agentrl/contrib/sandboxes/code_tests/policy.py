@@ -1,7 +1,7 @@
-"""The process that has the policy's code: it runs what the tests call, and knows neither tests nor their outcomes.
+"""Process with the policy's code: it runs the calls of the tests, and knows neither tests nor their outcomes.
 
-A program of the standard library alone, run inside of a sandbox by `runner.py`, which talks to it through two pipes. What it
-answers is data, whatever the code has made of this process.
+Uses the standard library alone; `runner.py` starts it in a sandbox and talks to it through two pipes. Its answers are plain
+data, even if the code has manipulated this process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fractions import Fraction
 from typing import Any
 
 PRINTED = 1 << 16
-"""Characters of what one call prints that are passed on."""
+"""Bytes of output that are passed on, per call and stream."""
 
 CHANGEABLE = (list, dict, set, bytearray, tuple)
 
@@ -31,7 +31,7 @@ def _no_data(value: Any) -> Any:
 
 
 class _Printed(io.TextIOWrapper):
-    """Substitute for standard output: its `buffer` takes bytes, and nothing closes it."""
+    """Replacement for standard output whose `buffer` takes bytes; `close` only flushes it."""
 
     def write(self, text: str) -> int:
         count = super().write(text)
@@ -43,7 +43,7 @@ class _Printed(io.TextIOWrapper):
 
 
 class PolicyObjects:
-    """The objects of the code that the tests hold, by number; 0 is the module."""
+    """Objects of the code that the tests refer to, by number; 0 is the module."""
 
     def __init__(self, talk: Any, name: str, code: str) -> None:
         self.talk, self.name = talk, name
@@ -56,7 +56,7 @@ class PolicyObjects:
         exec(compile(code, f"{name}.py", "exec", dont_inherit=True), module.__dict__)
 
     def held(self, value: Any) -> dict[str, Any]:
-        """Stand-in that the tests get for an object that is no plain data."""
+        """Return the reference that the tests get for an object that is not plain data."""
         number = next((n for n, one in enumerate(self.objects) if one is value), len(self.objects))
         if number == len(self.objects):
             self.objects.append(value)
@@ -71,7 +71,7 @@ class PolicyObjects:
         return self.talk.decode(value, {"held": lambda n: self.objects[n], "local": self.stub})
 
     def stub(self, number: int) -> Callable[..., Any]:
-        """A function of the tests that the code may call."""
+        """Return a function that calls function `number` of the tests."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.talk.send({"call": number, "args": self.encode(list(args)), "kwargs": self.encode(kwargs), **self.said()})
@@ -83,7 +83,7 @@ class PolicyObjects:
         return call
 
     def said(self) -> dict[str, str]:
-        """Output printed since the last call."""
+        """Return and clear the output printed since the last call."""
         said = {name: one.getvalue()[:PRINTED].decode("utf-8", "replace") for name, one in self.printed.items()}
         for one in self.printed.values():
             one.seek(0)
@@ -91,7 +91,7 @@ class PolicyObjects:
         return said
 
     def serve(self) -> dict[str, Any]:
-        """Answer requests until the reply to a call of this side's."""
+        """Answer requests until the reply to this process's own call arrives; return that reply."""
         while True:
             request = self.talk.receive()
             if "reply" in request:
@@ -107,9 +107,9 @@ class PolicyObjects:
             reply = {"value": self.encode(self.do(request["do"], given, dict(named)))}
         except StopIteration:
             reply = {"stop": True}
-        except BaseException as fault:  # sys.exit() too, which ends nothing here
+        except BaseException as fault:  # sys.exit() too, which must not end this process
             reply = self.fault(fault)
-        # What a call changes in the containers that it is given is changed in those of the tests too.
+        # Report changes of the argument containers, to apply them to those of the tests.
         places = [*enumerate(given), *named.items()]
         try:
             reply["changed"] = [[place, self.encode(one)] for place, one in places if isinstance(one, CHANGEABLE)]
@@ -118,14 +118,14 @@ class PolicyObjects:
         return {**reply, **self.said()}
 
     def fault(self, fault: BaseException) -> dict[str, Any]:
-        """An exception: its text, its class and what it was made of, as far as that is data."""
+        """Describe an exception: its text, class and constructor arguments, if those are plain data."""
         try:
             text = str(fault)[:2000]
         except Exception:
             text = ""
         made: list[Any] = []
         with contextlib.suppress(ValueError, TypeError):
-            # Of a file's name OSError's own `args` are silent.
+            # `OSError.args` lacks the file name.
             args = fault.args
             if isinstance(fault, OSError) and fault.filename is not None:
                 args = (fault.errno, fault.strerror, fault.filename)
@@ -133,7 +133,7 @@ class PolicyObjects:
         return {"raised": text, "kind": lineage(type(fault)), "made": {"list": made}}
 
     def do(self, what: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """`args`: the object, and the operation's other arguments."""
+        """Run operation `what`. `args`: the object, then the operation's other arguments."""
         one, *rest = args
         if what == "names":
             return list(getattr(one, "__all__", [name for name in vars(one) if not name.startswith("_")]))
@@ -155,12 +155,12 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def lineage(kind: type) -> list[list[Any]]:
-    """The names of an exception and of what it is derived from, nearest first, and their modules."""
+    """Return (name, module) of an exception class and its base exceptions, nearest first."""
     return [[one.__name__, one.__module__] for one in kind.__mro__ if issubclass(one, BaseException)]
 
 
 def main(talk: Any) -> None:
-    """Run the code and answer. `talk`: the pipes to the runner."""
+    """Run the code, then answer calls. `talk`: the pipes to the runner."""
     begin = talk.receive()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
@@ -173,10 +173,10 @@ def main(talk: Any) -> None:
     served.serve()
 
 
-# Plain data between the tests' process and that of the policy's code: JSON with a tag where it says less than Python
+# Plain data between the two processes: JSON, with a tag for Python types that JSON lacks
 #
-# Never pickled: what comes from the policy's side is hostile, and becomes numbers, texts and containers of these, or numbers of
-# objects.
+# Never pickled: messages from the policy's side are hostile; they can become only numbers, texts, containers of these, and
+# references to objects.
 
 MOST = 1 << 22
 """Bytes of one message."""
@@ -184,13 +184,13 @@ DEEPEST = 60
 
 
 class Talk:
-    """Messages over two file descriptors, each with its length before it."""
+    """Exchange messages over two file descriptors; 4 bytes of length precede each message."""
 
     def __init__(self, reads: int, writes: int) -> None:
         self.reads, self.writes = reads, writes
 
     def send(self, message: Any) -> None:
-        """Raises ValueError for one that is too long, OSError if nobody reads."""
+        """Send a message. Raises ValueError if it is too long, OSError if nobody reads."""
         text = json.dumps(message).encode()
         if len(text) > MOST:
             raise ValueError(f"{len(text)} bytes of data; at most {MOST} are passed on")
@@ -199,7 +199,7 @@ class Talk:
             left = left[os.write(self.writes, left) :]
 
     def receive(self, until: float | None = None) -> dict[str, Any]:
-        """Raises EOFError if the other side has ended, TimeoutError at `until` (time.monotonic), ValueError for anything else."""
+        """Receive a message. Raises EOFError if the peer has ended, TimeoutError at `until` (time.monotonic), else ValueError."""
         size = int.from_bytes(self._bytes(4, until), "big")
         if size > MOST:
             raise ValueError("a message that is too long")
@@ -221,7 +221,7 @@ class Talk:
 
     @staticmethod
     def encode(value: Any, other: Callable[[Any], Any], deep: int = 0) -> Any:
-        """`other`: for anything but plain data. Subclasses of containers and numbers pass as their base class."""
+        """Encode plain data, and the rest by `other`. Subclasses of containers and numbers become their base class."""
         if deep > DEEPEST:
             raise ValueError("data that is nested too deep")
         if value is None or isinstance(value, bool | str):
@@ -243,7 +243,7 @@ class Talk:
 
     @staticmethod
     def decode(value: Any, others: Mapping[str, Callable[[Any], Any]]) -> Any:
-        """`others`: values of the other tags. Raises ValueError, TypeError, KeyError or RecursionError for anything but data."""
+        """Decode a value. `others`: tag -> decoder. Raises ValueError, TypeError, KeyError or RecursionError for bad data."""
         if not isinstance(value, dict):
             if isinstance(value, list):
                 raise ValueError("no data")

@@ -1,8 +1,8 @@
-"""The process that has the tests: pytest, with the policy's code as a module that is in another process.
+"""Process with the tests: runs pytest, with a module that forwards calls to the policy's code in another process.
 
-A program of the standard library, run inside of a sandbox (`grade.py` starts it). The code never runs here and cannot reach this
-process, so that it can patch no pytest, read no test and write no report: the file with the tests is gone before it starts, this
-process cannot be traced by others, and nothing that others write is imported."""
+Uses the standard library and pytest; `grade.py` starts it in a sandbox. The code never runs here and cannot reach this process,
+so it cannot patch pytest, read a test or write a report: the test file is deleted before the code starts, no process can trace
+this one, and no module is imported from files that the code can write."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from agentrl.contrib.sandboxes.code_tests.policy import Talk
 
 PR_SET_DUMPABLE = 4
 BEGUN = b"begun\n"
-"""What stands before a report: without it the sandbox failed, and no code has run."""
+"""Line before a report: without it the sandbox failed, and no code has run."""
 TOLD = 20
 """Failed tests whose output is reported."""
 
 
 class CodeEndedError(BaseException):
-    """The process of the policy's code has ended, or did not answer in time: nothing that a test may expect."""
+    """The process of the policy's code ended or did not answer in time; no test may expect this error."""
 
 
 class Code:
-    """The policy's module, in a process that is started when a test first asks, and again after it ended."""
+    """The policy's module, in a process that starts at the first call of a test, and again after it ended."""
 
     def __init__(self, request: dict[str, Any], tests: Path, program: str) -> None:
         self.request, self.tests, self.program = request, tests, program
@@ -66,20 +66,20 @@ class Code:
         self.talk = Talk(ours[0], theirs[1])
         try:
             self.exchange({"module": self.request["module"], "code": self.request["code"]})
-        except Exception as fault:  # none that a test may expect: the module is not there
+        except Exception as fault:  # not an exception that a test may expect: the module could not be loaded
             self.end()
             raise self.over(f"the code cannot be run: {fault}") from None
 
     def end(self) -> None:
         if self.process is not None and self.talk is not None:
-            with contextlib.suppress(OSError):  # a sandbox of an older kernel forbids the signal; its end ends the process
+            with contextlib.suppress(OSError):  # older kernels forbid the signal in a sandbox; the sandbox's end then kills it
                 self.process.send_signal(signal.SIGKILL)
             os.close(self.talk.reads)
             os.close(self.talk.writes)
         self.process = self.talk = None
 
     def ask(self, do: str, *args: Any, **kwargs: Any) -> Any:
-        """Result of an operation on an object of the code; raises what it raises."""
+        """Return the result of an operation on an object of the code, or raise the code's exception."""
         self.asked += 1
         if self.talk is None:
             self.start()
@@ -96,7 +96,7 @@ class Code:
         return self.sound(lambda: self.decode(reply["value"]))
 
     def sound(self, decode: Callable[[], Any]) -> Any:
-        """Check a message and return its content. Raises CodeEndedError for anything but data."""
+        """Decode a message. Raises CodeEndedError if it is not plain data."""
         try:
             return decode()
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, ArithmeticError) as fault:
@@ -109,7 +109,7 @@ class Code:
         return fault
 
     def exchange(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a message; calls of the tests' own functions in between are answered."""
+        """Send a message and return the reply; calls of the tests' functions before the reply are answered."""
         until = min(self.until, time.monotonic() + self.request["seconds"])
         self.changed: list[tuple[int | str, Any]] = []
         try:
@@ -133,7 +133,7 @@ class Code:
         return reply
 
     def fault(self, reply: dict[str, Any]) -> BaseException:
-        """The exception of a reply, with the text that it has there, and made of the same data if its class allows it."""
+        """Rebuild the exception of a reply with its text, and from its constructor arguments if its class allows that."""
         kind, text, made = self.error(reply["kind"]), str(reply["raised"]), self.decode(reply["made"])
         if kind is CodeEndedError:
             return self.over(text)
@@ -163,8 +163,8 @@ class Code:
         return {"local": len(self.locals) - 1}
 
     def number(self, held: CodeObject) -> int:
-        """Its number in the process that runs now; an object with a name in the module is looked up again in a new one. Raises
-        CodeEndedError for another object of a process that has ended."""
+        """Return the object's number in the running process; after a restart, an object with a name in the module is looked up
+        again. Raises CodeEndedError for any other object of an ended process."""
         state = held.__dict__
         if state[" start"] != self.starts and state[" number"]:
             if state[" name"] is None:
@@ -172,14 +172,14 @@ class Code:
             found = self.ask("getattr", self.module, state[" name"])
             if not isinstance(found, CodeObject):
                 raise CodeEndedError(f"{state[' name']} is another object now")
-            state.update({**found.__dict__, " name": state[" name"]})  # by which it is found the next time, too
+            state.update({**found.__dict__, " name": state[" name"]})  # to find it after the next restart, too
         return int(state[" number"])
 
     def decode(self, value: Any) -> Any:
         return Talk.decode(value, {"held": lambda number: CodeObject(self, int(number)), "error": self.error})
 
     def error(self, lineage: list[list[Any]]) -> type[BaseException]:
-        """An exception class of the code: Python's own, or one of that name derived as there. Never one that ends pytest."""
+        """Return a built-in exception class, or one with the same name and bases as in the code; never one that ends pytest."""
         (name, module), *rest = lineage
         found = getattr(sys.modules.get(str(module)), str(name), None) if str(module).partition(".")[0] in LIBRARY else None
         if isinstance(found, type) and issubclass(found, Exception):
@@ -196,15 +196,15 @@ class Code:
 
 
 LIBRARY = sys.stdlib_module_names - {"unittest"} | {"builtins"}
-"""Whose exceptions tests know by themselves; those of unittest would skip a test."""
+"""Modules whose exceptions are passed on as they are; those of unittest could skip a test."""
 
 
 class CodeObject:
-    """An object of the code. It equals no plain data, and only an object of the code can be added to it: what it answers is up
-    to the policy, so that a test must be met by data."""
+    """Reference to an object of the code. It never equals plain data, and only other such references can be added to it: the
+    policy controls its answers, so only plain data may satisfy a test."""
 
     def __init__(self, code: Code, number: int) -> None:
-        # Under names that no attribute of the code's object can have.
+        # The leading space avoids clashes with attributes of the code's object.
         self.__dict__.update({" code": code, " number": number, " start": code.starts, " name": None})
 
     def __getattr__(self, name: str) -> Any:
@@ -265,7 +265,7 @@ for _name, _made in {"len": int, "hash": int, "str": str, "repr": str}.items():
 
 
 def _others(item: str | float | bytes) -> list[Any]:
-    """Things of the same type as another one, which nobody has named."""
+    """Return random values of the type of `item`."""
     draw = random.SystemRandom()
     if isinstance(item, str | bytes):
         texts = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=max(8, len(item)))) for _ in range(6)]
@@ -275,7 +275,7 @@ def _others(item: str | float | bytes) -> list[Any]:
 
 
 def _keep_container(old: Any, new: Any) -> Any:
-    """The test's own container, made what the code has made of it, down to those in it; for all else what it is now."""
+    """Apply the code's changes to the test's container, nested ones included, and return it; return other values as they are."""
     kinds = (list, dict, set, bytearray, tuple)
     if type(new) not in kinds or not isinstance(old, type(new)):
         return new
@@ -299,7 +299,7 @@ def _keep_container(old: Any, new: Any) -> Any:
 
 
 class Outcomes:
-    """A plug-in of pytest that keeps what came of each test, and whose fault it is."""
+    """Pytest plug-in that records each test's outcome, and if the code or the tests are at fault."""
 
     def __init__(self, code: Code) -> None:
         self.code = code
@@ -311,7 +311,7 @@ class Outcomes:
         self.asked = self.ended = 0
 
     def pytest_exception_interact(self, node: Any, call: Any, report: Any) -> None:
-        """Of an exception at collection, or one that no code can be behind: the tests' own fault."""
+        """Blame the tests for an exception at collection, and for one that no code can cause."""
         fault, chain = call.excinfo.value, []
         while fault is not None:
             chain.append(fault)
@@ -323,7 +323,7 @@ class Outcomes:
         told = str(report.longrepr)[-1000:]
         if own and report.when == "collect":
             self.broken = self.broken or told
-        # A test raises these whatever the code answers: a name, a module or a fixture that is not there.
+        # A test raises these regardless of the code's answers: a missing name, module or fixture.
         kinds = (NameError, ImportError, SyntaxError)
         alone = any(isinstance(one, kinds) or type(one).__name__ == "FixtureLookupError" for one in chain)
         if not own and (report.when == "collect" or alone):
@@ -333,7 +333,7 @@ class Outcomes:
         self.fault = self.fault or str(excrepr)[-1000:]
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        # Of what is marked to be skipped or to fail no code could pass, and it tells nothing of this one.
+        # No code can pass a test that is marked to be skipped or to fail, so such a test says nothing about this code.
         marked = ("skip", "xfail")
         self.passed = {item.nodeid: False for item in items if not any(map(item.get_closest_marker, marked))}
 
@@ -345,10 +345,10 @@ class Outcomes:
         if report.nodeid not in self.passed:
             return
         if report.skipped and self.code.asked == self.asked and report.nodeid not in self.why:
-            del self.passed[report.nodeid]  # by the tests alone; what they skip after the code has answered may be its doing
+            del self.passed[report.nodeid]  # skipped by the tests alone; after an answer of the code, the code may have caused it
             return
         if self.code.ended > self.ended or report.failed:
-            # A later report of the same test, as of its other subtests, makes it no better.
+            # A later report of the same test, for example of another subtest, does not undo a failure.
             said = getattr(report.longrepr, "reprcrash", None) or report.longrepr or self.code.raised[-1]
             if len(self.why) < TOLD or report.nodeid in self.why:
                 self.why.setdefault(report.nodeid, str(said)[-300:])
@@ -360,9 +360,9 @@ class Outcomes:
 
 
 def main(request: dict[str, Any], program: str) -> dict[str, Any]:
-    """Run the tests. `program`: that of the other process. The outcome of each, or why the tests could not be collected."""
+    """Run the tests; return their outcomes, or why they could not be collected. `program`: source of the code's process."""
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody traces this process or opens its files in /proc
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no other process can trace this one or open its files in /proc
     import pytest
 
     tests = Path("tests/test_task.py").absolute()
@@ -384,7 +384,7 @@ def serve(request: dict[str, Any], program: str) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
     os.dup2(null, 0)
-    os.write(pipe, BEGUN)  # before there is anything of the policy's
+    os.write(pipe, BEGUN)  # before any code of the policy runs
     report = main(request, program)
     left = memoryview(json.dumps(report).encode())
     while left:
