@@ -1,5 +1,5 @@
-"""The comparison of the Berkeley function-calling leaderboard (BFCL v4), its Java and JavaScript literals, and calls that meet
-possible answers: gold solutions of the shelf's environments."""
+"""Compare calls by the rules of the Berkeley function-calling leaderboard (BFCL v4), read its Java and JavaScript literals, and
+make calls that match possible answers (gold solutions of the packaged environments)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from agentrl.reward.values import NORMALIZERS, Normalizer
 
 # Arguments as source text: in the categories `simple_java` and `simple_javascript` each is a text, read by its declared type.
 #
-# A text that is not of its declared type stays a text; what the leaderboard does not read (a set, a queue) raises ValueError. Its
-# readers look for the first thing of a shape, split at every comma, and end an object at the first closing brace, so that
-# `"a, b"` in a list is two items: kept, since a verdict that differs is not comparable.
+# A text that does not have its declared type stays a text; types that the leaderboard does not read (a set, a queue) raise
+# ValueError. Its readers take the first match of a pattern, split at every comma, and end an object at the first closing brace,
+# so `"a, b"` in a list is two items. This is kept, because different verdicts would not be comparable.
 
 Reader = Callable[[str, "str | None"], Any]
 """(text, declared type of the items) -> the value, or the text itself."""
@@ -39,9 +39,9 @@ _PAIR = re.compile(r"([^:]+):\s*(.*?)(?:,\s*(?=[^,]+:)|$)")
 
 
 def read_source(language: str, text: str, kind: str, items: str | None = None) -> Any:
-    """The value of a text that should be an expression of the declared type `kind` (`items`: that of its items).
+    """Read a text as an expression of the declared type `kind` (`items`: the declared type of its items).
 
-    Returns the text itself if it is not one. Raises ValueError for a type that the leaderboard does not read.
+    Returns the text itself if it does not match. Raises ValueError for a type that the leaderboard does not read.
     """
     read = LANGUAGES[language].get(kind, (str, None))[1]
     if read is None:
@@ -63,7 +63,7 @@ def _if_like(pattern: str, make: Callable[[str], Any]) -> Reader:
 
 
 def _untyped(text: str) -> int | float | bool | str:
-    """A value whose type is not declared: a boolean, a number by Python's `int` or else `float`, or the text."""
+    """Read a value without a declared type: a boolean, a number by Python's `int` or `float`, else the text."""
     if text in ("true", "false"):
         return text == "true"
     for make in (int, float):
@@ -98,7 +98,7 @@ def _java_list(text: str, items: str | None) -> Any:
         parts = _ADD.findall(found[1])
     else:
         return [] if _LIST_EMPTY.search(text) else text
-    # The first and last character of what should be a text are taken for quotes.
+    # The leaderboard drops the first and last character of a text as quotes, without a check.
     return [part.strip()[1:-1] if items in ("char", "String") else _java_item(part.strip(), items) for part in parts]
 
 
@@ -174,16 +174,15 @@ LANGUAGES: dict[str, dict[str, tuple[type, Reader | None]]] = {
         "dict": (dict, _js_object), "array": (list, _js_array),
     },
 }  # fmt: skip
-"""Of each language, by declared type: the Python type, and the reader, None if the leaderboard does not read it."""
+"""Language -> declared type -> (Python type, reader or None if the leaderboard does not read the type)."""
 
 
-# Whether a made call is one of the possible answers, value by value.
+# Compare a call with the possible answers, value by value.
 #
-# The leaderboard's rules are kept with what is odd about them: values are equal as in Python (1, 1.0 and True are), texts are
-# normalized at the depths where it looks for them and nowhere below, a value may have the type of the first possible answer
-# instead of the declared one (then it must equal one, letter by letter), and an empty list stands for "" among the answers. Two
-# differences: what makes its program fail is a value that does not fit, and lists of objects
-# whose items have no declared type are compared as such.
+# The leaderboard's rules are kept with their oddities: values are equal as in Python (1, 1.0 and True are), texts are normalized
+# only at the depths where it does so, a value may have the type of the first possible answer instead of the declared one (then
+# it must equal an answer exactly), and an empty list matches "" among the answers. Two differences: a value that makes its
+# program fail does not fit, and lists of objects whose items have no declared type are compared as lists of objects.
 
 _TYPES: Mapping[str, type] = {
     "string": str, "any": str, "integer": int, "float": float, "number": float, "boolean": bool,
@@ -202,11 +201,10 @@ def arguments_fit(
     normalize: Normalizer = plain,
     language: str = "python",
 ) -> bool:
-    """Return True if a call's arguments are among the possible ones. `gold`: of each argument the list of possible values, in
-    which "" says that it may be left out. `schema`: the function's declared parameters, None if they are not known.
-    `language`: whose types they are."""
+    """Return True if a call's arguments are among the possible ones. `gold`: argument -> possible values, with "" if it may be
+    left out. `schema`: the function's declared parameters, None if unknown. `language`: the language of their types."""
     declared = (schema or {}).get("properties", {})
-    # Plain loops: this runs for every pair of calls, and a generator each costs as much as the comparison.
+    # Plain loops: this runs for every pair of calls, and a generator would cost as much as the comparison.
     for key in () if schema is None else schema.get("required", ()):
         if key not in made:
             return False
@@ -249,7 +247,7 @@ class LeaderboardCalls(CallForm):
 def value_fits(
     value: Any, allowed: Sequence[Any], declared: Json = None, normalize: Normalizer = plain, language: str = "python"
 ) -> bool:
-    """Return True if a value is among the possible ones, and of the declared type (a JSON Schema; None: any) or of theirs."""
+    """Return True if a value is among the possible ones and has the declared type (a JSON Schema; None: any) or theirs."""
     kind = declared.get("type") if isinstance(declared, _BFCL_OBJECT) else None
     if language != "python":  # the value is a text in that language's syntax
         types = LANGUAGES[language]
@@ -266,15 +264,15 @@ def value_fits(
         value = float(value)
     first = allowed[0] if allowed else None
     if first and first == value and type(first) is type(value) is wanted and wanted in _SCALARS:
-        return True  # what follows says the same, ten times as slowly
+        return True  # shortcut: the code below gives the same result, ten times slower
     if type(value) is wanted is type(first) is str and len(allowed) == 1 and first:
-        return normalize(value) == normalize(first)  # the same again
+        return normalize(value) == normalize(first)  # shortcut, too
     inner = _TYPES.get(_items(declared) or "") if wanted is list else None
     return _typed_fits(value, allowed, wanted, inner, normalize)
 
 
 def _typed_fits(value: Any, allowed: Sequence[Any], wanted: type, inner: type | None, normalize: Normalizer) -> bool:
-    """`wanted`: the declared type. `inner`: that of the items of a list, None if none is declared."""
+    """Return True if a value fits. `wanted`: the declared type; `inner`: the declared type of list items, or None."""
     first = _first_type(allowed)
     if type(value) is wanted:
         items: Any = value
@@ -297,18 +295,18 @@ def _typed_fits(value: Any, allowed: Sequence[Any], wanted: type, inner: type | 
                 folded = normalize(value)
                 return any(isinstance(option, str) and (option == value or normalize(option) == folded) for option in allowed)
             if isinstance(value, list):
-                # A text is a list of its letters, so "" is the empty list.
+                # A text counts as the list of its letters, so "" equals the empty list.
                 return _fold_values(value, normalize) in [
                     _fold_values(option, normalize) for option in allowed if isinstance(option, list | str)
                 ]
             return value in allowed
     elif first is None or type(value) is not first:
         return False
-    return value in allowed  # a variable's name in place of a value, say
+    return value in allowed  # for example a variable's name in place of a value
 
 
 def _items(declared: Json) -> str | None:
-    """The declared type of a list's items, as it is named."""
+    """Return the name of the declared type of a list's items."""
     items = declared.get("items") if isinstance(declared, _BFCL_OBJECT) else None
     kind = items.get("type") if isinstance(items, _BFCL_OBJECT) else None
     return kind if isinstance(kind, str) else None
@@ -336,14 +334,14 @@ def _object_fits(made: Json, option: Any, normalize: Normalizer) -> bool:
     return all(key in made or (isinstance(values, list | str) and "" in values) for key, values in option.items())
 
 
-# Calls that meet possible answers
+# Calls that match possible answers
 
 
 def possible_call(
     call: Mapping[str, Json], functions: Mapping[str, Mapping[str, Json]], language: str = "python"
 ) -> tuple[str, dict[str, Json]]:
-    """Name and arguments of a call that matches `{name: {argument: [possible values]}}`: the first values that fit, without what
-    may be left out. `functions`: the declared parameters of each function. An argument that no value fits is None."""
+    """Return name and arguments of a call that matches `{name: {argument: [possible values]}}`: the first values that fit,
+    without optional arguments. `functions`: name -> declared parameters. An argument without a fitting value is None."""
     name, sets = next(iter(call.items()))
     declared = functions.get(name, {})
     required, properties = declared.get("required", ()), declared.get("properties", {})
@@ -352,14 +350,14 @@ def possible_call(
 
 
 def solvable(calls: list[dict[str, Json]], functions: Mapping[str, Mapping[str, Json]], language: str = "python") -> bool:
-    """Return True if expected calls can be made at all: some of the leaderboard's have no possible value, or none of the
-    declared type."""
+    """Return True if the expected calls can be made: some of the leaderboard have no possible value, or none of the declared
+    type."""
     made = [(*possible_call(call, functions, language), call) for call in calls]
     return all(arguments_fit(given, call[name], functions.get(name), language=language) for name, given, call in made)
 
 
 def _fitting(allowed: list[Json], declared: Json, language: str) -> Json:
-    """The first possible value that is one for the leaderboard; "" stands for the empty list too, else None."""
+    """Return the first possible value that the leaderboard accepts, or None; "" also stands for the empty list."""
     values = [*(_plain(value) for value in allowed if value != ""), *(["", []] if "" in allowed else [])]
     if language != "python":
         values = [text for value in values for text in _write_variants(value, language)]
@@ -367,7 +365,7 @@ def _fitting(allowed: list[Json], declared: Json, language: str) -> Json:
 
 
 def _plain(first: Json) -> Json:
-    """A possible value, in which objects list the possible values of each key, as a value."""
+    """Turn a possible value, whose objects list the possible values of each key, into a value."""
     if isinstance(first, Mapping):
         return _possible_object(first)
     if isinstance(first, list):
@@ -384,7 +382,7 @@ def _possible_object(option: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _write_variants(value: Json, language: str) -> Iterator[str]:
-    """A value in another language's syntax, in the ways that its declared type may ask for."""
+    """Yield a value in the syntax of `language`, in all variants that its declared type may require."""
     plain = value if isinstance(value, str) else json.dumps(value)
     if isinstance(value, list) and language == "java":
         for items in (

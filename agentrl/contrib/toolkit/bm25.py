@@ -19,12 +19,12 @@ _STOP = frozenset(_WORD.findall("a an and at by for from in is it of on the to w
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words without stop words."""
+    """Return the lower-case words of a text without stop words."""
     return [word for word in _WORD.findall(text.lower()) if word not in _STOP]
 
 
 class Bm25:
-    """Ranks N `texts` for a query. Read-only once built, so that episodes may share it."""
+    """Rank N `texts` for a query. Read-only once built, so episodes may share it."""
 
     def __init__(self, texts: Sequence[str], *, k1: float = 1.2, b: float = 0.75) -> None:
         counts = [Counter(words(text)) for text in texts]
@@ -44,7 +44,7 @@ class Bm25:
             self._postings[word] = where, idf * often * (k1 + 1) / (often + norm[where])
 
     def top(self, query: str, k: int) -> list[tuple[int, float]]:
-        """At most `k` pairs (text number, score > 0), best first; ties in the order of the texts."""
+        """Return at most `k` pairs (text number, score > 0), best first; ties in the order of the texts."""
         scores = np.zeros(self._size)
         for word in words(query):
             if word in self._postings:

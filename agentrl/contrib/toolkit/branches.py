@@ -1,9 +1,9 @@
-"""Copies of a large state that share with it all that an episode does not touch.
+"""Copy a large state lazily: a copy shares all parts that its episode does not read.
 
-A database of 3 MB of JSON takes some 10 MB as Python objects, and as much again for each episode that copies it. `branch` gives
-an episode a copy that is a dictionary or list of its own, but whose parts are copied only as the episode reads them, each at
-its own level: a row that nobody looks at is shared by all episodes of the process. Large tables are best dictionaries: a list
-that is read is copied with the first level of each of its items.
+A database of 3 MB of JSON takes about 10 MB as Python objects, and as much again for each episode that copies it. `branch`
+returns a copy whose parts are copied only when the episode reads them, one level at a time: all episodes of the process share
+the rows that none of them reads. Use dictionaries for large tables: reading a list copies it with the first level of each of
+its items.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from agentrl.utils.threads import fork_safe
 T = TypeVar("T")
 
 _UNSHARED = frozenset({str, int, float, bool, type(None), bytes, date, datetime})
-# Tools run in threads: two that read the same part for the first time must get the same copy of it.
+# Tools run in threads: two that read a part for the first time at once must get the same copy.
 _LOCK = fork_safe(RLock())
 _LOOKING: ContextVar[bool] = ContextVar("looking", default=False)
 
 
 def branch(base: T) -> T:
-    """A copy of `base` that may be changed freely; `base` itself must not change from then on.
+    """Return a copy of `base` that may be changed freely; `base` itself must not change afterwards.
 
-    `base` is a tree of dictionaries, lists, pydantic models and dataclasses (what stands in it at two places becomes two things);
-    anything else in it is deep-copied when it is first read. The copy is a `dict` or a `list` by its methods and by
-    `isinstance`, and its own copies (`copy.deepcopy`, a fork or a snapshot of an environment) share with `base` what it shares.
+    `base` is a tree of dictionaries, lists, pydantic models and dataclasses (an object at two places becomes two objects);
+    other objects are deep-copied at their first read. The copy has the methods of a `dict` or `list` and passes `isinstance`;
+    copies of the copy (`copy.deepcopy`, a fork or a snapshot of an environment) share the same parts with `base`.
     """
     made: Any = _branch(base)
     return made  # type: ignore[no-any-return]
@@ -47,8 +47,8 @@ def branch(base: T) -> T:
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Inside, reads of a branch are not copied: for code that changes nothing of what it reads and keeps none of it,
-    such as a scan over all rows."""
+    """Read branches without copies inside the block, for code that neither changes nor keeps the values, such as a scan over
+    all rows."""
     token = _LOOKING.set(True)
     try:
         yield
@@ -63,7 +63,7 @@ def _branch(base: Any) -> Any:
     if kind is dict:
         return BranchDict(base)
     if kind is list:
-        # All items at once: C code (heapq, pydantic's validators) reads a list past any methods, and changes what it finds.
+        # All items at once: C code (heapq, pydantic's validators) bypasses a list's methods, and changes the items in place.
         return [_branch(item) for item in base]
     if kind is tuple:
         return tuple(map(_branch, base))
@@ -71,7 +71,7 @@ def _branch(base: Any) -> Any:
 
 
 def _is_record(value: Any) -> bool:
-    """Return True if all of an object is in its attributes. Not if its class has a way of its own to be copied."""
+    """Return True if an object's attributes are its whole state; False if its class defines its own deep copy."""
     if isinstance(value, BaseModel):
         return True
     kind = type(value)
@@ -100,9 +100,9 @@ class _Items(ItemsView[Any, Any]):
 
 
 class BranchDict(dict[Any, Any]):
-    """A dictionary whose values are another's until they are read; see `branch`."""
+    """Dictionary that shares the values of another one until they are read; see `branch`."""
 
-    # What C code reads past these methods (a serializer) is complete, and partly the shared values: it only reads.
+    # C code that bypasses these methods (a serializer) sees all values, some of them shared; this is safe, as it only reads.
     __slots__ = ("_base", "_own")
 
     def __init__(self, base: dict[Any, Any]) -> None:
@@ -191,7 +191,7 @@ class BranchDict(dict[Any, Any]):
             self._own.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BranchDict:
-        made = BranchDict(dict(dict.items(self)))  # past the methods, which would copy what is read
+        made = BranchDict(dict(dict.items(self)))  # `dict`'s own method, because this class's would copy each value
         made._base = self._base
         memo[id(self)] = made
         for key in self._own:
@@ -203,25 +203,25 @@ class BranchDict(dict[Any, Any]):
 
 
 def changes(base: Any, now: Any) -> dict[str, Json]:
-    """Difference of a branch from its origin, as a small JSON value: `set`, JSON Pointer -> new value, and `removed`, the
-    pointers of missing parts. Lists are compared as a whole. Equal states of one base have equal changes, so that they may
-    stand for the state (`ToolEnv.state`)."""
+    """Return the difference of a branch from its base as a small JSON value: `set`, JSON Pointer -> new value, and `removed`,
+    the pointers of missing parts. Lists are compared as a whole. Equal states of one base have equal changes, so the changes
+    can represent the state (`ToolEnv.state`)."""
     found: dict[str, Json] = {"set": {}, "removed": []}
     _compare(_parts(base), _parts(now), "", found)
     return {"set": dict(sorted(found["set"].items())), "removed": sorted(found["removed"])}
 
 
 def changed_texts(base: Any, now: Any) -> dict[str, str]:
-    """`changes` by place, as the JSON text of each value that was set, and "deleted" for one that was removed: equal if and only
-    if the databases have the same text, as hashes of such a text do (5 and 5.0 are two texts)."""
+    """Return `changes` as JSON Pointer -> JSON text of a set value, or "deleted": equal if and only if the databases have the
+    same JSON text, like hashes of that text (5 and 5.0 differ)."""
     found = changes(base, now)
     texts = {place: json.dumps(value, sort_keys=True) for place, value in found["set"].items()}
     return texts | dict.fromkeys(found["removed"], "deleted")
 
 
 def differences(before: Json, after: Json, at: str = "") -> Iterator[dict[str, Json]]:
-    """Places at which two JSON values differ, outermost first: JSON Pointer, `kind` (changed, added, removed), and both values
-    (None for one that is not there). A part that only one of them has is one place, whatever is in it."""
+    """Yield the places where two JSON values differ, outermost first: `path` (JSON Pointer), `kind` (changed, added, removed),
+    and both values (None if missing). A part that only one of them has is one place, regardless of its content."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = [(key, key in before, key in after) for key in dict.fromkeys([*before, *after])]
     elif isinstance(before, list) and isinstance(after, list):
@@ -248,9 +248,9 @@ def _compare(base: Any, now: Any, place: str, found: dict[str, Json]) -> None:
             found["set"][place] = value
         return
     new = 0
-    # The keys whose values may be others than in `base`
+    # Only keys whose values can differ from `base`
     for key in (now._own if now._base is base else list(now)) if isinstance(now, BranchDict) else now:
-        item = dict.__getitem__(now, key)  # past the methods, which would copy what is only compared
+        item = dict.__getitem__(now, key)  # `dict`'s own method, because this class's would copy each value
         if key not in base:
             new += 1
             found["set"][join(place, key)] = in_json(item)
@@ -261,7 +261,7 @@ def _compare(base: Any, now: Any, place: str, found: dict[str, Json]) -> None:
 
 
 def _parts(value: Any) -> Any:
-    """An object's attributes; anything else as it is."""
+    """Return an object's attributes; any other value unchanged."""
     if _is_record(value):
         return {**value.__dict__, **(getattr(value, "__pydantic_extra__", None) or {})}
     return value

@@ -1,14 +1,14 @@
-"""Tools, calls, results and reasoning as other people's files and programs write them, read into OpenAI's form.
+"""Convert tools, calls, results and reasoning from foreign formats to OpenAI's format.
 
-All readers use this one: chats, preferences, the endpoint's three protocols, own_tools and function_calling.
+All readers use this module: chats, preferences, the endpoint's three protocols, own_tools and function_calling.
 
-A declaration in OpenAI's form stays as it is, key for key, since chat templates write it out: data must be trained on the prompt
-that an episode with the same tool has. Others are translated: `inputSchema` (MCP), `input_schema` (Anthropic),
+A declaration in OpenAI's format is kept key for key, since chat templates print it: training data must have the same prompt as
+an episode with the same tool. Other formats are translated: `inputSchema` (MCP), `input_schema` (Anthropic),
 `function_declarations` (Google), `toolSpec` (Bedrock), `inputs` (Hugging Face), `arguments`, schemas as JSON text,
 `{"city": {"type": "str"}}`, a list of parameters, and types such as "dict", "STRING", "List[int]". A key that could hold
 parameters and is not known is an error.
 
-A null is an absent key, but for `default` and `const`, and in arguments where the tool's schema takes null."""
+A null means an absent key, except for `default` and `const`, and for arguments whose schema accepts null."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ TYPES: dict[str, str | None] = {
     "null": "null", "none": "null", "nonetype": "null",
     "any": None, "callable": None, "complex": None, "type_unspecified": None,
 }  # fmt: skip
-"""JSON Schema's name of each type that data sets name; None for those that any value may have."""
+"""Type name in data sets -> type in JSON Schema, None for no constraint."""
 _SCHEMAS = ("parameters", "inputSchema", "input_schema", "parametersJsonSchema", "parameters_json_schema",
             "parameter_definitions", "arguments", "inputs", "args", "args_schema")  # fmt: skip
 _BESIDE = frozenset({"annotations", "outputSchema", "output_schema", "response", "responses", "return", "returns", "_meta",
                      "meta", "icons", "execution", "examples", "input_examples", "cache_control", "tags",
                      "required"})  # fmt: skip
-"""Keys of a tool that hold objects and lists, and no parameters."""
+"""Keys of a tool that may hold objects or lists, but not its parameters."""
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
 _ANSWERED = ("tool_call_id", "tool_use_id", "call_id")
 _LISTS = ("function_declarations", "functionDeclarations", "tools")
@@ -63,8 +63,8 @@ _GENERIC = re.compile(r"^\s*([\w.]+)\s*(?:\[(.*)\])?\s*$", re.S)
 
 
 def declarations(given: Any, key: str = "tools", *, table: bool = False) -> tuple[Declaration, ...]:
-    """Tools of a list, of JSON text, or of an object that is one or holds a list. `table`: of a file that has each column in each
-    row. Raises FormError."""
+    """Read tools from a list, JSON text, or an object that is a tool or holds a list of them. `table`: the rows have every
+    column, as in Parquet. Raises FormError if an item is not a tool."""
     if isinstance(given, str):
         given, table = (parse_field(given, key) if given.strip() else None), False
     if given is None:
@@ -85,7 +85,7 @@ def declarations(given: Any, key: str = "tools", *, table: bool = False) -> tupl
 
 
 def declaration(given: Any, key: str, *, table: bool = False) -> Declaration:
-    """One tool in OpenAI's form. Raises FormError, which names the key that is not read."""
+    """Convert one tool to OpenAI's format. Raises FormError, which names the unreadable key."""
     whole = _present(parse_field(given, key) if isinstance(given, str) else given, key)
     inner = next((word for word in ("function", "toolSpec") if word in whole), None)
     if inner is None:
@@ -124,7 +124,7 @@ def _function(given: dict[str, Any], key: str, table: bool) -> dict[str, Any]:
         return {**given, "parameters": dict(NO_PARAMETERS)}
     word = named[0]
     schema = parameters(given[word], f"{key}.{word}", table=table)
-    if word in ("inputSchema", "input_schema"):  # as agentrl shows the tools of an MCP server
+    if word in ("inputSchema", "input_schema"):  # as agentrl presents the tools of an MCP server
         schema = {name: value for name, value in schema.items() if name not in ("$schema", "title")}
     own = ("parameters", "arguments")
     kept = {k: v for k, v in given.items() if k not in _SCHEMAS} if word in own else {k: given[k] for k in given if k in _SHARED}
@@ -132,11 +132,11 @@ def _function(given: dict[str, Any], key: str, table: bool) -> dict[str, Any]:
 
 
 _SHARED = ("name", "description", "strict")
-"""Keys of other layouts' tools that OpenAI's form has too."""
+"""Keys that tools of other formats share with OpenAI's."""
 
 
 def parameters(given: Any, key: str, *, table: bool = False) -> dict[str, Any]:
-    """The schema of a tool's parameters. Raises FormError."""
+    """Convert the schema of a tool's parameters. Raises FormError if it is unreadable."""
     if isinstance(given, str):
         given, table = (parse_field(given, key) if given.strip() else None), False
     if isinstance(given, Mapping) and set(given) == {"json"} and _is_schema(given["json"]):  # Bedrock
@@ -161,7 +161,7 @@ def parameters(given: Any, key: str, *, table: bool = False) -> dict[str, Any]:
 
 
 def _is_schema(given: Any) -> bool:
-    """Return True if it is JSON Schema, and not an object of parameters by name."""
+    """Return True for a JSON Schema, False for an object of parameters by name."""
     if not isinstance(given, Mapping):
         return False
     held = given.get("properties")
@@ -178,7 +178,7 @@ def _is_schema(given: Any) -> bool:
 
 
 def _by_name(given: Sequence[Any], key: str) -> dict[str, Any]:
-    """Parameters of a list, by name."""
+    """Convert a list of parameters to a dictionary by name."""
     found: dict[str, Any] = {}
     for number, item in enumerate(given):
         if not isinstance(item, Mapping) or not isinstance(item.get("name"), str):
@@ -192,7 +192,7 @@ def _by_name(given: Sequence[Any], key: str) -> dict[str, Any]:
 
 
 def _flat(given: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Parameters by name, each with its type. One is required if it says so; if none does, if it has no default."""
+    """Make a schema from parameters by name. With `required` flags, flagged ones are required; else all without a default."""
     nodes = {name: {"type": node} if isinstance(node, str) else node for name, node in given.items() if node is not None}
     flagged = any(isinstance(node, Mapping) and isinstance(node.get("required"), bool) for node in nodes.values())
     properties, required = dict[str, Any](), list[str]()
@@ -207,7 +207,7 @@ def _flat(given: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _typed_default(value: Json, kind: Any) -> Json:
-    """A default that is given as text ("10", "True"), in its declared type."""
+    """Convert a default that is text ("10", "True") to its declared type."""
     if not isinstance(value, str) or kind not in ("integer", "number", "boolean"):
         return value
     if kind == "boolean":
@@ -219,7 +219,7 @@ def _typed_default(value: Json, kind: Any) -> Json:
 
 
 def _schema(node: Any, key: str) -> Any:
-    """A schema with JSON Schema's names of types, in the order of its keys; data in it (`DATA`) stays as it is."""
+    """Rewrite a schema with JSON Schema's type names, in the order of its keys; data in it (`DATA`) stays unchanged."""
     if isinstance(node, bool):
         return node
     if not isinstance(node, Mapping):
@@ -269,7 +269,7 @@ def _schema(node: Any, key: str) -> Any:
 
 
 def _schema_of_type(kind: Any, key: str) -> tuple[dict[str, Any], bool]:
-    """JSON Schema of a type, and whether it is optional. Raises FormError."""
+    """Return (JSON Schema, is optional) of a type. Raises FormError if the type is unknown."""
     if kind is None or (isinstance(kind, str) and kind in _SAME):
         return ({} if kind is None else {"type": kind}), False
     try:
@@ -287,9 +287,9 @@ _SAME = frozenset({"string", "integer", "number", "boolean", "array", "object", 
 
 
 def from_annotation(text: str) -> tuple[dict[str, Any], bool]:
-    """JSON Schema of a Python annotation such as "List[int]" or "str, optional", and whether it is optional.
+    """Return (JSON Schema, is optional) of a Python annotation such as "List[int]" or "str, optional".
 
-    A type that has no JSON form (a callable, say) becomes no constraint. Raises ValueError for one that is not known.
+    A type without a JSON form, such as a callable, gives no constraint. Raises ValueError for an unknown type.
     """
     head, _, tail = text.rpartition(",")
     optional = tail.strip().lower() == "optional"
@@ -335,7 +335,7 @@ def _union(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _split(text: str, between: str = ",") -> list[str]:
-    """Parts of a text between commas outside brackets."""
+    """Split a text at separators (`between`) outside brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "[({") - (letter in "])}")
@@ -350,8 +350,8 @@ def _split(text: str, between: str = ",") -> list[str]:
 
 
 def calls_of(given: Any, key: str, tools: Iterable[Declaration] = (), *, table: bool = False) -> tuple[ToolCall, ...]:
-    """The calls of an assistant's message. `tools`: say which nulls in arguments are meant; `table`: of a file that has each
-    column in each row. Raises FormError."""
+    """Read the calls of an assistant's message. `tools`: their schemas decide which nulls in arguments stay; `table`: the rows
+    have every column, as in Parquet. Raises FormError if a call is unreadable."""
     given = parse_field(given, key) if isinstance(given, str) and given else given or []
     if not isinstance(given, list):
         raise FormError(key, "expected a list, of an assistant's message")
@@ -374,21 +374,21 @@ def _call(item: Any, key: str, schemas: Mapping[str, Any], table: bool) -> ToolC
             raise FormError(f"{key}.{word}", "no known key of a call. Put its arguments under `arguments`")
     written = fields[named[0]] if named else None
     arguments = arguments_of(written, f"{key}.arguments")
-    # JSON text has only the nulls that were written, table or not.
+    # JSON text in a table has no padding: its nulls were written on purpose.
     arguments = without_padding(arguments, schemas.get(fields["name"], {}), table=table and not isinstance(written, str))
     number = next((word for word in ("id", "call_id") if fields.get(word) is not None), "id")
     return ToolCall(fields["name"], arguments, identifier(fields.get(number), f"{key}.{number}"))
 
 
 def identifier(given: Any, key: str) -> str:
-    """The id of a call, which some data sets have as a number; "" without one. Raises FormError."""
+    """Return a call's ID as text (some data sets use numbers), "" for None. Raises FormError for another type."""
     if given is not None and (not isinstance(given, str | int) or isinstance(given, bool)):
         raise FormError(key, f"expected text, got {type(given).__name__}")
     return "" if given is None else str(given)
 
 
 def result_of(item: Mapping[str, Any], content: str, key: str) -> Message:
-    """A tool's message. Raises FormError."""
+    """Make a tool's result message. Raises FormError if its ID or name is not text."""
     number = next((word for word in _ANSWERED if item.get(word) is not None), _ANSWERED[0])
     name = item.get("name") or item.get("tool_name")
     if not isinstance(name, str | None):
@@ -402,7 +402,7 @@ def is_thought(part: Any) -> bool:
 
 
 def _is_padded(node: Any) -> bool:
-    """Return True if a schema has nulls that no author writes: it comes from a table, which has each column in each row."""
+    """Return True if a schema has nulls that no author writes: it comes from a table whose rows have every column."""
     if isinstance(node, Mapping):
         return any(
             word not in _KEPT_NULLS if inner is None else word not in DATA and _is_padded(inner) for word, inner in node.items()
@@ -411,7 +411,7 @@ def _is_padded(node: Any) -> bool:
 
 
 def _remove_padding(node: Any, root: Any) -> Any:
-    """A table's schema, in which null is a default or a constant only where its type takes null."""
+    """Remove a table's nulls from a schema; a null `default` or `const` stays only if the type accepts null."""
     if isinstance(node, list):
         return [_remove_padding(item, root) for item in node]
     if not isinstance(node, Mapping):
@@ -425,11 +425,11 @@ def _remove_padding(node: Any, root: Any) -> Any:
     }
 
 
-# Forms of a server of MCP
+# Forms of an MCP server
 
 
 def tool_list(schemas: Iterable[Mapping[str, Json]]) -> list[Any]:
-    """Tools in OpenAI's function format as a server of MCP lists them."""
+    """Convert tools in OpenAI's function format to the tool list of an MCP server."""
     import mcp_types as types
 
     functions = [schema["function"] for schema in schemas]
@@ -439,7 +439,7 @@ def tool_list(schemas: Iterable[Mapping[str, Json]]) -> list[Any]:
 
 
 def call_result(text: str, images: Iterable[Image] = (), *, error: bool = False) -> Any:
-    """A text with its images as a server of MCP answers a call: each image in the place of its line."""
+    """Convert a text with images to an MCP call result: each image replaces its line."""
     import mcp_types as types
 
     left = {image.line: types.ImageContent(type="image", data=image.data, mime_type=image.media_type) for image in images}
@@ -452,7 +452,7 @@ def call_result(text: str, images: Iterable[Image] = (), *, error: bool = False)
         else:
             parts.append([line])
     blocks = [types.TextContent(type="text", text="\n".join(part)) if isinstance(part, list) else part for part in parts]
-    # Within a line, of JSON say: the text stays whole.
+    # An image inside a line, for example in JSON: the text stays whole.
     blocks += [picture for line, picture in left.items() if line in text]
     return types.CallToolResult(content=blocks, is_error=error)
 
@@ -461,8 +461,8 @@ def call_result(text: str, images: Iterable[Image] = (), *, error: bool = False)
 
 
 def without_padding(arguments: dict[str, Any], schema: Any, *, table: bool = False) -> dict[str, Any]:
-    """Arguments without the nulls that only say that a table has the column: a null stays where the schema takes it, and of a
-    `table`, or next to others that it does not take, only where it is required too."""
+    """Remove the nulls from arguments that only pad a table's columns. A null stays where the schema accepts it; in a `table`,
+    or if the schema rejects other nulls in the arguments, it must also be required."""
     left: list[str] = []
     found: dict[str, Any] = _settle_schema(arguments, schema, schema, table, left)
     if left and not table:
@@ -493,7 +493,7 @@ def _settle_schema(value: Any, node: Any, root: Any, table: bool, left: list[str
 
 
 def takes_null(node: Any, root: Any, depth: int = 0) -> bool:
-    """Return True if null fits a schema, by what it says of types. `root`: of its references."""
+    """Return True if null fits a schema, judged by its types. `root`: the schema that its references point into."""
     if isinstance(node, bool) or not isinstance(node, Mapping) or depth > 16 or node.get("nullable") is True:
         return bool(node)
     kinds = node.get("type", "null")

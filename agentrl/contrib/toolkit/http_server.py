@@ -1,4 +1,4 @@
-"""HTTP servers behind checks of who asks, and of how much."""
+"""HTTP servers that check a request's origin, size and pace."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from urllib.parse import urlsplit
 from agentrl.utils.network import LOOPBACK, is_loopback
 
 HEADERS_S = 10.0
-"""Seconds in which a request's headers must have come, from its connection or its first byte on."""
+"""Seconds to receive a request's headers, from the connection or its first byte on."""
 HEADER_BYTES = 1 << 16
-"""Of a request's line and headers."""
+"""Limit of a request's line and headers, in bytes."""
 BODY_GRACE_S, BODY_RATE = 20.0, 16 << 10
-"""Time limit of a body: these seconds, plus its bytes divided by this rate per second."""
+"""Time limit of a body: BODY_GRACE_S seconds, plus its bytes divided by BODY_RATE (bytes per second)."""
 LOOK_S = 1.0
-"""Seconds between two looks at a connection whose client is waited for."""
+"""Seconds between two checks of a connection that waits for its client."""
 MAX_BODY = 16 << 20
-"""Bytes of a request's body, unless a server says otherwise."""
+"""Default limit of a request's body, in bytes."""
 
 
 async def _measure_body(app: Any, most: int, scope: Any, receive: Any, send: Any) -> None:
-    """Limit the app's bodies: a body that is too large looks like a disconnect to the app; the client gets a 413."""
+    """Limit request bodies: for a body above `most` bytes, the app sees a disconnect and the client gets a 413."""
     told = [value for name, value in scope["headers"] if name == b"content-length"]
     size, answered, refused = 0, False, False
 
@@ -58,7 +58,7 @@ async def _measure_body(app: Any, most: int, scope: Any, receive: Any, send: Any
     try:
         await app(scope, receive_some, send_once)
     except Exception:
-        if not refused:  # else it is how the app takes a client that went away
+        if not refused:  # otherwise it is the app's reaction to the simulated disconnect
             raise
 
 
@@ -70,7 +70,7 @@ async def _refuse(send: Any, status: int, code: str, reason: str) -> None:
 
 
 def _stranger(headers: Collection[tuple[bytes, bytes]], allowed: Collection[str] | None) -> str | None:
-    """Why a request is refused; None if it is not."""
+    """Return the reason to refuse a request, or None."""
     given: dict[bytes, list[str]] = {}
     for name, value in headers:
         given.setdefault(name, []).append(value.decode("latin-1"))
@@ -89,7 +89,7 @@ def _stranger(headers: Collection[tuple[bytes, bytes]], allowed: Collection[str]
 
 
 def host_name(host: str) -> str | None:
-    """The name in a Host header, without its port; None if it is no host."""
+    """Return the name in a Host header without its port, or None if it is invalid."""
     try:
         found = urlsplit(f"//{host}")
         _ = found.port
@@ -99,11 +99,11 @@ def host_name(host: str) -> str | None:
 
 
 def uvicorn_config(app: Any, host: str, max_body: int = MAX_BODY, **options: Any) -> Any:
-    """A uvicorn.Config of a `patient` server without lifespan and access log (addresses may hold secrets), which checks who asks,
-    and how much (`max_body`: bytes of a request's body).
+    """Return the uvicorn.Config of a `patient` server that checks origins and limits bodies to `max_body` bytes. It has no
+    lifespan and no access log (URLs may hold secrets).
 
-    `host`: the address that it listens on; if that is a loopback one, a request must name it, since any page may have a name
-    that leads here. What a browser sends for another site is refused everywhere."""
+    `host`: the listening address; on a loopback address the Host header must name it, since any web page's name may resolve to
+    it (DNS rebinding). Requests that a browser sends for another site are always refused."""
     import uvicorn
 
     allowed = {*LOOPBACK, host} if is_loopback(host) else None
@@ -124,28 +124,28 @@ def uvicorn_config(app: Any, host: str, max_body: int = MAX_BODY, **options: Any
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A socket that listens; `port` 0: a free one. Raises OSError or OverflowError if the port cannot be had."""
+    """Open a listening socket; `port` 0: any free port. Raises OSError or OverflowError if the port is not available."""
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=4096)
-    # Connections inherit it. asyncio sets it only on sockets that name their protocol; without it an answer, which is written in
-    # two parts, waits 40 ms for the client's acknowledgement of the first.
+    # Connections inherit TCP_NODELAY. asyncio sets it only on sockets that name their protocol; without it the second part of an
+    # answer waits 40 ms for the client's acknowledgement of the first.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 class LocalServer:
-    """An app on a socket that listens already, served as by `uvicorn_config`, on the caller's event loop."""
+    """Serve an app on a listening socket, configured by `uvicorn_config`, on the caller's event loop."""
 
     _server: Any = None
     _task: asyncio.Task[None]
 
     async def serve(self, app: Any, host: str, listener: socket.socket, inside: Any = None, **options: Any) -> asyncio.Task[None]:
-        """Serve the app, with `inside` entered around it; returns the task that serves, which also Ctrl-C and signals end."""
+        """Start serving the app inside the async context `inside`; return the serving task, which Ctrl-C and signals also end."""
         import uvicorn
 
         server = self._server = uvicorn.Server(uvicorn_config(app, host, **options))
 
         async def work() -> None:
-            async with inside or nullcontext():  # entered and left by one task, as a task group demands
+            async with inside or nullcontext():  # a task group must be entered and left by the same task
                 await server.serve(sockets=[listener])
 
         self._task = asyncio.create_task(work(), name=f"the server of {type(self).__name__}")
@@ -165,8 +165,8 @@ class LocalServer:
 
 
 class ThreadServer:
-    """An app on a socket that listens already, served as by `uvicorn_config`, on an event loop in a thread of its own, from its
-    making to `close`: what serves on while the caller's loop is busy."""
+    """Serve an app on a listening socket, configured by `uvicorn_config`, on an event loop in its own thread, from construction
+    to `close`; it also answers while the caller's loop is busy."""
 
     def __init__(self, app: Any, host: str, listener: socket.socket, max_body: int = MAX_BODY) -> None:
         import uvicorn
@@ -185,13 +185,13 @@ class ThreadServer:
 
 @cache
 def patient() -> type[Any]:
-    """Uvicorn's HTTP protocol, whose connections end when a client does not go on with what it began."""
+    """Return uvicorn's HTTP protocol class with time limits for clients that stall within a request."""
     base: Any = importlib.import_module("uvicorn.protocols.http.auto").AutoHTTPProtocol
 
     class Patient(base):  # type: ignore[misc, unused-ignore]
-        """Waits for a client while there is no request, or while one's body is not whole. In the first state it has HEADERS_S,
-        unless nothing has come since the last answer (then uvicorn's `timeout_keep_alive` counts); in the second what
-        BODY_GRACE_S and BODY_RATE give, without the time in which the server itself did not read."""
+        """Abort a connection whose client is too slow. Headers have HEADERS_S, unless nothing arrived since the last answer
+        (then uvicorn's `timeout_keep_alive` applies); a body has the limit of BODY_GRACE_S and BODY_RATE, without the time in
+        which the server itself did not read."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -220,7 +220,7 @@ def patient() -> type[Any]:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            # A body that was refused before it was read to its end: the rest of it has the time of headers.
+            # The rest of a body that was refused before its end has the time limit of headers.
             self.waited, self.headers_bytes, self.begun = 0.0, 0, bool(self.cycle is not None and self.cycle.more_body)
 
         def phase(self) -> str:
@@ -233,7 +233,7 @@ def patient() -> type[Any]:
 
         def look(self) -> None:
             if self.transport.is_closing() or self.transport.get_protocol() is not self:
-                return  # closed, or a websocket by now
+                return  # closed, or upgraded to a websocket
             phase = self.phase()
             if phase in ("headers", "rest"):
                 self.waited += LOOK_S if self.begun else 0.0

@@ -1,11 +1,11 @@
-"""Keeps the processes of a command together: `python -I -S keeper.py [--stdin] COMMAND...`, for agents, servers, test files.
+"""Run a command and end all its processes: `python -I -S keeper.py [--stdin] COMMAND...`, for agents, servers, test files.
 
-The keeper starts the command in a session of its own and ends with its exit code. It adopts every process of the command's whose
-parent has ended (Linux's "child subreaper"), so also one that was detached by a double fork. When the command has ended, the
-keeper's stdin is closed or its starter dies, or the keeper gets a signal, every process that is left gets SIGTERM, and SIGKILL
-`GRACE` seconds later. With `--stdin` the command reads the keeper's stdin, and has `LAST` seconds to end after it was closed.
+The keeper starts the command in a new session and exits with its exit code. It adopts every process of the command whose parent
+has ended (Linux's "child subreaper"), also one detached by a double fork. When the command ends, the keeper's stdin closes,
+its parent dies, or the keeper gets a signal, all remaining processes get SIGTERM, and SIGKILL `GRACE` seconds later. With
+`--stdin` the command reads the keeper's stdin, and has `LAST` seconds to end after stdin closes.
 
-Nothing of agentrl is imported: this starts once per episode.
+Imports nothing of agentrl, to start fast: it runs once per episode.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ import time
 GRACE = 0.3
 """Seconds between SIGTERM and SIGKILL."""
 LAST = 1.0
-"""Seconds that a command has, which reads its stdin, to end after that was closed."""
+"""Seconds for a command that reads stdin to end after stdin closes."""
 NOT_STARTED = 127
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -28,7 +28,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(command: list[str]) -> int:
-    """Run the command to its end; returns its exit code, 128 + the signal that ended it, or 127 if it cannot be started."""
+    """Run the command to its end; return its exit code, 128 + the signal that ended it, or 127 if it cannot be started."""
     reads = command[0] == "--stdin"
     command = command[reads:]
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -45,7 +45,7 @@ def main(command: list[str]) -> int:
     except OSError as problem:
         print(f"{command[0]}: {problem.strerror}", file=sys.stderr)
         return NOT_STARTED
-    if reads:  # a writer that is left would keep the one at the other end from seeing that the command has closed its output
+    if reads:  # else the reader could not see that the command has closed its output
         os.close(1)
     code = _wait(child, woken, reads)
     end_all()
@@ -53,12 +53,12 @@ def main(command: list[str]) -> int:
 
 
 def die_with_parent() -> None:
-    """The command's own process does not outlive a keeper that is killed."""
+    """Let the kernel kill this process when its parent, the keeper, dies."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _wait(child: "subprocess.Popen[bytes]", woken: int, reads: bool) -> int:
-    """The child's exit code; after a request to stop, that of SIGTERM. `reads`: stdin is the child's to read."""
+    """Wait for the child and return its exit code, or -SIGTERM after a request to stop. `reads`: the child reads stdin."""
     poll, until = select.poll(), math.inf
     poll.register(woken, select.POLLIN)
     poll.register(0, select.POLLRDHUP if reads else select.POLLIN)
@@ -78,17 +78,17 @@ def _wait(child: "subprocess.Popen[bytes]", woken: int, reads: bool) -> int:
 
 
 def _reap(but: int) -> None:
-    """Take the exit codes of adopted processes, so that none stays as a zombie."""
+    """Collect the exit codes of adopted processes except `but`, to leave no zombies."""
     for pid in descendants():
         if pid != but and stat_of(pid)[0] == "Z":
             try:
                 os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:  # its own parent will
+            except ChildProcessError:  # its own parent will collect it
                 continue
 
 
 def end_all() -> None:
-    """End every descendant: SIGTERM, and SIGKILL after a time. Repeated, because a process may fork while it is looked for."""
+    """End every descendant by SIGTERM, then SIGKILL after GRACE. Repeats, because processes may fork during the search."""
     killing, until = signal.SIGTERM, time.monotonic() + GRACE
     told: set[int] = set()
     while True:
@@ -108,7 +108,7 @@ def end_all() -> None:
 
 
 def descendants() -> set[int]:
-    """All processes below this one."""
+    """Return the IDs of all processes below this one."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib takes longer to import than all this takes to run
         if name.isdigit():
@@ -122,10 +122,10 @@ def descendants() -> set[int]:
 
 
 def stat_of(pid: int) -> tuple[str, int]:
-    """A process's state ("Z": it has ended) and its parent; ("Z", 0) if it is gone."""
+    """Return a process's state ("Z": it has ended) and its parent's ID; ("Z", 0) if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            # After the name in parentheses, which may hold anything.
+            # Skip the name in parentheses, which may hold any characters.
             fields = file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return "Z", 0

@@ -1,10 +1,10 @@
-"""SQL that a policy wrote: within limits, on a private copy of a SQLite database, which is its bytes.
+"""Run a policy's SQL within limits, on a private copy of a SQLite database given as bytes.
 
-Four things confine a query: the connection is opened on a copy in memory; `query_only` refuses writes; an
-authorizer allows SELECT, reading and a list of functions, and nothing else (no PRAGMA, no ATTACH, no
-recursion, no temporary tables); SQLite's own limits bound strings and statements, and a progress handler stops
-a query after a number of virtual machine steps, or of seconds. A change (`change`) has the same limits; it may also
-insert, update, delete, and create, alter and drop tables, indexes and views, of a database that may not outgrow a size."""
+Four measures confine a query: the connection is opened on a copy in memory; `query_only` refuses writes; an authorizer allows
+SELECT, reading and a list of functions, and nothing else (no PRAGMA, no ATTACH, no recursion, no temporary tables); SQLite's own
+limits bound strings and statements, and a progress handler stops a query after a number of virtual machine steps or seconds. A
+change (`change`) has the same limits; it may also insert, update, delete, and create, alter and drop tables, indexes and views,
+in a database of limited size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentrl.utils.errors import ToolError
 
 Row = list[Json]
 
-# Functions that need time and memory in proportion to their input, and access nothing outside.
+# Functions with linear time and memory in their input that access nothing outside the database.
 FUNCTIONS = frozenset(
     """abs avg cast ceil ceiling coalesce count cume_dist date dense_rank first_value floor group_concat hex
     ifnull iif instr julianday lag last_value lead length like likely lower ltrim max min nth_value ntile nullif
@@ -37,14 +37,14 @@ _CHANGES = _ALLOWED | {
 }  # fmt: skip
 _RENAMES = ("rename_table", "rename_column", "rename_test", "rename_quotefix", "drop_column")
 _OF_ALTER = frozenset({"printf", *(f"sqlite_{name}" for name in _RENAMES)})
-"""What ALTER TABLE calls itself; of these, SQLite lets statements call only printf, whose result has a limit as all values."""
+"""Functions that ALTER TABLE calls; statements can call only printf of these, whose result is limited like all values."""
 _EVERY = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class QueryLimits:
-    """`rows` returned, `steps` of SQLite's virtual machine (the same on every computer), wall-clock `seconds`, `characters` of a
-    statement and of any value, and about `total` characters of all values returned."""
+    """Limits of a query: returned `rows`, `steps` of SQLite's virtual machine (the same on every computer), wall-clock `seconds`,
+    `characters` per statement and per value, and about `total` characters of all returned values."""
 
     rows: int = 50
     steps: int = 3_000_000
@@ -55,14 +55,14 @@ class QueryLimits:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A result: column names and rows; `more`: rows beyond the limit were left out."""
+    """Result of a query: column names and rows; `more`: rows beyond the limit were left out."""
 
     columns: list[str]
     rows: list[Row]
     more: bool = False
 
     def text(self) -> str:
-        """The result as the policy reads it: a header and one line per row."""
+        """Format the result for the policy: a header and one line per row."""
         shown = lambda value: "NULL" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)  # noqa: E731
         lines = [" | ".join(self.columns), *(" | ".join(map(shown, row)) for row in self.rows)]
         if self.more:
@@ -94,7 +94,7 @@ def query(image: bytes, sql: str, limits: QueryLimits) -> Table:
 
 
 def contents(image: bytes) -> dict[str, list[Row]]:
-    """The rows of every table, by the tables' names."""
+    """Return the rows of every table by table name."""
     with closing(_copy(image)) as connection:
         connection.text_factory = _readable
         names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
@@ -104,8 +104,8 @@ def contents(image: bytes) -> dict[str, list[Row]]:
 
 
 def change(image: bytes, sql: str, limits: QueryLimits, most: int) -> tuple[bytes, int]:
-    """Run one statement that changes a copy of the database; returns that copy, of at most about `most` bytes, and how many rows
-    were changed. A statement that fails changes nothing. Raises ToolError with a message for the policy."""
+    """Run one changing statement on a copy of the database; return the copy, of at most about `most` bytes, and the number of
+    changed rows. A failed statement changes nothing. Raises ToolError with a message for the policy."""
     with closing(_copy(image)) as connection:
         (page,) = connection.execute("PRAGMA page_size").fetchone()
         connection.execute(f"PRAGMA max_page_count = {max(1, most // page)}")
@@ -118,13 +118,13 @@ def change(image: bytes, sql: str, limits: QueryLimits, most: int) -> tuple[byte
         if cursor.description is not None:
             raise ToolError("this changes nothing: it is a query")
         connection.set_authorizer(None)
-        if _count_generated(connection) > computed:  # worked out when they are read, which has no limit
+        if _count_generated(connection) > computed:  # their values are computed at each read, without limits
             raise ToolError("generated columns are not allowed")
         return connection.serialize(), max(cursor.rowcount, 0)
 
 
 def _copy(image: bytes) -> sqlite3.Connection:
-    # Autocommit: a statement is a transaction of its own, so that none is left open.
+    # Autocommit: each statement is its own transaction, so none stays open.
     connection = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
     if image:
         connection.deserialize(image)
@@ -132,7 +132,7 @@ def _copy(image: bytes) -> sqlite3.Connection:
 
 
 def _count_generated(connection: sqlite3.Connection) -> int:
-    """The number of generated columns."""
+    """Return the number of generated columns."""
     asked = "SELECT count(*) FROM sqlite_master AS t, pragma_table_xinfo(t.name) AS c WHERE t.type = 'table' AND c.hidden > 1"
     return int(connection.execute(asked).fetchone()[0])
 
@@ -186,14 +186,14 @@ def _lock(connection: sqlite3.Connection, limits: QueryLimits, changes: bool = F
 
 
 def _authorize(changes: bool, action: int, first: str | None, second: str | None, base: str | None, trigger: str | None) -> int:
-    # Without ATTACH and temporary tables there is no other database than the copy.
+    # Without ATTACH and temporary tables, the copy is the only database.
     called = (second or "").lower() in FUNCTIONS or (changes and second in _OF_ALTER)
     fine = action in (_CHANGES if changes else _ALLOWED) or (action == sqlite3.SQLITE_FUNCTION and called)
     return sqlite3.SQLITE_OK if fine else sqlite3.SQLITE_DENY
 
 
 def _like(late: Callable[[], bool], pattern: Json, text: Json) -> int | None:
-    """SQL's LIKE (case-insensitive) in time proportional to the product of the lengths, or until it is `late`."""
+    """Match SQL's LIKE (case-insensitive) in time O(pattern length * text length); raise TimeoutError if `late()`."""
     if pattern is None or text is None:
         return None
     wanted, found = str(pattern).lower(), str(text).lower()
@@ -225,7 +225,7 @@ def _explain(problem: Exception, clock: _Clock, allowed: str = "one SELECT") -> 
 
 
 def _plain(value: object) -> Json:
-    """A value as JSON: blobs as hexadecimal text, infinities as text."""
+    """Convert a value to JSON: blobs to hexadecimal text, infinities to text."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, float) and not math.isfinite(value):

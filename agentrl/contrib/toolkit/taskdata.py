@@ -1,6 +1,6 @@
-"""Tasks from files: JSONL, Parquet, or a folder of such files, with a declared schema.
+"""Load tasks with a declared schema from JSONL, Parquet or Arrow files, or a folder of them.
 
-Everything is read and checked before the first episode: a bad row stops the run with file, line and field."""
+All rows are read and checked before the first episode: a bad row stops the run with file, line and field."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROW_SCHEMA: dict[str, Json] = {
     },
     "required": ["data", "gold"],
 }
-"""The shape of a task row, unless another schema is given."""
+"""Default schema of a task row."""
 
 CALL_SCHEMA: dict[str, Json] = {
     "type": "object",
@@ -46,7 +46,7 @@ CALL_SCHEMA: dict[str, Json] = {
     "required": ["name", "arguments"],
     "additionalProperties": False,
 }
-"""The shape of a call in a row."""
+"""Schema of a call in a row."""
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _SPLIT_NAMES = {
@@ -62,7 +62,7 @@ Settle = Callable[[Any, bool], Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One task, with its file and line for error messages."""
+    """A task; `where`: file and line for error messages."""
 
     where: str
     id: str
@@ -77,8 +77,8 @@ class Row:
 class TaskSet:
     """Tasks by split. `task(seed, split)` is a drop-in `make_task`.
 
-    Seeds 0..n-1 name the n rows of a split in order. A higher seed draws a training row by weight, the same for
-    the same seed; the other splits repeat (row `seed` modulo n).
+    Seeds 0..n-1 are the n rows of a split in order. A higher seed draws a training row by weight, deterministically; in other
+    splits the rows repeat (row `seed` modulo n).
     """
 
     name: str
@@ -97,7 +97,7 @@ class TaskSet:
         return sum(map(len, self.rows.values()))
 
     def task(self, seed: int, split: str) -> Task:
-        """The task of a seed. Raises TaskDataError for a split without tasks and names the existing splits."""
+        """Return the task of a seed. Raises TaskDataError, which names the existing splits, for a split without tasks."""
         rows = self.rows.get(split)
         if not rows:
             raise TaskDataError(f"{self.name}: no tasks of split {split!r}; {nearest(split, list(self.rows))}")
@@ -110,14 +110,14 @@ class TaskSet:
         return Task(id=row.id, seed=seed, split=split, data=data, gold=row.gold)
 
     def count(self, split: str) -> int | None:
-        """For `task_count`: the rows of a split; None if training rows have different weights, since they are then drawn."""
+        """Return the number of rows of a split, for `task_count`; None for weighted training rows, which are drawn."""
         rows = self.rows.get(split, ())
         return None if split == "train" and len({row.weight for row in rows}) > 1 else len(rows)
 
 
 def tasks_path(given: str | None, own: Path) -> Path:
-    """The file or folder that a parameter names, by default the environment's `own`. Raises TaskDataError for ''."""
-    if given == "":  # of a variable that is not set, say
+    """Return the given file or folder, by default the environment's `own`. Raises TaskDataError for ''."""
+    if given == "":  # for example from an unset variable
         raise TaskDataError("tasks = '': it names no file. Leave it out, or write a path")
     return own if given is None else Path(given)
 
@@ -130,19 +130,17 @@ def load_tasks(
     settle: Settle | None = None,
     family_column: str | None = None,
 ) -> TaskSet:
-    """Read all tasks of a file, or of a folder of files (one written by `datasets.save_to_disk` included).
+    """Read all tasks of a file, or of a folder of files (also one written by `datasets.save_to_disk`).
 
-    Each row must fit `schema` (JSON Schema). `to_task` turns a row of another layout into (data, gold);
-    by default those are its keys `data` and `gold`. `settle` takes
-    the nulls from a row, given whether it is a table's, which has each column in each row; by default a null of a table stays
-    only where the schema requires the key and takes null. A row's split is its `split`, else the one in the
-    first or last word of the file's or folder's name (train, test, heldout, validation, ...; "test" counts as "heldout"), else a
-    hash of its content puts an eighth of the rows into "heldout".
+    Each row must fit `schema` (JSON Schema). `to_task` converts a row of another layout to (data, gold), by default its keys
+    `data` and `gold`. `settle(row, table)` removes nulls from a row; `table`: the rows have every column, as in Parquet. By
+    default a table's null stays only if the schema requires the key and accepts null. A row's split is its `split`, else the
+    split named by the first or last word of the file's or a folder's name (train, test, heldout, validation, ...; "test" counts
+    as "heldout"), else a hash of its content puts an eighth of the rows into "heldout".
 
-    `family_column`: the column with a row's task family, which then is also in the task's data as "family". Rows without a
-    split are held out by family: whole families, by a hash of the name (`held_out_families`). Raises TaskDataError naming file,
-    line and field for an invalid row, a duplicate id, a task that is in two splits, and a family in two of which one is
-    "heldout".
+    `family_column`: column with a row's task family, which is then also in the task's data as "family". Rows without a split
+    are held out by whole families, chosen by a hash of the name (`held_out_families`). Raises TaskDataError naming file, line
+    and field for an invalid row, a duplicate id, a task in two splits, or a family that is in "heldout" and in another split.
     """
     place = Path(path)
     if not place.exists():
@@ -158,7 +156,7 @@ def load_tasks(
             plain = settle(raw, table) if settle is not None else raw
             if table and settle is None:
                 plain = without_padding(raw, schema, table=True)
-                # A gold of nulls alone is one that says "nothing": a gold cannot be missing.
+                # A gold with only nulls means "nothing" and stays: a gold cannot be missing.
                 plain = {**plain, "gold": raw["gold"]} if raw.get("gold") and not plain.get("gold") else plain
             row = _row(where, plain, validator, to_task, named, family_column)
             if family_column is not None:
@@ -182,7 +180,7 @@ def load_tasks(
 
 
 def _files(place: Path) -> list[tuple[Path, str | None]]:
-    """The files, each with the split that its name says."""
+    """Return the files, each with the split that its name gives, or None."""
     if place.is_file():
         files = [place] if place.suffix in SUFFIXES else []
         problem = f"expected a file ending in {', '.join(SUFFIXES)}"
@@ -195,14 +193,14 @@ def _files(place: Path) -> list[tuple[Path, str | None]]:
 
 
 def _words_of(file: Path, place: Path) -> list[str]:
-    """The first and the last word of the name of the file, and of each folder between `place` and the file."""
+    """Return the first and last word of the names of the file and of each folder between `place` and it."""
     parts = (file.stem, *(folder.name for folder in file.parents if place in folder.parents))
     names = [re.findall("[a-z]+", part.lower()) for part in parts]
     return [word for words in names for word in (*words[:1], *words[-1:])]
 
 
 def _read_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """(place, row) of every row."""
+    """Yield (file and line, row) of every row."""
     if file.suffix == ".jsonl":
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -245,7 +243,7 @@ def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, named: st
         json_form([data, gold])
     except (KeyError, TypeError, ValueError, IndexError) as problem:
         raise TaskDataError(f"{where}: {fault_text(problem)}") from problem
-    if odd := [part for part in parts_of([data, gold]) if is_unbounded(part)]:  # a Task has it as a text
+    if odd := [part for part in parts_of([data, gold]) if is_unbounded(part)]:  # a Task would hold it as text
         raise TaskDataError(
             f"{where}: {str(odd[0])[:24]} is no number of JSON's. Write null, a text or a number of a double's size"
         )
@@ -258,14 +256,14 @@ def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, named: st
         raise TaskDataError(f"{where}: field split: expected a string, got {own!r}")
     split = _SPLIT_NAMES.get(own.strip().lower(), own) if own is not None else named or ""
     weight = raw.get("weight", 1.0)
-    if not weight < 1e300:  # JSON as Python reads it has NaN, which no bound of a schema refuses
+    if not weight < 1e300:  # Python's JSON allows NaN, which passes the bounds of a schema
         raise TaskDataError(f"{where}: field weight: expected a finite number, got {weight!r:.40}")
     row = Row(where, "", split, float(weight), data, gold)
     return replace(row, id=str(raw.get("id", _content_id(row))))
 
 
 def _content_id(row: Row) -> str:
-    """The id of a row that names none."""
+    """Return the ID of a row that has none of its own."""
     return blake2b(_content(row).encode(), digest_size=6).hexdigest()
 
 
@@ -274,7 +272,7 @@ def _content(row: Row) -> str:
 
 
 def _split_by_family(rows: Sequence[Row]) -> list[Row]:
-    """The rows, those without a split with that of their family. One family alone is left to a hash of the content."""
+    """Assign the split of its family to each row without one. A single family is left to the hash of the content."""
     families = {row.family for row in rows}
     held = held_out_families(row.family for row in rows if not row.split)
     found = [
@@ -293,8 +291,8 @@ def _split_by_family(rows: Sequence[Row]) -> list[Row]:
 
 
 def _check_apart(rows: Sequence[Row]) -> None:
-    """Refuse duplicate ids and tasks in two splits (compared by what the policy sees); name misspelt splits, which no command
-    would take."""
+    """Refuse duplicate IDs and tasks in two splits (compared by `data`, without `gold`); warn about misspelt splits, which no
+    command would use."""
     by_id: dict[str, Row] = {}
     by_content: dict[str, Row] = {}
     for row in rows:
@@ -313,18 +311,18 @@ def _check_apart(rows: Sequence[Row]) -> None:
             log.warning("%s: field split: %r is only taken by a config that asks for it; %s", row.where, split, hint)
 
 
-# Held-out splits by task family: a family of tasks is held out whole, or not at all.
+# Held-out splits by task family: a family is held out as a whole or not at all.
 #
-# Tasks of one family (a category, a domain, a template that only names differ in) are near to each other, so that a random
-# split of tasks measures memory as well as skill.
+# Tasks of one family (a category, a domain, a template with other names) are similar, so a random split of tasks measures memory
+# as well as skill.
 
 
 def held_out_families(names: Iterable[str]) -> frozenset[str]:
-    """The families that are held out, by a hash of each one's name: those that `content_split` names, an eighth on average,
-    and at least an eighth (rounded down) and one of several: those with the least hashes. Never all, and not a single one. A
-    family that is held out by its hash alone stays so whatever families are added."""
+    """Return the held-out families, chosen by a hash of the name: those that `content_split` selects (an eighth on average),
+    filled up by the smallest hashes to an eighth (rounded down), at least one. Never all families, and none if there is only
+    one. A family that its own hash selects stays held out when families are added."""
     known = sorted(set(names), key=lambda name: (blake2b(name.encode(), digest_size=4).digest(), name))
     if len(known) < 2:
         return frozenset()
-    by_hash = sum(content_split(name) == "heldout" for name in known)  # the first so many: the order is that of its hash
+    by_hash = sum(content_split(name) == "heldout" for name in known)  # these come first, since `known` is sorted by hash
     return frozenset(known[: min(max(by_hash, len(known) // 8, 1), len(known) - 1)])

@@ -1,4 +1,4 @@
-"""Turns of a renderer for those who serve them: text while it is sampled, and grammars that a turn must fit."""
+"""Serve a renderer's turns: stream their text while they are sampled, and constrain them by grammars."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from agentrl.render.syntaxes import HARMONY, SYNTAXES
 from agentrl.utils.errors import RenderError
 from agentrl.utils.schemas import with_nulls
 
-# A turn's text while it is sampled: as much of it as is settled, whatever comes next. A character of which only some bytes were
-# sampled, white space that may end the turn, and what may begin a tool call are held until more is known. Calls are read from
-# whole turns only, so nothing after the first one is told before the turn is over.
+# Streaming passes on only text that later tokens cannot change. Incomplete characters, white space that may end the turn, and
+# a possible start of a tool call are held back. Calls are read from whole turns only, so no text after the first call is passed
+# on before the turn ends.
 
-_LONGEST_CHARACTER = 32  # ids, with those of a joined emoji
+_LONGEST_CHARACTER = 32  # token IDs, enough for a joined emoji
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class TurnReader:
-    """Reads a turn's ids in order. This one settles nothing before the turn is over, which is right for any renderer."""
+    """Read a turn's token IDs in order. This base passes on nothing before the turn ends, which is correct for any renderer."""
 
     def read(self, token_ids: Sequence[int]) -> str:
-        """Text that the next ids add to the result of `parse` at the beginning of the turn's content, however it goes on."""
+        """Return the text that the next IDs add to the turn's content (as by `parse`) and that later IDs cannot change."""
         return ""
 
 
 class SettledText:
-    """The text of ids that come one after the other, in pieces that together are the text of all."""
+    """Decode token IDs incrementally, into pieces whose concatenation is the text of all IDs."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._told: list[int] = []  # the ids of the last piece, without which the next ones may decode otherwise
+        self._told: list[int] = []  # IDs of the last piece: the next ones may decode differently without them
         self._new: list[int] = []
         self._tried = 0
 
     def read(self, token_ids: Sequence[int]) -> str:
-        """The next piece; empty while a character is incomplete."""
+        """Return the next piece; empty while a character is incomplete."""
         self._new += token_ids
-        # Bytes that stand for themselves are read together: those before may still turn out to be no characters.
+        # Read raw bytes together: earlier ones may still turn out to be an invalid character.
         if not self._new or _BYTE.fullmatch(self._codec.piece(self._new[-1])):
             return ""
-        # Ids that never make a whole character are tried again only once they are twice as many.
+        # Retry IDs that do not make a whole character only after their number has doubled.
         if len(self._new) < 2 * self._tried:
             return ""
         before, text = self._codec.decode(self._told), self._codec.decode([*self._told, *self._new])
@@ -56,7 +56,7 @@ class SettledText:
 
 
 class ProseReader(TurnReader):
-    """For turns in which an optional reasoning between marks comes first, and calls begin with one of some marks."""
+    """Read turns with optional reasoning between marks first, and calls that start with known marks."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class ProseReader(TurnReader):
         thinking: bool = False,
         thinks: Callable[[Sequence[int]], bool] = lambda ids: True,
     ) -> None:
-        """`frame`: the marks around a reasoning; `ends`: texts from which on nothing is settled (of calls, stop strings).
-        `last`: ids after which nothing is. `thinking`: the turn begins within the reasoning. `thinks`: whether the mark of a
-        reasoning that is in the text of these ids is one, and no text that only looks like it."""
+        """`frame`: the marks around reasoning; `ends`: texts that end the streamed text (starts of calls, stop strings).
+        `last`: IDs that end the turn. `thinking`: the turn starts within reasoning. `thinks(ids)`: True if a reasoning mark in
+        the text of these IDs is a real mark, not only text that looks like one."""
         self._text = SettledText(codec)
         self._open, self._close = frame
         self._ends, self._last = [end for end in ends if end], frozenset(last)
@@ -97,7 +97,7 @@ class ProseReader(TurnReader):
         piece = self._text.read(token_ids)
         may_wait = not self._blank_ends and (not self._pending or self._pending.isspace())
         if piece.isspace() and self._state == "prose" and may_wait:
-            self._blanks.append(piece)  # put together once: each read would look through all of them again
+            self._blanks.append(piece)  # joined only once, since each read would scan all of them again
             return ""
         self._pending += "".join(self._blanks) + piece
         self._blanks.clear()
@@ -123,7 +123,7 @@ class ProseReader(TurnReader):
         if found:
             self._state = "silent"
             return self._pending[: min(found)].rstrip()
-        # What is blank may be stripped, and what begins like an end may become one.
+        # Hold back trailing white space, which may be stripped, and a possible start of an end text.
         cut = min((_partial(self._pending, end) for end in self._ends), default=len(self._pending))
         told = self._pending[:cut].rstrip()
         self._pending = self._pending[len(told) :]
@@ -132,7 +132,7 @@ class ProseReader(TurnReader):
 
 
 def _partial(text: str, end: str) -> int:
-    """Start of the longest beginning of `end` that `text` ends with."""
+    """Return the index in `text` of the longest suffix that is a proper prefix of `end`."""
     for length in range(min(len(end) - 1, len(text)), 0, -1):
         if text.endswith(end[:length]):
             return len(text) - length
@@ -140,7 +140,7 @@ def _partial(text: str, end: str) -> int:
 
 
 def reader_of(renderer: Renderer, stops: Sequence[str] = ()) -> TurnReader:
-    """A reader of one turn while it is sampled, which one of the texts `stops` may end."""
+    """Return the reader of one turn while it is sampled. `stops`: stop strings."""
     known = SYNTAXES.get(renderer.syntax)
     if known is None or not known.opens:
         return TurnReader()
@@ -160,8 +160,8 @@ def reader_of(renderer: Renderer, stops: Sequence[str] = ()) -> TurnReader:
 def grammar_of(
     renderer: Renderer, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, reasons: bool = True
 ) -> str:
-    """The grammar (`Sampling.grammar`) of a turn that is JSON which fits `schema`, if that is not None, or calls of `tools`: one,
-    or one or more if `several`; `reasons`: after an optional reasoning. Raises RenderError if none is known for these turns."""
+    """Return the grammar (`Sampling.grammar`) of a turn: JSON that fits `schema` (unless None), or calls of `tools`: exactly one,
+    or at least one if `several`; `reasons`: reasoning may come first. Raises RenderError if the renderer has no grammar."""
     if not renderer.syntax:
         raise RenderError(f"{type(renderer).__name__} knows no grammar of its turns")
     if renderer.syntax == HARMONY.name:
@@ -169,7 +169,7 @@ def grammar_of(
     codec, frame = renderer.codec, renderer.frame
 
     def mark(text: str) -> str:
-        """A text of the template's as a grammar has it: special tokens by number, since no text matches them."""
+        """Quote a template's text for a grammar: a special token by its number, since no text matches it."""
         return f"<[{codec.added[text]}]>" if text in codec.special else json.dumps(text)
 
     rules = [("answer", f"answer: %json {json.dumps(with_nulls(schema))}")] if schema is not None else []
@@ -181,7 +181,7 @@ def grammar_of(
     closing = mark(frame.close)
     body = ["SPACE: /[ \\n]+/", "turn: " + " | ".join(symbol for symbol, _ in rules), *(own for _, own in rules)]
     if reasons:
-        # Text never holds special tokens; a mark that is text must be looked for.
+        # TEXT cannot contain special tokens, but it can contain a mark that is plain text.
         thought = f"thought[suffix={closing}]: TEXT" if closing.startswith('"') else f"thought: TEXT {closing}"
         start = "thought SPACE?" if renderer.in_reasoning else f"({mark(frame.open)} thought SPACE?)?"
         lines = [f"start: {start} turn", thought, "TEXT: /(?s:.*)/", *body]
@@ -194,12 +194,12 @@ CALLS: dict[str, tuple[str, str, tuple[str, str] | None]] = {
     "hermes": ("arguments", '"\\n"', ("<tool_call>", "</tool_call>")),
     "llama_json": ("parameters", '"; "', None),
 }
-"""Of calls by the name of the syntax: the key of arguments, what stands between two calls, and the marks around each."""
+"""Syntax -> (key of arguments, separator between two calls, marks around each call)."""
 
 
 def call_rules(syntax: str, tools: Sequence[Mapping[str, Any]], several: bool, mark: Callable[[str], str]) -> str:
-    """The rules of `calls` of these tools, one or, if `several`, one or more. Each schema is a rule of its own, so that its
-    references start at its own root."""
+    """Return the grammar rules of `calls`: exactly one call of these tools, or at least one if `several`. Each schema has its own
+    rule, so its references resolve from its own root."""
     key, between, marks = CALLS[syntax]
     around = "object" if marks is None else f'{mark(marks[0])} "\\n" object "\\n" {mark(marks[1])}'
     rules = [f"calls: call{f' ({between} call)*' if several else ''}", f"call: {around}"]
