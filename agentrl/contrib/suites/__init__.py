@@ -1,1 +1,1 @@
-"""Parts of benchmark suites, and environments of other frameworks."""
+"""Shared code of benchmark suites, and benchmarks that run in their own interpreter."""

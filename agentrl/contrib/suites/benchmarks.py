@@ -1,4 +1,4 @@
-"""Parts that suites share: code read in place, published tools, messages, rows of official tables."""
+"""Shared code of suites: imports in place, published tools, messages, rows of official tables."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from agentrl.env.tools import Tool
 from agentrl.utils.errors import ConfigError, DependencyError
 from agentrl.utils.threads import fork_safe
 
-# Reading a benchmark's code where it is: modules of a package in a checkout.
+# Import a benchmark's code in place: single modules of a package in a checkout.
 #
-# Only what a suite needs is imported. A benchmark's own `__init__` often imports its runner, its clients of models and all that
-# these need; a suite needs none of it.
+# A benchmark's own `__init__` is skipped: it often imports the runner, model clients and their dependencies, which a suite does
+# not need.
 
 _LOCK = fork_safe(threading.RLock())
 
 
 def import_in_place(module: str, folder: Path, *, extra: str | None = None) -> ModuleType:
-    """The module of a package whose folder is `folder` ("toy.rules" of .../src/toy), without running the package's own
-    `__init__`. Packages next to it (`pip install --target`) are found while it is imported. `extra`: the extra of agentrl
-    that installs what the module imports, if one does, for errors.
+    """Import a module of the package in `folder` ("toy.rules" of .../src/toy) without running the package's `__init__`.
+    Packages next to the folder (`pip install --target`) are found during the import. `extra`: the extra of agentrl that installs
+    the module's dependencies, for errors.
 
-    Raises ConfigError if the package was imported from elsewhere in this process, or does not load on this Python;
+    Raises ConfigError if this process imported the package from elsewhere, or if it does not load on this Python;
     DependencyError for a package that is not installed.
     """
     top = module.partition(".")[0]
@@ -61,31 +61,31 @@ def import_in_place(module: str, folder: Path, *, extra: str | None = None) -> M
 
 
 def published_tool(declared: Mapping[str, Any], run: Callable[..., Any], **options: Any) -> Tool:
-    """Make a tool as its benchmark publishes it: `declared` is {"name", "description", "parameters"}, which the policy is shown.
+    """Make a tool from its benchmark's declaration: `declared` is {"name", "description", "parameters"}, shown to the policy.
 
-    `run(env, **arguments)` answers. Its own code judges the arguments, so nothing checks them before, and the calls of a turn are
-    made one after the other. `options`: others, as in `Options`."""
+    `run(env, **arguments)` answers. The benchmark's code judges the arguments, so agentrl does not check them, and the calls of
+    a turn run one after the other. `options`: further `Options`."""
     made = Options(**{"check": "off", "parallel": False, **options})
     name, parameters = declared["name"], declared.get("parameters", {})
     return replace(Tool.from_schema(name, declared.get("description", ""), parameters, run, made), method=True)
 
 
 def calling(calls: Iterable[tuple[str, Mapping[str, Json]]]) -> Message:
-    """An assistant turn that makes calls, each (name, arguments)."""
+    """Make an assistant turn with calls, each (name, arguments)."""
     return Message("assistant", "", tuple(ToolCall(name, dict(arguments)) for name, arguments in calls))
 
 
 def message_of(row: Mapping[str, Any]) -> Message:
-    """A message as benchmarks write it: {"role", "content"}, of an assistant or user with "tool_calls" ({"name", "arguments",
-    "id"}), of a tool with the "id" of the call that it answers."""
+    """Convert a benchmark's message: {"role", "content"}, for an assistant or user with "tool_calls" ({"name", "arguments",
+    "id"}), for a tool with the "id" of the answered call."""
     calls = tuple(ToolCall(call["name"], call["arguments"], id=call["id"]) for call in row.get("tool_calls") or ())
     return Message(row["role"], row.get("content") or "", calls, tool_call_id=row.get("id"))
 
 
 # Rows of a benchmark's official table, for `SuiteEnv.official`
 #
-# A task counts once, whatever the number of its samples. Unscored episodes (an outage, say) are in no mean, and the row's note
-# says how many there are: official tools differ there, and count such episodes as wrong or not at all.
+# A task counts once, regardless of its number of samples. Means leave out unscored episodes (for example after an outage), and
+# the row's note gives their number: official tools differ here and count such episodes as wrong or not at all.
 
 
 def mean_row(
@@ -95,8 +95,8 @@ def mean_row(
     *,
     value: Callable[[Played], float | None] = lambda one: None if one.success is None else float(one.success),
 ) -> OfficialRow:
-    """The mean over tasks of an episode's value, by default its success (0 or 1); of a task with several samples, of their mean.
-    `n`: the tasks with a scored episode."""
+    """Return the mean over tasks of the mean value of their episodes; `value`: by default the success (0 or 1). `n`: number of
+    tasks with a scored episode."""
     found: dict[str, list[float]] = defaultdict(list)
     for one in episodes:
         if (known := value(one)) is not None:
@@ -106,8 +106,8 @@ def mean_row(
 
 
 def weighted_row(name: str, rows: Iterable[OfficialRow]) -> OfficialRow:
-    """The mean of rows by their weights (a row without one is in none). If one has no value, the others' weights are scaled up,
-    which the note says."""
+    """Return the weighted mean of rows; rows without a weight are ignored. If a row has no value, the other weights are scaled
+    up, and the note names it."""
     counted = [row for row in rows if row.weight]
     known = [(row.value, row.weight or 0.0, row.n) for row in counted if row.value is not None]
     lacking = [row.name for row in counted if row.value is None]
@@ -118,8 +118,8 @@ def weighted_row(name: str, rows: Iterable[OfficialRow]) -> OfficialRow:
 
 
 def pass_hat_rows(episodes: Sequence[Played], prefix: str = "") -> list[OfficialRow]:
-    """pass^k for each k up to the least number of scored samples of a task (a task with none is left out), as tau2 computes it:
-    the mean over tasks of C(c, k) / C(n, k), c of n samples being successes."""
+    """Return pass^k for each k up to the smallest number of scored samples per task (tasks without any are left out), computed
+    as in tau2: the mean over tasks of C(c, k) / C(n, k) for c successes in n samples."""
     found: dict[str, list[bool]] = defaultdict(list)
     for one in episodes:
         if one.success is not None:
@@ -133,7 +133,7 @@ def pass_hat_rows(episodes: Sequence[Played], prefix: str = "") -> list[Official
 
 
 def groups(episodes: Iterable[Played], of: Callable[[Played], Iterable[str]]) -> dict[str, list[Played]]:
-    """Episodes by the names that `of` gives each (several, if it counts in several), in the order of their first."""
+    """Group episodes by the names that `of` returns (one or several per episode), in order of first occurrence."""
     found: dict[str, list[Played]] = {}
     for one in episodes:
         for name in of(one):
@@ -142,8 +142,8 @@ def groups(episodes: Iterable[Played], of: Callable[[Played], Iterable[str]]) ->
 
 
 def pass_hat_table(episodes: Sequence[Played], of: str) -> list[OfficialRow]:
-    """`pass_hat_rows` for each value of the tasks' `data[of]` (a row without a value if nothing of it was scored), and the plain
-    mean of their pass^1."""
+    """Return `pass_hat_rows` for each value of the tasks' `data[of]` (a row without a value if none of its episodes was scored),
+    and the unweighted mean of their pass^1."""
     parts = sorted(groups(episodes, lambda one: [one.data[of]]).items())
     rows = [pass_hat_rows(part, f"{name} ") or [mean_row(f"{name} pass^1", part)] for name, part in parts]
     first = [replace(known[0], weight=1 / len(rows)) for known in rows]
@@ -151,5 +151,5 @@ def pass_hat_table(episodes: Sequence[Played], of: str) -> list[OfficialRow]:
 
 
 def left_out(episodes: Sequence[Played], scored: int) -> str:
-    """A note on the episodes that are in no mean; "" if all are."""
+    """Return a note on the unscored episodes, "" if all are scored."""
     return f"{len(episodes) - scored} of {len(episodes)} episodes unscored, in no mean" if scored < len(episodes) else ""

@@ -1,4 +1,4 @@
-"""`agentrl env install`, `floor` and `leaks`: benchmarks on this machine, and measures of tasks."""
+"""Commands `agentrl env install`, `floor` and `leaks`: install benchmarks and measure tasks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # agentrl env floor
 
 FLOOR_EPILOG = """examples:
-  agentrl env floor key_value sql                         what doing nothing earns, of 200 held-out tasks each
-  agentrl env floor bfcl                                  of every task of a benchmark, with the ids of those that pay
+  agentrl env floor key_value sql                         rewards for doing nothing, on 200 held-out tasks each
+  agentrl env floor bfcl                                  on every task of a benchmark, with the ids of rewarded tasks
   agentrl env floor tau2 domain=retail --json
   agentrl env floor key_value --reward my_spec.json --tasks 1000
 """
@@ -28,7 +28,7 @@ SHOWN = 12
 
 @COMMANDS.register("env floor")
 def add_floor_arguments(parser: argparse.ArgumentParser) -> None:
-    """rewards of agents that solve nothing in it."""
+    """measure the rewards of agents that solve no task."""
     parser.epilog = FLOOR_EPILOG
     parser.add_argument("words", nargs="+", metavar="ENV|a=b", help="environments; with one, also its parameters")
     parser.add_argument("-n", "--tasks", type=whole_number(1), help="tasks (default: all of a suite, 200 of another environment)")
@@ -39,7 +39,7 @@ def add_floor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_floor(args: argparse.Namespace) -> int:
-    """Measure and print; returns the exit code."""
+    """Measure the environments and print the results; return the exit code."""
     names = [word for word in args.words if "=" not in word]
     params = [word for word in args.words if "=" in word]
     if not names or (params and len(names) > 1):
@@ -90,7 +90,7 @@ LEAKS_EPILOG = """examples:
 
 @COMMANDS.register("env leaks")
 def add_leaks_arguments(parser: argparse.ArgumentParser) -> None:
-    """contents that its held-out tasks share with its training tasks."""
+    """find content that held-out tasks share with training tasks."""
     parser.epilog = LEAKS_EPILOG
     with_env(parser)
     parser.add_argument(
@@ -102,7 +102,7 @@ def add_leaks_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_leaks(args: argparse.Namespace) -> int:
-    """Compare train and held-out tasks, and print; returns the exit code."""
+    """Compare training and held-out tasks and print shared content; return the exit code."""
     from dataclasses import asdict
 
     from agentrl.contrib.suites.measures import counted_tasks, find_leaks
@@ -137,7 +137,7 @@ INSTALL_EPILOG = """examples:
 
 @COMMANDS.register("env install")
 def add_install_arguments(parser: argparse.ArgumentParser) -> None:
-    """a benchmark's environments, from your checkout or package of it."""
+    """install a benchmark's environments from your checkout or package."""
     parser.epilog = INSTALL_EPILOG
     parser.add_argument("suite", nargs="?", help="its name, for example bfcl")
     parser.add_argument("--from", dest="source", metavar="FOLDER", help="the checkout or package folder (default: the package)")
@@ -147,7 +147,7 @@ def add_install_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_install(args: argparse.Namespace) -> int:
-    """Install, list or remove; returns the exit code."""
+    """Install, list or remove a suite; return the exit code."""
     from agentrl.contrib.suites.suite import SuiteEnv, install, read_record, remove
 
     if args.list:
@@ -190,7 +190,7 @@ def run_install(args: argparse.Namespace) -> int:
 
 
 def suites() -> dict[str, list[EnvEntry]]:
-    """The environments of each suite on the shelves."""
+    """Return suite -> environments on the shelves."""
     from agentrl.contrib.suites.suite import SuiteEnv
     from agentrl.env.catalog import list_envs
 

@@ -25,20 +25,20 @@ from agentrl.utils.errors import ConfigError, EnvError
 from agentrl.utils.parsing import read_json
 from agentrl.utils.threads import TOOLS, after_fork, fork_safe
 
-# A benchmark's code in an interpreter of its own, with the versions of packages that it pins.
+# Run a benchmark's code in a separate interpreter, with the package versions that it pins.
 #
-# A suite whose package cannot be installed beside agentrl (it pins another pydantic, patches the clock, keeps its world in global
-# variables) comes with a script that its own Python runs; the suite calls the script's functions by name, with JSON.
+# A suite whose package cannot share agentrl's process (it pins another pydantic, patches the clock, keeps its world in global
+# variables) brings a script that the benchmark's own Python runs; the suite calls the script's functions by name, with JSON.
 
 COLLECT_S = 0.5
-ANSWERS_S = 1800.0  # a bound of what hangs: a caller with a limit of its own (a step's, a tool's) kills the process at that
-ENDS_S = 5.0  # for a process that closed its pipe to end
-TOLD = 1500  # characters of what a process wrote before it ended that an error shows
+ANSWERS_S = 1800.0  # limit for hanging calls; a caller with its own limit (step, tool) kills the process earlier
+ENDS_S = 5.0  # for a process to end after it closed its pipe
+TOLD = 1500  # characters of an ended process's output that an error shows
 
 
 def python_of(source: Path, given: str | None = None) -> str:
-    """The interpreter that runs a benchmark's code: the one given, else that of a virtual environment `.venv` in its folder, else
-    this one. Raises ConfigError if the one given does not exist."""
+    """Return the interpreter for a benchmark's code: `given`, else that of a virtual environment `.venv` in its folder, else the
+    current one. Raises ConfigError if `given` does not exist."""
     if given is None:
         own = source / ".venv" / "bin" / "python"
         return str(own) if own.exists() else sys.executable
@@ -49,15 +49,15 @@ def python_of(source: Path, given: str | None = None) -> str:
 
 
 class ForeignProcess:
-    """One process that serves the functions of a script, and this side of its pipes."""
+    """A process that serves the functions of a script, with the pipes to it."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        # Its temporary files go with it, however it ends.
+        # Folder of the process's temporary files, removed with it.
         self.folder = Path(tempfile.mkdtemp(prefix="agentrl-foreign-"))
-        # Appending, so that what is cut from the beginning leaves no hole.
+        # Append mode: after a truncation, writes continue at the new end without a hole.
         self._told = tempfile.TemporaryFile("ab+")  # noqa: SIM115 - closed by `end`
         try:
-            # It ends by itself when its input is closed or its parent is gone. A group of its own: what it started ends with it.
+            # The process ends if its input closes or its parent dies. It has a new process group, so its children end with it.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._told, text=True, encoding="utf-8",
                 env={**os.environ, "TMPDIR": str(self.folder), foreign_main.FOLDER: str(self.folder)}, start_new_session=True,
@@ -69,15 +69,15 @@ class ForeignProcess:
 
     @property
     def lives(self) -> bool:
-        """True if it has not ended. What it started ends with it, however it does."""
+        """True if the process runs; after its end, its remaining children are killed."""
         if self._process.returncode is None and self._process.poll() is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.returncode is None
 
     async def call(self, function: str, values: dict[str, Json]) -> Json:
-        """`ask`, awaited. If the caller is cancelled, the process is killed: it is in the middle of an answer, which nobody else
-        may read, and which may never come."""
+        """Run `ask` in a thread. On cancellation, kill the process: its answer may never come, and would be read as the answer
+        to the next call."""
         try:
             return await TOOLS.call(function, self.ask, function, values)
         except asyncio.CancelledError:
@@ -85,8 +85,8 @@ class ForeignProcess:
             raise
 
     def ask(self, function: str, values: dict[str, Json]) -> Json:
-        """Call a function of the script; blocks, at most `ANSWERS_S`. Raises EnvError for what it raises, and if the process ends
-        instead, writes no valid answer, after which it is killed."""
+        """Call a function of the script; blocks for at most `ANSWERS_S`. Raises EnvError if the function raises, if the process
+        ends, or if its answer is invalid, after which the process is killed."""
         late = threading.Timer(ANSWERS_S, self.kill)
         late.daemon = True
         late.start()
@@ -104,7 +104,7 @@ class ForeignProcess:
             said = os.pread(self._told.fileno(), TOLD, max(size - TOLD, 0)).decode("utf-8", "replace").strip()
             try:
                 code = self._process.wait(ENDS_S)
-            except subprocess.TimeoutExpired:  # it closed its pipe, and goes on
+            except subprocess.TimeoutExpired:  # it closed its pipe, but still runs
                 self.kill()
                 code = self._process.wait()
             raise EnvError(f"the benchmark's process ended with exit code {code} in {function}: {said}")
@@ -113,7 +113,7 @@ class ForeignProcess:
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict) or answer.keys() not in ({"value"}, {"fault", "trace"}):
-            self.kill()  # which answer belongs to which question is not known any more
+            self.kill()  # later answers could no longer be matched to their calls
             raise EnvError(f"the benchmark's process wrote in place of an answer to {function}: {line[:200]!r}")
         os.ftruncate(self._told.fileno(), 0)
         if "fault" in answer:
@@ -122,24 +122,24 @@ class ForeignProcess:
         return answer["value"]
 
     def kill(self) -> None:
-        """Kill it and what it started; whoever waits for its answer gets EnvError."""
+        """Kill the process and its children; a waiting caller gets EnvError."""
         if self.lives:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def end(self) -> None:
-        """Kill it, close its pipes, which nobody may read any more, and delete its temporary files; idempotent."""
+        """Kill the process, close its pipes, which no caller may use later, and delete its temporary files; idempotent."""
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout, self._told):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # a request that it never read
+                with contextlib.suppress(OSError):  # the pipe still holds an unread request
                     pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Foreign:
-    """Processes of one interpreter that serve one script, at most `most` of them; started as they are needed, and kept."""
+    """Pool of at most `most` processes that serve one script with one interpreter; started on demand and kept."""
 
     def __init__(self, command: Sequence[str], most: int) -> None:
         self.command, self.most = tuple(command), most
@@ -147,17 +147,17 @@ class Foreign:
         after_fork(self, Foreign._begin)
 
     def _begin(self) -> None:
-        # In a fork, too: the processes are not its children, and it would talk over its parent's pipes.
+        # Also runs in a forked process, which must not use its parent's processes and pipes.
         self._idle: list[ForeignProcess] = []
         self._out: set[ForeignProcess] = set()
         self._taken, self._free = 0, threading.Condition()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Foreign:
-        return self  # copies of an environment ask the same processes
+        return self  # copies of an environment share the processes
 
     async def call(self, function: str, /, **values: Any) -> Json:
-        """Call a function of the script in any of the processes. Raises EnvError for what it raises; a process whose caller is
-        cancelled is killed."""
+        """Call a function of the script in any process. Raises EnvError if the function fails. On cancellation, kills the
+        process."""
         process = await self.held()
         try:
             return await process.call(function, values)
@@ -165,7 +165,7 @@ class Foreign:
             self.give(process)
 
     def ask(self, function: str, /, **values: Any) -> Json:
-        """`call`, blocking."""
+        """Call a function of the script in any process; blocks. Raises EnvError as `call`."""
         process = self.take()
         try:
             return process.ask(function, values)
@@ -173,7 +173,7 @@ class Foreign:
             self.give(process)
 
     async def held(self) -> ForeignProcess:
-        """`take`, awaited: if the caller is cancelled while it waits, the process goes back as soon as there is one."""
+        """Run `take` in a thread; on cancellation, the process is returned to the pool as soon as it is taken."""
         taking = asyncio.ensure_future(TOOLS.call("a benchmark's process", self.take))
         try:
             return await asyncio.shield(taking)
@@ -182,11 +182,11 @@ class Foreign:
             raise
 
     def take(self) -> ForeignProcess:
-        """A process for the caller alone until it is given back; blocks until one is free."""
+        """Take a process for exclusive use until `give`; blocks until one is free."""
         with self._free:
             while self._taken >= self.most:
                 if not self._free.wait(COLLECT_S):
-                    gc.collect()  # an environment that was dropped without `close` gives its process back only then
+                    gc.collect()  # frees the process of an environment that was dropped without `close`
             self._taken += 1
             process = self._idle.pop() if self._idle else None
         try:
@@ -197,13 +197,13 @@ class Foreign:
         except BaseException:
             self._release()
             raise
-        # Held here as well: of what is dropped in a circle of references, the collector would close the pipes, too.
+        # Keep a reference here: the collector would otherwise close the pipes of a process in a dropped reference cycle.
         self._out.add(process)
         return process
 
     def give(self, process: ForeignProcess) -> None:
-        """Give a process back. Nothing in a fork, to which it does not belong: it would take it for one that has ended, and kill
-        what is left of it."""
+        """Return a process to the pool. Does nothing in a forked process, which does not own it and would take it for ended and
+        kill its group."""
         with self._free:
             if process not in self._out:
                 return
@@ -220,7 +220,7 @@ class Foreign:
             self._free.notify()
 
     def close(self) -> None:
-        """End all processes, also those that a user holds."""
+        """End all processes, also those in use."""
         with self._free:
             idle, self._idle = self._idle, []
         for process in (*idle, *self._out):
@@ -232,7 +232,7 @@ _LOCK = fork_safe(threading.Lock())
 
 
 def foreign(python: str, script: Path, arguments: Sequence[str] = (), most: int = 1) -> Foreign:
-    """The processes for a script: the same ones for all environments of this process that ask with the same arguments."""
+    """Return the process pool of a script; environments with equal arguments share it."""
     command = (python, foreign_main.__file__, str(script), *arguments)
     key = command, most
     with _LOCK:
@@ -243,9 +243,9 @@ def foreign(python: str, script: Path, arguments: Sequence[str] = (), most: int 
 
 
 class ForeignSuite(SuiteEnv):
-    """A suite over processes of the benchmark's own Python, which serve the functions of `script`, a file of the suite.
+    """A suite that calls the functions of `script`, a file of the suite, in processes of the benchmark's own Python.
 
-    `inside`: the processes. A subclass that adds to `beside` or `shared` keeps these (`ForeignSuite.beside | {...}`)."""
+    `inside`: the process pool. A subclass that extends `beside` or `shared` keeps these (`ForeignSuite.beside | {...}`)."""
 
     script: ClassVar[Path]
     beside = frozenset({"python", "processes"})
@@ -253,22 +253,22 @@ class ForeignSuite(SuiteEnv):
     shared = frozenset({"inside", "python", "source", "version"})
 
     def __init__(self, *, python: str | None = None, processes: int = 2, **base: Any) -> None:
-        """`python`: the interpreter that has the benchmark's packages, by default that of SOURCE/.venv, else this one.
-        `processes` (1..256): how many of them answer at the same time; the rest waits.
+        """`python`: the interpreter with the benchmark's packages, by default that of SOURCE/.venv, else the current one.
+        `processes` (1..256): number of processes; further callers wait.
 
-        Raises ConfigError for a number outside this range, and for an interpreter that does not exist."""
+        Raises ConfigError for a number outside this range or a missing interpreter."""
         super().__init__(**base)
         self.python = python_of(self.source, python)
         most = within(processes, 1, 256, f"{self.suite}: processes")
         self.inside: Foreign = foreign(self.python, self.script, self.arguments(), most)
 
     def arguments(self) -> tuple[str, ...]:
-        """The script's `sys.argv[1:]`; by default the source."""
+        """Return the script's `sys.argv[1:]`, by default the source."""
         return (str(self.source),)
 
     def first(self, function: str) -> Any:
-        """The script's answer to a first question, such as its list of tasks. Raises ConfigError if it cannot be loaded by that
-        interpreter."""
+        """Call a function that loads the benchmark, such as its list of tasks; blocks. Raises ConfigError if that fails in the
+        chosen interpreter."""
         try:
             return self.inside.ask(function)
         except EnvError as problem:
@@ -279,10 +279,10 @@ class ForeignSuite(SuiteEnv):
 
 
 class HeldWorld:
-    """A benchmark's world that lives in a process's memory, one at a time: held by one episode, from `start` to `end`.
+    """A benchmark's world in the memory of a process that one episode holds from `start` to `end`.
 
-    `begin`: the script's function that makes it, and what that gets; `made`: the calls that changed it so far. A copy makes them
-    again, in a process of its own, when it is first used: right for worlds whose time and random numbers are fixed."""
+    `begin`: the script's function that makes the world, and its arguments; `made`: the calls that changed it so far. A copy
+    replays them in another process at its first use: correct only for worlds with fixed time and random numbers."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class HeldWorld:
         self.end()
 
     async def start(self) -> None:
-        """Take a process (waiting for one), and make the world in it."""
+        """Wait for a process, and make the world in it, replaying earlier calls."""
         self.waits = True
         try:
             self._process = await self.pool.held()
@@ -311,7 +311,7 @@ class HeldWorld:
             await self._process.call(function, dict(values))
 
     async def ask(self, function: str, **values: Json) -> Any:
-        """Call a function that leaves the world as it is. Raises EnvError if it fails or its process ends."""
+        """Call a function that does not change the world. Raises EnvError if it fails or its process ends."""
         if self._process is None:
             await self.start()
         assert self._process is not None
@@ -325,7 +325,7 @@ class HeldWorld:
         return await self.ask(function, **values)
 
     def end(self) -> None:
-        """Give the process back; idempotent. The next world in it takes this one's place."""
+        """Return the process to the pool; idempotent. The next world in it replaces this one."""
         process, self._process = self._process, None
         if process is not None:
             self.pool.give(process)

@@ -1,10 +1,10 @@
-"""The other side of `agentrl.contrib.suites.foreign`: run by a benchmark's own interpreter, so it needs nothing but Python 3.9.
+"""Serve a script's functions to `agentrl.contrib.suites.foreign`, in a benchmark's own interpreter (Python 3.9 or newer).
 
     python foreign_main.py SCRIPT [ARGUMENT ...]
 
-The functions of SCRIPT answer requests, one JSON object a line: {"call": name, "with": {...}} gives {"value": ...}, or
-{"fault": what it raised, "trace": ...}. SCRIPT sees the arguments as `sys.argv[1:]` while it is loaded, and imports this
-module by a name that nobody else has: `from agentrl_foreign import steady`.
+The functions of SCRIPT answer requests, one JSON object per line: {"call": name, "with": {...}} is answered by {"value": ...}
+or {"fault": exception, "trace": ...}. SCRIPT sees the arguments as `sys.argv[1:]` while it is loaded, and imports this
+module by a unique name: `from agentrl_foreign import steady`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FOLDER = "AGENTRL_FOREIGN_FOLDER"  # the variable that names the folder for temp
 
 
 def main() -> None:
-    """Serve until the other side closes the pipe."""
+    """Answer requests until the caller closes the pipe."""
     requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # What a benchmark prints must not be taken for an answer, nor may it read the requests.
+    # The benchmark's output must not mix with answers, and it must not read requests.
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # they reach all processes; the run still finishes its step
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # all processes get them; the run still finishes its step
         signal.signal(number, signal.SIG_IGN)
     sys.modules["agentrl_foreign"] = sys.modules[__name__]
     del sys.argv[0], sys.path[0]  # the folder of this file, whose modules must not shadow a benchmark's
@@ -47,7 +47,7 @@ def main() -> None:
     for line in requests:
         try:
             request = json.loads(line)
-            # Loaded at the first request: what fails about it is then an answer.
+            # Loaded at the first request, so that a failure is reported as an answer.
             script = script or _load(sys.argv[0])
             answer = json.dumps({"value": getattr(script, request["call"])(**request["with"])})
         except (Exception, SystemExit) as fault:
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _end_with(parent: int, folder: str) -> None:
-    """End this process and what it started when `parent` is gone, also in the middle of a call."""
+    """End this process and its children when `parent` is gone, even during a call."""
     while os.getppid() == parent:
         time.sleep(0.5)
     shutil.rmtree(folder, ignore_errors=True)
@@ -74,16 +74,16 @@ def _load(path: str, name: str = "agentrl_foreign_script") -> Any:
 
 
 def beside(script: str, name: str) -> Any:
-    """The module in NAME.py next to a script, loaded once. (The script's folder is not searched by imports: a benchmark's modules
-    must not be shadowed.)"""
+    """Load the module NAME.py next to a script, once. (Imports do not search the script's folder, to not shadow a benchmark's
+    modules.)"""
     known = f"agentrl_foreign_{name}"
     return sys.modules.get(known) or _load(str(Path(script).with_name(f"{name}.py")), known)
 
 
 def steady(package: str, begins: str | None, passed: Callable[[], float]) -> Callable[[], None]:
-    """Makes the clock (`datetime.datetime.now`) and the ids (`uuid4`) that the loaded modules of a package see the same for the
-    same calls: the time begins at `begins` (ISO; None: nothing is changed) and goes on by `passed()` seconds, ids are made of the
-    time and of their number. Returns what begins their numbers anew."""
+    """Make the clock (`datetime.datetime.now`) and the IDs (`uuid4`) of a package's loaded modules deterministic: the time is
+    `begins` (ISO; None: change nothing) plus `passed()` seconds, and an ID depends on the time and a counter. Returns a
+    function that resets the counter."""
     if begins is None:
         return lambda: None
     count, first = [itertools.count()], begins

@@ -1,4 +1,4 @@
-"""Measure tasks: what agents that solve nothing earn, what splits share."""
+"""Measure tasks: rewards of agents that solve nothing, and content that splits share."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agentrl.env.official import WHOLE, Benchmark
 
 
 def counted_tasks(env: ToolEnv, split: str | None, most: int | None) -> tuple[str, int, bool]:
-    """Split and number of the first tasks that count, and whether these are all: of a suite by default every task, of another
-    environment `most` (200 by default) of "heldout"."""
+    """Return (split, number of tasks to measure, are these all). Default: every task of a suite, else the first `most` (200)
+    tasks of "heldout"."""
     suite = isinstance(env.unwrapped, Benchmark)
     chosen = split or (WHOLE if suite else "heldout")
     there = env.task_count(chosen)
@@ -30,10 +30,9 @@ def counted_tasks(env: ToolEnv, split: str | None, most: int | None) -> tuple[st
 
 
 def measure(subject: Subject, split: str | None = None, most: int | None = None) -> dict[str, Any]:
-    """For each script of `IDLERS` the mean reward over scored tasks, and the tasks paid in full: their number, their share with
-    its 95 % interval (Wilson), their ids, and their families with (paid, all). Of all scripts together "any". Of a suite also
-    `version`, that of its source, and for each script the benchmark's own table ("official"). Raises Skipped if there is no
-    scorer."""
+    """Measure each script of `IDLERS`: the mean reward over scored tasks, and the fully rewarded tasks: their number with the
+    95 % interval of their share (Wilson), IDs, and families with (paid, all). "any": fully rewarded for at least one script. For
+    a suite also the source's `version` and each script's official table ("official"). Raises Skipped if there is no scorer."""
     env = subject.build()
     chosen, count, every = counted_tasks(env, split, most)
     inner = env.unwrapped
@@ -72,8 +71,8 @@ def _share(count: int, of: int) -> dict[str, Any]:
 
 
 def headline(found: Mapping[str, Any]) -> str:
-    """The row of a suite's own table that speaks for all, with its value: the known one whose name begins with "overall", else
-    the first. "" without one, or if its value is unknown."""
+    """Return the main row of a suite's official table with its value: the first known row whose name begins with "overall", else
+    the first row. "" without rows, or if its value is unknown."""
     rows = found["official"]
     known = (row for row in rows if row["name"].startswith("overall") and row["value"] is not None)
     row = next(known, rows[0] if rows else {"value": None})
@@ -84,13 +83,14 @@ def headline(found: Mapping[str, Any]) -> str:
 
 KINDS = ("functions", "n-grams", "gold arguments")
 EXAMPLES = 5
-"""Examples that a report keeps per kind."""
+"""Examples per kind in a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """Shared contents of a kind. `shared`: different items in both splits. `tasks`: held-out tasks with a shared item, `half`:
-    with at least half of their items shared, `of`: with any item. `examples`: item, held-out task, training task."""
+    """Shared content of a kind. `shared`: number of distinct items in both splits. Numbers of held-out tasks: `tasks` with a
+    shared item, `half` with at least half of their items shared, `of` with any item. `examples`: (item, held-out task, training
+    task)."""
 
     kind: str
     shared: int
@@ -101,7 +101,7 @@ class Leak:
 
 
 def find_leaks(env: ToolEnv, train: Iterable[int], heldout: Iterable[int], n: int = 8) -> list[Leak]:
-    """Compare tasks of the splits "train" and "heldout", by their seeds. `n`: words per n-gram."""
+    """Compare the tasks of "train" and "heldout" with the given seeds. `n`: words per n-gram."""
     seen: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
     for task, items in _contents(env, "train", train, n):
         for kind in KINDS:
@@ -142,6 +142,6 @@ def _contents(env: ToolEnv, split: str, seeds: Iterable[int], n: int) -> Iterato
 
 
 def ngrams(text: str, n: int) -> set[str]:
-    """Runs of `n` words, lower case; of a shorter text all its words."""
+    """Return all runs of `n` lower-case words; for a shorter text, one run of all its words."""
     words = re.findall(r"\w+", text.lower())
     return {" ".join(words[at : at + n]) for at in range(max(len(words) - n + 1, 1))} if words else set()

@@ -1,4 +1,4 @@
-"""Suites: a benchmark's tasks, tools and data as an environment; where its source is; its installation."""
+"""Suites: benchmarks as environments, the location of their sources, and their installation."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from agentrl.utils.threads import fork_safe
 
 
 def known_word(word: str, known: Iterable[str], where: str) -> str:
-    """`word`, which is one of `known`. Raises ConfigError with its place `where` ("tau2: domain") and near names, or all known
-    ones."""
+    """Return `word` if it is one of `known`. Raises ConfigError with the place `where` ("tau2: domain") and similar or all known
+    names."""
     names = list(known)
     if word not in names:
         raise ConfigError(f"{where} = {word!r}; {did_you_mean(word, names, 'known: ' + ', '.join(names))}")
@@ -38,27 +38,27 @@ def known_word(word: str, known: Iterable[str], where: str) -> str:
 
 
 def members(names: Iterable[str], groups: Mapping[str, Iterable[str]], where: str) -> tuple[str, ...]:
-    """Members of the named groups, each once, in the order of `names` (one thing may be a group of itself). Raises ConfigError
-    as `known_word`."""
+    """Return the members of the named groups, each once, in the order of `names` (a member may be its own group). Raises
+    ConfigError as `known_word`."""
     return tuple(dict.fromkeys(one for name in names for one in groups[known_word(name, groups, where)]))
 
 
 def within(number: int, least: int, most: int, where: str) -> int:
-    """`number`, if least <= number <= most. Raises ConfigError with `where` it stands and the range."""
+    """Return `number` if least <= number <= most. Raises ConfigError with its place `where` and the range."""
     if not least <= number <= most:
         raise ConfigError(f"{where} = {number!r}; expected a number within {least}..{most}")
     return number
 
 
 def user_folder() -> Path:
-    """Folder of a user's own state, apart from runs (the installed suites): AGENTRL_HOME, by default ~/.agentrl."""
+    """Return the folder of user state outside of runs (the installed suites): AGENTRL_HOME, by default ~/.agentrl."""
     return Path(os.environ.get("AGENTRL_HOME") or "~/.agentrl").expanduser()
 
 
-# Where a suite's source is on this machine: a benchmark's checkout or package, and the record of its installation.
+# Location of a suite's source on this machine: a benchmark's checkout or package, and the record of its installation.
 #
-# `agentrl env install` writes a record to the user's folder: source, version, counts, and size, time and sha256 of the files that
-# tasks and checkers come from. An environment reads the benchmark in place; nothing of it is copied.
+# `agentrl env install` writes a record to the user's folder: source, version, counts, and size, time and sha256 of the files of
+# tasks and checkers. An environment reads the benchmark in place; no file is copied.
 
 SHOWN = 6
 """Changed files that a note names."""
@@ -67,7 +67,7 @@ _LEFT_OUT = frozenset({"__pycache__", "node_modules"})
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file as it was at the installation: bytes, modification time in ns, sha256."""
+    """A file's state at the installation: bytes, modification time in ns, sha256."""
 
     size: int
     modified: int
@@ -77,7 +77,7 @@ class SourceFile:
 @dataclass(frozen=True)
 class InstallRecord:
     """Record of `agentrl env install`. `source`: the folder; `files`: by path relative to it; `tasks`: counts by environment
-    id, split and family; `installed`: the date."""
+    ID, split and family; `installed`: the date."""
 
     suite: str
     source: str
@@ -87,8 +87,8 @@ class InstallRecord:
     tasks: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
     def changes(self, patterns: Iterable[str]) -> list[str]:
-        """Changes since the installation of the files that the patterns name, in words: "data/tasks.json was changed"; empty if
-        nothing is."""
+        """Describe changes since the installation of the files that match the patterns ("data/tasks.json was changed"); empty if
+        no file changed."""
         now = {str(path.relative_to(self.source)) for path in _matching(Path(self.source), patterns)}
         found = [f"{name} is new" for name in sorted(now - set(self.files))]
         for name, old in self.files.items():
@@ -103,12 +103,12 @@ class InstallRecord:
 
 
 def record_file(suite: str) -> Path:
-    """Path of a suite's record, existing or not."""
+    """Return the path of a suite's record, which may not exist."""
     return user_folder() / "suites" / f"{suite}.json"
 
 
 def read_record(suite: str) -> InstallRecord | None:
-    """The record of a suite's installation; None if it is not installed. Raises ConfigError for a damaged one."""
+    """Return the record of a suite's installation, or None. Raises ConfigError if it is damaged."""
     file = record_file(suite)
     try:
         stat = file.stat()
@@ -117,9 +117,9 @@ def read_record(suite: str) -> InstallRecord | None:
     return _read_record(suite, file, stat.st_mtime_ns, stat.st_size)
 
 
-@lru_cache(maxsize=64)  # an environment asks for each episode
+@lru_cache(maxsize=64)  # called for each episode
 def _read_record(suite: str, file: Path, modified: int, size: int) -> InstallRecord:
-    """The record in a file as it was at that time."""
+    """Read a record; time and size of the file are only keys of the cache."""
     try:
         raw: dict[str, Any] = read_json(file.read_text(encoding="utf-8"))
         return InstallRecord(**{**raw, "files": {name: SourceFile(**one) for name, one in raw["files"].items()}})
@@ -129,7 +129,7 @@ def _read_record(suite: str, file: Path, modified: int, size: int) -> InstallRec
 
 @SOURCES.register("suites")
 def recorded_sources() -> dict[str, str]:
-    """The source of every installed suite, for the workers of a cluster; those of the driver, if this process is a worker's."""
+    """Return suite -> source of all installed suites, for cluster workers; in a worker, the driver's sources take precedence."""
     folder = user_folder() / "suites"
     records = [read_record(file.stem) for file in sorted(folder.glob("*.json"))] if folder.is_dir() else []
     return {**{record.suite: record.source for record in records if record is not None}, **_of_driver()}
@@ -138,9 +138,9 @@ def recorded_sources() -> dict[str, str]:
 def find_source(
     suite: str, given: str | None, module: str | None, own: Path | None = None, *, obtain: str = "", called: str = "params.source"
 ) -> Path:
-    """The folder of a suite's source: the given one, that on the driver's machine, the installed one, that of the package, or the
-    suite's `own`. `called`: what `given` is in the user's words. Raises ConfigError without one, with the commands that help,
-    or if a folder that is named does not exist on this machine."""
+    """Return the folder of a suite's source: the first of `given`, the driver's, the installed one, the package's, and the
+    suite's `own`. `called`: the user's name for `given`, for errors. Raises ConfigError, with commands that help, if no source
+    is found, or if a named folder does not exist on this machine."""
     expected = "the folder that holds the benchmark" + (f", which you get by `{obtain}`" if obtain else f" {suite}")
     if given is not None and not given.strip():
         raise ConfigError(f"{suite}: {called} is empty; expected {expected}")
@@ -169,11 +169,11 @@ def find_source(
 
 
 def checkout_version(folder: Path) -> str:
-    """The commit of a git checkout that a folder is in (its first 12 digits), read without running git; "no version" if it is in
-    none."""
+    """Return the commit of the git checkout that contains a folder (the first 12 digits), read without running git; "no version"
+    outside of a checkout."""
     for place in (folder, *folder.parents):
         git = place / ".git"
-        if git.is_file():  # of a worktree: "gitdir: PATH", whose refs are two folders above it
+        if git.is_file():  # in a worktree: "gitdir: PATH", whose refs are two folders above it
             git = place / git.read_text().removeprefix("gitdir:").strip()
         if not (git / "HEAD").is_file():
             continue
@@ -192,8 +192,8 @@ def checkout_version(folder: Path) -> str:
 
 
 def found_version(folder: Path) -> str:
-    """The version of a checkout or package: that of its `pyproject.toml`, that written next to an installed package
-    (`NAME-*.dist-info`), else `checkout_version`. Raises ConfigError for a `pyproject.toml` that is not one."""
+    """Return the version of a checkout or package: from its `pyproject.toml`, from the `NAME-*.dist-info` next to an installed
+    package, else `checkout_version`. Raises ConfigError for an invalid `pyproject.toml`."""
     project = folder / "pyproject.toml"
     if project.is_file():
         try:
@@ -207,18 +207,18 @@ def found_version(folder: Path) -> str:
 
 
 def read_files(folder: Path, patterns: Iterable[str]) -> dict[str, SourceFile]:
-    """The files of a folder that one of the glob patterns names, hashed; by relative path, sorted."""
+    """Hash the files of a folder that match a glob pattern; by relative path, sorted."""
     return {str(path.relative_to(folder)): file_of(path) for path in _matching(folder, patterns)}
 
 
 def file_of(path: Path) -> SourceFile:
-    """A file's size, time and hash."""
+    """Return a file's size, modification time and hash."""
     stat = path.stat()
     return SourceFile(stat.st_size, stat.st_mtime_ns, file_sha256(path))
 
 
 def fingerprint(files: Mapping[str, SourceFile]) -> str:
-    """One digest of the files' names and contents."""
+    """Return one digest of the files' names and contents."""
     return sha256(json.dumps([[name, one.sha256] for name, one in sorted(files.items())]).encode()).hexdigest()
 
 
@@ -235,22 +235,21 @@ def _of_driver() -> dict[str, str]:
     return found
 
 
-# A suite: a benchmark's own tasks, tools and data as an environment, read in place from the user's checkout or package.
+# A suite: a benchmark's tasks, tools and data as an environment, read in place from the user's checkout or package.
 #
 # class Toy(SuiteEnv):
 # id, suite, module, obtain = "me/Toy-v0", "toy", None, "git clone https://..."
-# files = ("data/*.json",)                                    # what tasks and checkers come from
-#
-# required = ("data",)                                           # without which a folder is not the benchmark's
+# files = ("data/*.json",)                                    # files of tasks and checkers
+# required = ("data",)                                        # a benchmark's folder must have these
 # def load(self): ...                                         # yields a SuiteTask for each task
 # def prompt(self, task): ...                                 # and the rest of a ToolEnv
 #
-# What is general is here: where the source is, its fingerprint, splits by family, the table of official metrics.
+# This base class finds the source and provides its fingerprint, splits by family, and the table of official metrics.
 
 
 @dataclass(frozen=True, slots=True)
 class SuiteTask:
-    """One task of a benchmark. `split`: the benchmark's own; None: by the family."""
+    """One task of a benchmark. `split`: the benchmark's own split; None: chosen by the family."""
 
     id: str
     family: str
@@ -260,16 +259,15 @@ class SuiteTask:
 
 
 class SuiteEnv(Benchmark):
-    """Base class of suites. A subclass sets what `ToolEnv` asks for and:
+    """Base class of suites. A subclass defines the members of a `ToolEnv` and:
 
-    `suite`: the name of `agentrl env install NAME`; several classes may share one. `module`: the importable package that holds
-    the benchmark, if one does. `obtain`: how a person gets it; every error shows it. `own`: a folder next to the class's
-    file that is used if nothing is installed. `files`: glob patterns, below the source, of what tasks and checkers come from.
-    `required`: files and folders, below the source, without which it is not the benchmark's.
-    `kind`: what of a task's data a part of the tasks is spread over ("category"); by default the family.
-    `beside`: parameters that the list of tasks does not depend on (which interpreter runs the benchmark, say).
-    `holdout`: the unit in which tasks without a split of the benchmark are held out, for reports.
-    All but `files` and `required` are constants of the class body, since listing reads source text and runs nothing.
+    `suite`: the name in `agentrl env install NAME`; several classes may share one. `module`: the importable package with the
+    benchmark, if there is one. `obtain`: the command or text that tells a user how to get it, shown in errors. `own`: a folder
+    next to the class's file, used if nothing is installed. `files`: glob patterns below the source for the files of tasks and
+    checkers. `required`: files and folders that must exist below the source. `kind`: key of a task's data over which samples of
+    tasks are spread ("category"); by default the family. `beside`: parameters that do not change the list of tasks (for example
+    the interpreter that runs the benchmark). `holdout`: the unit by which tasks without a benchmark split are held out, for
+    reports. All but `files` and `required` must be constants of the class body, since listing reads source text and runs nothing.
     """
 
     module: ClassVar[str | None] = None
@@ -282,24 +280,25 @@ class SuiteEnv(Benchmark):
     host_params = frozenset({"source"})
 
     def __init__(self, *, source: str | None = None, **base: Any) -> None:
-        """`source`: the benchmark's checkout or package folder; by default what `agentrl env install` recorded, else the
-        importable package. Raises ConfigError without one, or if a file of it is missing."""
+        """`source`: the benchmark's checkout or package folder, by default the one recorded by `agentrl env install`, else the
+        importable package. Raises ConfigError if no source is found, or if a required file is missing."""
         super().__init__(**base)
         self.source, self.version = type(self).locate(source)
 
     @classmethod
     def check_source(cls, folder: Path) -> str:
-        """The benchmark's version at a folder (see `found_version`). Raises ConfigError naming what of `required` is missing."""
+        """Return the version of the benchmark in a folder (see `found_version`). Raises ConfigError if a `required` file is
+        missing."""
         if missing := [name for name in cls.required if not (folder / name).exists()]:
             raise ConfigError(f"{missing[0]} is missing")
         return found_version(folder)
 
     @classmethod
     def locate(cls, source: str | None = None) -> tuple[Path, str]:
-        """The source's folder and version. Raises ConfigError as `__init__`."""
+        """Return the source's folder and version. Raises ConfigError as `__init__`."""
         own = None if cls.own is None else Path(inspect.getfile(cls)).with_name(cls.own)
         folder = find_source(cls.suite, source, cls.module, own, obtain=cls.obtain)
-        try:  # asked once per process and folder, since an environment is built for every episode
+        try:  # checked once per process and folder, since each episode builds an environment
             return folder, _VERSIONS.get((cls, folder)) or _VERSIONS.setdefault((cls, folder), cls.check_source(folder))
         except ConfigError as problem:
             get = f"To get it: {cls.obtain or 'see its README'}"
@@ -307,7 +306,7 @@ class SuiteEnv(Benchmark):
 
     @classmethod
     def task_counts(cls, folder: Path) -> dict[str, dict[str, int]]:
-        """The number of tasks of the benchmark at a folder by split and family, for the record of its installation."""
+        """Count the tasks of the benchmark in a folder by split and family, for the record of its installation."""
         env = cls(source=str(folder), scorer=None)
         found: dict[str, dict[str, int]] = {}
         for split in env.splits:
@@ -319,22 +318,22 @@ class SuiteEnv(Benchmark):
     # -- tasks -------------------------------------------------------------------------------------
 
     def load(self) -> Iterable[SuiteTask]:
-        """Every task of the benchmark under this environment's parameters, in its own order; without parameters, every task.
-        Called once per process for each source and set of parameters. (An author who overrides `make_task` and `task_count`
-        needs none.)"""
+        """Return the benchmark's tasks that this environment's parameters select, in the benchmark's order; all without
+        parameters. Called once per process for each source and set of parameters. (Not needed if a subclass overrides
+        `make_task` and `task_count`.)"""
         raise NotImplementedError(f"{type(self).__name__}.load")
 
     def whole(self) -> Sequence[SuiteTask]:
-        """Every task of the benchmark, whatever the parameters: which families are held out depends on these and on nothing that
-        selects from them, so that nobody trains on a part in which other families are held out. By default, what the class
-        loads without parameters."""
+        """Return every task of the benchmark, regardless of the parameters: the held-out families depend on all tasks, so that
+        selecting a part of them does not move a family from held-out to training. By default, the tasks that the class loads
+        without parameters; () if there are no parameters."""
         if not self._parameters():
             return ()
         kept = {name: value for name, value in self._built_with[1].items() if name in self.beside}
         return type(self)(source=str(self.source), scorer=None, **kept)._pool()[WHOLE]
 
     def check_split(self, split: str) -> None:
-        """Nothing: `make_task` knows the splits, and `WHOLE`."""
+        """Accept any split: `make_task` checks it, and also allows `WHOLE`."""
 
     def make_task(self, rng_seed: int, split: str) -> Task:
         rows = self._rows(split)
@@ -342,8 +341,8 @@ class SuiteEnv(Benchmark):
         return Task(row.id, rng_seed, split, {"family": row.family, **row.data}, row.gold)
 
     def spread(self, split: str, count: int, seed: int = 0) -> tuple[int, ...]:
-        """Spread over the kinds (see `kind`): one of each kind in turn, kinds and the tasks of a kind in the order of a hash of
-        their names and of `seed`. (The first ones of an author who overrides `make_task`.)"""
+        """Choose `count` tasks spread over the kinds (see `kind`): one per kind in turn, with kinds and tasks in the order of a
+        hash of their names and `seed`. (The first `count` if a subclass overrides `make_task`.)"""
         if type(self).make_task is not SuiteEnv.make_task:
             return tuple(range(count))
         kinds: dict[str, list[tuple[bytes, int]]] = {}
@@ -372,7 +371,7 @@ class SuiteEnv(Benchmark):
         if not pool.get(split):
             known = [name for name, rows in pool.items() if rows]
             hint = did_you_mean(split, known, f"its splits: {', '.join(known) or 'none'}")
-            if split in pool:  # there is such a split, and these parameters choose nothing of it
+            if split in pool:  # the split exists, but these parameters select none of its tasks
                 every = by_split(self.suite, self.whole())[split] if self._parameters() else ()
                 families = sorted({row.family for row in every})
                 hint += f"; env.params choose none of its families: {', '.join(families)}" if families else ""
@@ -380,7 +379,7 @@ class SuiteEnv(Benchmark):
         return pool[split]
 
     def _pool(self) -> dict[str, tuple[SuiteTask, ...]]:
-        """The tasks by split. Held by the process and not by the environment, so that no snapshot copies them."""
+        """Return the tasks by split. The process holds them, not the environment, so snapshots do not copy them."""
         key = (type(self), self.source, repr(self._parameters()))
         with _LOCK:
             if key not in _POOLS:
@@ -424,9 +423,9 @@ _NO_MATTER = frozenset({"source", "split", "scorer", "render_mode", "count_token
 
 
 def by_split(suite: str, tasks: Sequence[SuiteTask], whole: Sequence[SuiteTask] = ()) -> dict[str, tuple[SuiteTask, ...]]:
-    """Tasks by split, and under "all": the benchmark's own split if a task has one, else whole families are held out (single
-    tasks if there is only one family). `whole`: more tasks, whose families count for that. Raises TaskDataError for two tasks
-    of one id, and for a family with and without a split."""
+    """Return tasks by split, and all of them under "all". Tasks without a benchmark split are held out by whole families (by
+    single tasks if there is only one family). `whole`: further tasks that count for the choice of families. Raises
+    TaskDataError for a duplicate ID, and for a family with and without a split."""
     if not tasks:
         raise TaskDataError(f"{suite}: its source has no tasks")
     ids: set[str] = set()
@@ -454,10 +453,10 @@ _VERSIONS: dict[tuple[type, Path], str] = {}
 
 
 def install(classes: Mapping[str, type[SuiteEnv]], given: str | None) -> InstallRecord:
-    """Check the source of a suite and write its record. `classes`: its environments by id, at least one. `given`: the folder; by
+    """Check the source of a suite and write its record. `classes`: its environments by ID, at least one. `given`: the folder, by
     default the recorded one, or the importable package.
 
-    Raises ConfigError if there is no source, or if it has not what the suite reads; TaskDataError for a bad task."""
+    Raises ConfigError if there is no source, or if it lacks files of the suite; TaskDataError for an invalid task."""
     suite = next(iter(classes.values()))
     folder = find_source(suite.suite, given, suite.module, obtain=suite.obtain, called="--from")
     version = suite.locate(str(folder))[1]
@@ -472,7 +471,7 @@ def install(classes: Mapping[str, type[SuiteEnv]], given: str | None) -> Install
 
 
 def remove(suite: str) -> Path:
-    """Delete the record of a suite; its source stays. Returns the record's path. Raises ConfigError if it is not installed."""
+    """Delete the record of a suite, but not its source; return the record's path. Raises ConfigError if it is not installed."""
     file = record_file(suite)
     if not file.is_file():
         raise ConfigError(f"{suite} is not installed: there is no {file}")
