@@ -1,4 +1,4 @@
-"""The probe of model families: packed rows and shared prefixes, tried on a small cut of a model."""
+"""Probe model families: test packed rows and shared prefixes on a small version of a model."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from agentrl.trainer.language_model import Micro, PolicyModule, ScoreModule, Val
 from agentrl.trainer.update import Pack
 from agentrl.utils.errors import AgentrlError, ModelError
 
-# A cut of a model
+# A small version ("cut") of a model
 
 VOCABULARY = 96
 POSITIONS = 256
 WIDTH = 32
-"""Width of a layer's inner parts that nothing else depends on: MLPs, low-rank projections."""
+"""Largest inner width of MLPs and low-rank projections, which no other size depends on."""
 WINDOW = 8
 EXPERTS = 8
 HEADS = 4
 LEAST = 64
-"""Hidden numbers of a model without heads."""
+"""Hidden size of a model without heads."""
 KEPT = 2
-"""Layers that are kept at least: what leaks in one layer is mixed by the next."""
+"""Minimum number of layers: a leak in one layer is only mixed into other tokens by the next."""
 
 _HIDDEN = ("hidden_size", "dim_model", "embedding_dim", "lru_width", "attention_hidden_size", "word_embed_proj_dim")
 _HEADS = (
@@ -58,7 +58,7 @@ _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size
 
 
 def cut(config: Any) -> Any:
-    """A copy of a model's config with few and small layers of every kind."""
+    """Return a copy of a model's config with small layers of every kind."""
     found = copy.deepcopy(config)
     for part in parts_of(found):
         _fix(part, _VOCABULARIES, VOCABULARY)
@@ -81,14 +81,14 @@ def cut(config: Any) -> Any:
 
 def _shrink_heads(part: Any) -> None:
     heads, hidden = _number(part, "num_attention_heads"), _number(part, "hidden_size")
-    # Whichever of the two a head's size follows from stays in proportion.
+    # A head's size may follow from either number, so both keep their proportion.
     scale = 1 if not heads or heads <= HEADS else heads // next(n for n in range(HEADS, heads + 1) if heads % n == 0)
     if not heads and hidden and hidden > LEAST and hidden % LEAST == 0:
         scale = hidden // LEAST
     if hidden and scale > 1 and hidden % scale:
         if not _number(part, "head_dim"):
             return
-        _fix(part, _HIDDEN[:1], HEADS * LEAST)  # it follows from nothing
+        _fix(part, _HIDDEN[:1], HEADS * LEAST)  # with `head_dim`, the hidden size is free
     if scale == 1:
         return
     keys = {name: _number(part, name) for name in _KEY_HEADS}
@@ -126,7 +126,7 @@ def _shrink_mixers(part: Any, scale: int) -> None:
 
 
 def keep_layers(config: Any, count: int, every: int) -> Any:
-    """A copy with the first `count` of a text config's `every` layers."""
+    """Return a copy with the first `count` of a text config's `every` layers."""
     found = copy.deepcopy(config)
     text = found.get_text_config(decoder=True)
     for name, value in list(vars(text).items()):
@@ -139,10 +139,10 @@ def keep_layers(config: Any, count: int, every: int) -> Any:
 
 
 def kinds_needed(layers: list[nn.Module]) -> int:
-    """Number of first layers that hold one of every kind."""
+    """Return the number of leading layers that include every kind of layer."""
     kinds: list[str] = []
     for layer in layers:
-        lines = []  # its parts, without its number: their classes, flags and words
+        lines = []  # the layer's modules without its number: their classes, flags and strings
         for name, module in layer.named_modules():
             plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | str | None) or "window" in k or "theta" in k}
             plain.pop("_is_hf_initialized", None)
@@ -154,18 +154,18 @@ def kinds_needed(layers: list[nn.Module]) -> int:
 def _number(part: Any, name: str) -> int | None:
     try:
         value = getattr(part, name, None)
-    except (AttributeError, RuntimeError):  # one number for each layer, which has no single value
+    except (AttributeError, RuntimeError):  # a number per layer, without a single value
         return None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _fix(part: Any, names: tuple[str, ...], value: int) -> None:
-    """Set the numbers of those names that the config has to a value."""
+    """Set the config's numbers with these names to a value."""
     _set(part, names, lambda _: value)
 
 
 def _set(part: Any, names: tuple[str, ...], change: Callable[[int], int]) -> None:
-    """Set the numbers of those names that the config has, also under a family's own names."""
+    """Change the config's numbers with these names, also under a family's own names."""
     for name in dict.fromkeys(getattr(part, "attribute_map", {}).get(name, name) for name in names):
         old = _number(part, name)
         if old:
@@ -182,16 +182,16 @@ def _set(part: Any, names: tuple[str, ...], change: Callable[[int], int]) -> Non
 
 TEMPERATURE = 0.7
 PREFIX, ENDS, ALONE = 17, (9, 14, 3), 11
-"""Rows: three that begin alike, with ends of those lengths, and a shorter one. Longer than the windows of `cut`."""
+"""Token counts: three rows share a prefix and have these ends, one is shorter. All exceed the windows of `cut`."""
 LARGEST = 1 << 27
-"""Parameters of a cut model, at most (half a GiB in float32)."""
+"""Maximum parameters of a cut model (half a GiB in float32)."""
 
 
 class Sample:
-    """A model's family on a few rows: the reference, and the ways to compute them."""
+    """Small model of a family with a few rows: reference results, and the trainer's ways to compute them."""
 
     def __init__(self, config: Any, kind: Kind = "policy") -> None:
-        """Raises ModelError if no small model of that config can be built, or its own forward pass fails."""
+        """Build the model and the reference. Raises ModelError if no small model can be built or its forward pass fails."""
         self.kind = kind
         self.config = run_guarded(lambda: small(config, kind))
         self.rows, self.view = rows_of(int(self.config.get_text_config(decoder=True).vocab_size))
@@ -206,7 +206,7 @@ class Sample:
 
     @torch.no_grad()
     def alone(self, row: Tensor) -> Tensor:
-        """By transformers alone: the logprobs of a row's tokens after the first, its values, or its score."""
+        """Compute a row by transformers alone: the logprobs of its tokens after the first, its values, or its score."""
         if self.kind == "value":
             hidden = backbone(self.model)(input_ids=row[None], use_cache=False).last_hidden_state[0]
             values: Tensor = (hidden @ self.head.T)[:-1, 0].float()
@@ -217,8 +217,8 @@ class Sample:
         return (logits[:-1] / TEMPERATURE).log_softmax(-1).gather(1, row[1:, None])[:, 0]
 
     def measure(self, attention: str | None, together: bool, trees: tuple[Tree, ...] = ()) -> Measured:
-        """All rows in one pass, or each in a pass of its own. `attention`: a function of transformers, None: its
-        own choice; `trees`: common beginnings that are computed once."""
+        """Compare all rows in one pass (`together`), or one pass per row, with the reference. `attention`: an attention function
+        of transformers, None: its default; `trees`: shared prefixes that are computed once."""
         passes: list[tuple[int, ...]] = [(0, 1, 2, 3)] if together else [(0,), (1,), (2,), (3,)]
         return _compare_results(lambda: self._ours(attention, passes, trees), torch.cat(self.reference))
 
@@ -233,7 +233,7 @@ class Sample:
         return torch.cat(results)
 
     def module(self, attention: str | None) -> nn.Module:
-        """The module that the trainer would compute with, with the reference's weights."""
+        """Return the trainer's module with the reference's weights."""
         register_packed_attention()
         model = _built(self.config, self.kind, attention)
         model.load_state_dict(self.state, assign=True)
@@ -246,8 +246,8 @@ class Sample:
 
 
 def micro_of(view: Ragged, rows: tuple[int, ...], trees: tuple[Tree, ...]) -> Micro:
-    """The rows as the model's input, packed as an update packs them: end to end, or as trees (of all rows). All tokens but the
-    first of a row are wanted."""
+    """Pack rows as in an update: end to end, or as trees (of all rows). The results of all tokens but the first of each row are
+    requested."""
     together, prefix = torch.full((len(view),), -1), torch.zeros(len(view), dtype=torch.int64)
     for number, tree in enumerate(trees):
         together[list(tree.rows)], prefix[list(tree.rows)] = number, tree.prefix
@@ -255,7 +255,7 @@ def micro_of(view: Ragged, rows: tuple[int, ...], trees: tuple[Tree, ...]) -> Mi
 
 
 def rows_of(vocabulary: int) -> tuple[list[Tensor], Ragged]:
-    """The probe's rows, and as a batch."""
+    """Return the probe's rows, separately and as a batch."""
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(3, vocabulary, (PREFIX + sum(ENDS) + ALONE,), generator=draw)
     begin, *parts = torch.split(ids, [PREFIX, *ENDS, ALONE])
@@ -267,7 +267,7 @@ def rows_of(vocabulary: int) -> tuple[list[Tensor], Ragged]:
 
 
 def small(config: Any, kind: Kind) -> Any:
-    """Config of a model that is small enough to try. Raises ModelError if none can be made."""
+    """Return the config of a model of at most LARGEST parameters. Raises ModelError if that is impossible."""
     shrunk = cut(config)
     with torch.device("meta"):
         layers = layers_of(backbone(_built(shrunk, kind, "eager")))
@@ -280,7 +280,7 @@ def small(config: Any, kind: Kind) -> Any:
 
 @torch.no_grad()
 def perturb(model: nn.Module) -> None:
-    """Draw every parameter, and the biases that are buffers (of routers), so that none is without effect."""
+    """Randomize all parameters, and biases that are buffers (of routers), so that each has an effect."""
     parts = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.endswith("bias") and b.dim() == 1}}
     for tensor in parts.values():
         if not tensor.is_floating_point():
@@ -292,7 +292,7 @@ def perturb(model: nn.Module) -> None:
 
 
 def run_guarded(call: Callable[[], Any]) -> Any:
-    """The call's result. Raises ModelError for whatever the model's code raises."""
+    """Return the call's result. Raises ModelError for any exception of the model's code."""
     try:
         return call()
     except AgentrlError:
@@ -302,7 +302,7 @@ def run_guarded(call: Callable[[], Any]) -> Any:
 
 
 def brief(error: Exception) -> str:
-    """An error in one line."""
+    """Format an error in one line."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
@@ -315,7 +315,7 @@ def _compare_results(call: Callable[[], Tensor], reference: Tensor) -> Measured:
         return Measured(math.inf, brief(error))
     if found.shape != reference.shape:
         return Measured(math.inf, f"{tuple(found.shape)} numbers in place of {tuple(reference.shape)}")
-    # Some families scale their logits down, and what is wrong in them with it.
+    # Some families scale logits down, and errors with them.
     spread = float(reference.std()) if len(reference) > 1 else 1.0
     return Measured(float((found - reference).abs().max()) / min(spread, 1.0))
 
@@ -326,19 +326,19 @@ def _built(config: Any, kind: Kind, attention: str | None) -> Any:
     auto = AutoModelForSequenceClassification if kind == "score" else AutoModelForCausalLM
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     # A copy: a model writes its attention function into its config.
-    options["trust_remote_code"] = hasattr(config, "auto_map")  # `load_model_config` leaves it to those that are trusted
+    options["trust_remote_code"] = hasattr(config, "auto_map")  # `load_model_config` keeps it for trusted models only
     return auto.from_config(copy.deepcopy(config), dtype=torch.float32, **options).train()
 
 
 @FAMILIES.register("small_cut")
 def probe(config: Any, kind: Kind, name: str, one_row: bool) -> Probed:
-    """Findings about a model by its config. Raises ModelError for one that is not causal, or cannot be tried."""
+    """Probe the model of a config. Raises ModelError if it is not causal or cannot be tested."""
     try:
         sample = Sample(config, kind)
     except ModelError as error:
         raise ModelError(f"{name} cannot be tried: {error}; take another model ({RIGHT})") from error
     row, whole = sample.rows[1], sample.reference[1]
-    ahead = Measured(0.0)  # the influence of a row's end on the computation of its beginning, which a score has not
+    ahead = Measured(0.0)  # influence of a row's end on the results at its beginning; a score has none
     if kind != "score":
         ahead = _compare_results(lambda: sample.alone(row[: PREFIX + 2]), whole[: PREFIX + 1])
     if not ahead.right:
