@@ -1,7 +1,7 @@
-"""The `math.equal` leaf, and the processes that compare for it (`worker.py`).
+"""Define the `math.equal` leaf, which compares answers in separate processes (`worker.py`).
 
-A policy's text may keep SymPy busy for a year (9**9**9) or ask it for all memory. Threads cannot be stopped, so another process
-compares: the kernel ends it at its limit of processor time, and its address space is bounded."""
+A policy's text may keep SymPy busy for a year (9**9**9) or exhaust the memory. Threads cannot be stopped, so processes compare:
+the kernel ends a process at its limit of CPU time, and its address space is bounded."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from agentrl.utils.threads import SCORING, after_fork
 
 WORKER = Path(__file__).with_name("worker.py")
 MOST_TEXT = 100_000
-"""Characters of an answer that is read."""
+"""Longest answer that is read, in characters."""
 PLACES = min(4, usable_cpus())
-"""Processes at once."""
+"""Maximum number of processes."""
 OVERDUE = 20.0
-"""Times its limit of processor time that an answer may take before the machine is blamed, not the policy."""
+"""Wall-clock limit as a multiple of the CPU time limit: beyond it, the machine is at fault, not the policy."""
 _ITS_OWN = frozenset({signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 
 
 class Process:
-    """A process that compares one answer after the other."""
+    """A process that compares one answer at a time."""
 
     def __init__(self) -> None:
-        # Nothing of this process's environment but where its packages are: keys are none of its business.
+        # Pass on only the paths of packages and libraries, no API keys.
         kept = {name: os.environ[name] for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(WORKER.parents[3]), kept.get("PYTHONPATH"))))
         self._pipe, end = Pipe()
@@ -58,7 +58,7 @@ class Process:
             )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """The answer; None if the process ended before it gave one. Raises UnscorableError if it is overdue."""
+        """Return the reply, or None if the process ended before. Raises UnscorableError if it is overdue."""
         with suppress(EOFError, OSError):
             self._pipe.send_bytes(json.dumps(request).encode())
             if not self._pipe.poll(OVERDUE * request["seconds"] + 30):
@@ -67,7 +67,7 @@ class Process:
         return None
 
     def close(self) -> int:
-        """End it; its exit status, which is its own if it had ended."""
+        """End the process and return its exit status; if it had already ended, that is its own."""
         self._pipe.close()
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(0.2)
@@ -83,14 +83,14 @@ def _fill(idle: LifoQueue[Process | None]) -> LifoQueue[Process | None]:
 
 
 IDLE = after_fork(_fill(LifoQueue()), _fill)
-"""Places for a process, those with one first."""
+"""PLACES slots, each with an idle process or None; the last one put back is taken first."""
 
 
 def ask(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer of a process to a request (`worker.answer`). Blocks.
+    """Send a request to a process and return its reply (`worker.answer`). Blocks.
 
-    An answer that ends the process is wrong. Raises UnscorableError for gold that is no mathematics, and if the process was ended
-    from outside or gets no time from this machine.
+    An answer that crashes the process or exceeds its limits is wrong. Raises UnscorableError for gold that is not mathematics,
+    and if the process was killed from outside or gets no CPU time.
     """
     process = IDLE.get()
     kept: Process | None = None
@@ -119,7 +119,7 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
 
 @LEAVES.register("math.equal")
 class MathEqual(Leaf):
-    """Return True if the mathematics in the text equals the gold answer, however it is written: boxed, LaTeX, or plain."""
+    """Compare the mathematics in the text with the gold answer, in any notation: boxed, LaTeX, or plain."""
 
     formula: ClassVar[str] = (
         "1 if the answer, read as a whole, equals one of `expect` (numbers to 6 places, all else by math-verify) and is worked "
@@ -148,7 +148,7 @@ class MathEqual(Leaf):
         return True
 
     def longest(self) -> tuple[Hashable, float] | None:
-        # Its turn comes when the others that are scored at the same time have had as long.
+        # The answers that are scored at the same time may all take this long before it.
         return json.dumps([self.kind, dict(self.args)], sort_keys=True), self.seconds * SCORING.most / PLACES
 
     def gold_fault(self, args: Args) -> str | None:
@@ -173,7 +173,7 @@ class MathEqual(Leaf):
 
 
 def _gold(value: Json) -> list[str]:
-    """The gold answers as texts; numbers in full, since 1e+22 reads as 1 * e + 22. Raises UnscorableError as `wanted_texts`."""
+    """Return the gold answers as texts, floats without exponents (1e+22 reads as 1 * e + 22). Raises UnscorableError if none."""
     items = value if isinstance(value, (list, tuple)) else [value]
     whole = [format(Decimal(repr(item)), "f") if isinstance(item, float) and math.isfinite(item) else item for item in items]
     found = wanted_texts(whole)

@@ -1,7 +1,7 @@
-"""Compares answers with gold by math-verify, in a process of its own (`leaf.py`).
+"""Program that compares answers with gold by math-verify, in a process started by `leaf.py`.
 
-A program, not a module: it answers one JSON request after the other. math-verify's own time limit is an alarm, which works in the
-main thread of a program alone and is never met by a long multiplication; here the kernel ends the process."""
+It answers JSON requests one at a time. math-verify's own time limit is an alarm, which works only in the main thread of a
+program and cannot interrupt a long multiplication; here the kernel ends the process."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from math_verify.grader import get_pct_val, should_treat_as_complex
 from agentrl.utils.parsing import GAP, MAGNITUDE, Numeral, numeral
 
 MEMORY = 1 << 30
-"""Bytes of address space; SymPy and its parser take a fifth of that."""
+"""Limit of the address space in bytes; SymPy and its parser take a fifth of it."""
 WORN = 1 << 29
-"""Bytes in memory from which on the process does not go on after an answer."""
+"""Resident bytes from which on the process ends after an answer."""
 DIGITS = 40
 """Digits to which numbers without decimals must agree."""
 PLACES = Fraction(1, 10**6)
-"""How much a decimal may differ; from a number below 0.1 by as many of its own digits."""
+"""Tolerance of decimals; below 0.1 it shrinks to keep the number of significant digits."""
 
-# -- a text as a whole ---------------------------------------------------------------------------------
+# -- read a whole text ---------------------------------------------------------------------------------
 
 
 def _words(text: str) -> frozenset[str]:
@@ -52,13 +52,13 @@ _NO_UNIT = _words(
     "minus plus over by divided factorial mod remainder base point negative not no than more less at least most about if is are "
     "was equals equal either neither nor between from sum product difference true false yes none"
 )
-"""Words behind a number that make another number of it, or no answer."""
+"""Words after a number that change its value, or show that it is not the answer."""
 _SHORT_UNITS = _words(
     "mm cm dm km mg kg ml mL cl dl ft in yd mi oz lb hr ms ns Hz kW cc GB MB of per sq cu an the a m/s km/h kg/m g/mL mi/h ft/s "
     "m/min L/min g/L mol/L"
 )
 _SYMBOLS = _words("mm cm dm m km mg g kg t ms s min h ml cl l in ft yd mi oz lb c f k")
-"""Units that make another answer: 5 km is not 5 m, nor 5 meters."""
+"""Units that are compared: 5 km is not 5 m or 5 meters."""
 _BASES = {
     "meter": "m", "metre": "m", "gram": "g", "liter": "l", "litre": "l", "second": "s", "minute": "min", "hour": "h", "hr": "h",
     "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "yard": "yd", "mile": "mi", "ounce": "oz", "pound": "lb",
@@ -77,7 +77,7 @@ _ELLIPSIS = re.compile(r"\.\.\.|…|\\[lcvd]?dots")
 _GROUPED = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?P<between>\\[,;: ]|\{,\}|[ \u00a0\u2009\u202f])\d{3}(?:(?P=between)\d{3})*(?!\d)")
 _MIXED = re.compile(r"(?<![\d.])(\d{1,9})(?:\s+(\d{1,9})\s?/\s?(\d{1,9})|\s*\\[dt]?frac\{(\d{1,9})\}\{(\d{1,9})\})(?![\d.])")
 _JOINED = re.compile(r"\d\s+[\d.]|\d\.\d+\.|\d[eE][-+]?\d|\.\s*\.|\d_|\d\s+[A-Za-z]\s+\d|(?<![\d.,])0\d|^[nN]/[aA]$")
-"""Numbers that stand next to each other, in other bases, with remainders, dates: the parser would multiply, add or drop."""
+"""Adjacent numbers, other bases, remainders, dates: the parser would multiply, add or drop parts of them."""
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _COMMAND = re.compile(r"\\(?:begin|end)\s?\{[a-z]+\*?\}|\\[A-Za-z]+")
 _SIGNS = str.maketrans({
@@ -93,7 +93,7 @@ _LATEX = NormalizationConfig(basic_latex=True, units=False, malformed_operators=
 
 @dataclass(frozen=True)
 class Read:
-    """A text that was read as a whole. `number`: if it is one as people write them; `name`: of x = 5 the x."""
+    """A text that was read completely. `number`: its numeral, if it is one; `name`: the x of x = 5."""
 
     text: str
     value: Any
@@ -106,7 +106,7 @@ class Read:
         return _is_number(self.value)
 
     def as_text(self) -> str:
-        """Text from which it was read."""
+        """Return the value as text, at most 200 characters."""
         try:
             return str(self.value if self.number is None else f"{self.number.value}{'%' * self.number.percent}")[:200]
         except ValueError:  # more digits than Python writes
@@ -114,7 +114,7 @@ class Read:
 
 
 def read(text: str) -> Read | None:
-    """Read a whole text, but for dollars, blanks, a label before it and a unit behind it; None if anything is left over."""
+    """Read a whole text, without dollar signs, blanks, a label before and a unit after it; None if a part cannot be read."""
     bare = _bare(text)
     if not bare or _ELLIPSIS.search(text):
         return None
@@ -125,7 +125,7 @@ def read(text: str) -> Read | None:
 
 
 def _bare(text: str) -> str:
-    """A text without blanks at its ends, dollars around it, and emphasis."""
+    """Strip blanks, math delimiters, emphasis, a final period and a currency after a number."""
     text, before = text.strip(), None
     while text != before:
         before = text
@@ -165,7 +165,7 @@ def _with_unit(bare: str) -> Read | None:
 
 
 def _is_product(letters: str) -> bool:
-    """Return whether letters are factors (ab, xyz) and no word."""
+    """Return True if letters are factors (ab, xyz) and not a word."""
     if len(letters) < 2 or letters.lower() in _SHORT_WORDS or letters in _SHORT_UNITS:
         return len(letters) < 2
     codes = sorted(map(ord, letters))
@@ -190,7 +190,7 @@ def _expression(bare: str) -> Read | None:
             return replace(last, text=bare, name=sides[0].replace(" ", "") if _is_name(sides[0]) else "")
     try:
         value = latex2sympy(latex, is_real=not should_treat_as_complex(latex), convert_degrees=False, normalization_config=None)
-    except Exception:  # the parser's own are of many kinds
+    except Exception:  # the parser raises many kinds of exceptions
         return None
     if isinstance(value, sympy.FiniteSet) and all(isinstance(one, sympy.Eq) for one in value.args):
         names = {one.lhs for one in value.args}
@@ -200,7 +200,7 @@ def _expression(bare: str) -> Read | None:
 
 
 def _contradicts(side: str, last: Read) -> bool:
-    """Return whether a side is far from the last one (3 = 7; 1/3 = 0.33 is rounded)."""
+    """Return True if a side differs from the last one by more than rounding (3 = 7, but not 1/3 = 0.33)."""
     found = None if _is_name(side) else _with_unit(side.strip())
     if found is None or not found.is_number or found.unit or last.unit:
         return False
@@ -219,13 +219,13 @@ def _is_name(text: str) -> bool:
 
 
 def _latex(bare: str) -> str | None:
-    """LaTeX that the parser reads as it is meant; None for words, and for numbers that stand next to each other."""
+    """Return LaTeX that the parser reads as intended; None for words and for adjacent numbers."""
     text = _GROUPED.sub(lambda found: re.sub(r"\D", "", found.group()), bare)
     text = _MIXED.sub(_improper, re.sub(r"(?<=\d)([½⅓⅔¼¾])", r" \1", text).translate(_SIGNS))
     text = _ROOT.sub(lambda found: rf"\sqrt{'[3]' if found[1] == '∛' else ''}{{{found[2] or found[3] or found[4]}}}", text)
     text = re.sub(r"[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda found: f"^{{{found.group().translate(_HIGH)}}}", text)
     text = re.sub(r"\\\\(?![A-Za-z])|\\\\(?=.*\\end)|&", r" \g<0> ", text.replace("**", "^"))
-    text = re.sub(r"(?<![A-Za-z\\])d(?=\s*\\)", "{d}", text)  # else of a differential
+    text = re.sub(r"(?<![A-Za-z\\])d(?=\s*\\)", "{d}", text)  # otherwise the d of a differential
     text = re.sub(r"_(\w)\s+", r"_{\1} ", text).replace("\\left", "").replace("\\right", "")
     if _JOINED.search(text) or any(
         word.lower() not in NAMES and not _is_product(word)
@@ -246,7 +246,7 @@ def _improper(found: re.Match[str]) -> str:
     return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
 
 
-# -- an answer within a text ---------------------------------------------------------------------------
+# -- find an answer in a text --------------------------------------------------------------------------
 
 _SPAN = r"\$\$(?P<a>.+?)\$\$|\\\[(?P<b>.+?)\\\]|(?<!\\)\$(?P<c>[^$\n]+?)(?<!\\)\$|\\\((?P<d>.+?)\\\)"
 _ATOM = (
@@ -260,7 +260,7 @@ _BETWEEN = re.compile(r"\s*(?:,\s*)?(?:and|or)\s*")
 
 
 def answer_in(text: str) -> str | None:
-    """The part of a text that is its answer: in a box, or first behind "answer", or last. None without any."""
+    """Return the part of a text that is its answer: in a box, else the first after "answer", else the last; or None."""
     if _BOX.search(text):
         inner = str(extract_boxed_content(text, "last"))
         return inner + _magnitude(text, text.rfind(f"{inner}}}") + len(inner) + 1)
@@ -272,13 +272,13 @@ def answer_in(text: str) -> str | None:
 
 
 def _magnitude(text: str, end: int) -> str:
-    """The words behind a number, which ends there, that make another of it: million, squared."""
+    """Return the words or power after a number's `end` that change its value: million, squared."""
     found = _TIMES.match(text, end)
     return "" if found is None else "^2" if found["power"] == "squared" else "^3" if found["power"] else found.group()
 
 
 def _parts(text: str) -> list[str]:
-    """Mathematical parts of prose, in order; alternatives with "and" or "or" between them are one."""
+    """Return the mathematical parts of prose, in order; alternatives joined by "and" or "or" are one part."""
     found: list[str] = []
     end = -1
     for match in _RUN.finditer(text):
@@ -300,7 +300,7 @@ def _parts(text: str) -> list[str]:
     return found
 
 
-# -- whether it is right -------------------------------------------------------------------------------
+# -- compare an answer with gold -----------------------------------------------------------------------
 
 _FORMS = (
     sympy.Number, sympy.NumberSymbol, sympy.Add, sympy.Mul, sympy.Pow, sympy.Symbol, sympy.UnevaluatedExpr, sympy.exp,
@@ -308,7 +308,7 @@ _FORMS = (
     sympy.core.relational.Relational, sympy.And, sympy.core.function.AppliedUndef, type(sympy.S.EmptySet), type(sympy.S.Reals),
     type(sympy.true), type(sympy.false),
 )  # fmt: skip
-"""What any answer may consist of; of integrals, sums, products of matrices and so on only what gold consists of."""
+"""Types of expressions allowed in every answer; others (integrals, sums, matrix products, ...) only if gold has them."""
 _COMPUTED = (sympy.factorial, sympy.binomial, sympy.gamma, sympy.Mod, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min)
 
 
@@ -323,7 +323,7 @@ def _nodes(value: Any) -> Iterator[Any]:
 
 
 def is_settled(said: Read, wanted: Read) -> bool:
-    """Return whether an answer is worked out: gold's own text, a number in lowest terms, or an expression that stays as it is."""
+    """Return True if an answer is worked out: gold's text, a number in lowest terms, or an expression in final form."""
     plain = [re.sub(r"\\left|\\right|\\[,;:!]|(?<=\\)[dt](?=frac)|[\s$]", "", text) for text in (said.text, wanted.text)]
     if plain[0] == plain[1]:
         return True
@@ -336,14 +336,14 @@ def is_settled(said: Read, wanted: Read) -> bool:
         if not (isinstance(node, _FORMS) or elementary or type(node) in kinds):
             return False
     if isinstance(said.value, sympy.Rational):
-        return False  # of something else than a number, which the parser has computed
+        return False  # the text was not a number: the parser has computed it
     if said.text.count("\\begin") > wanted.text.count("\\begin"):
-        return False  # a product of matrices, which the parser has multiplied
+        return False  # a matrix product, which the parser has computed
     return all(_lowest(part, wanted) for part in _elements(said.value))
 
 
 def _elements(value: Any) -> Iterator[Any]:
-    """The numbers that a value consists of: its own, or the elements of a set, a tuple, an interval, a matrix."""
+    """Yield the numbers in a value: itself, or the elements of a set, tuple, interval, relation or matrix."""
     if _is_number(value):
         yield value
     elif isinstance(value, (sympy.Set, sympy.Tuple, sympy.MatrixBase, sympy.core.relational.Relational, sympy.And)):
@@ -352,7 +352,7 @@ def _elements(value: Any) -> Iterator[Any]:
 
 
 def _lowest(value: Any, wanted: Read) -> bool:
-    """Return whether nothing is left to compute in a number: no sum or power of numbers, no like terms, no root that is whole."""
+    """Return True if a number needs no more computation: no sum or power of numbers, no like terms, no integer root."""
     if isinstance(value, (sympy.Number, sympy.NumberSymbol)) or get_pct_val(value) is not None:
         return True
     simple = sympy.count_ops(value) <= sympy.count_ops(wanted.value) and not wanted.number
@@ -367,7 +367,7 @@ def _lowest(value: Any, wanted: Read) -> bool:
 
 
 def equal(wanted: Read, said: Read, strict: bool) -> bool:
-    """Return whether two texts say the same: numbers to six places, all else by math-verify."""
+    """Return True if two answers are equal: numbers to six places, all else by math-verify."""
     if strict and wanted.name and said.name and wanted.name != said.name:
         return False
     units = [_symbols(one.unit) for one in (wanted, said)]
@@ -387,14 +387,14 @@ def equal(wanted: Read, said: Read, strict: bool) -> bool:
 
 
 def _symbols(unit: str) -> list[str] | None:
-    """The symbols of a unit and its power; None if one is not known."""
+    """Return the symbols of a unit and its power, or None if a symbol is unknown."""
     bare = unit.rstrip("0123456789").lower()
     found = [_SPELLED.get(part.strip(), part.strip()) for part in re.split(r"/|\bper\b", bare)]
     return [*found, unit[len(bare) :]] if _SYMBOLS.issuperset(found) else None
 
 
 def _is_equation(value: Any) -> bool:
-    """Return whether a value is an equation that defines no name."""
+    """Return True if a value is an equation that does not define a name."""
     return isinstance(value, sympy.Eq) and not (value.lhs.is_Symbol or isinstance(value.lhs, sympy.core.function.AppliedUndef))
 
 
@@ -407,13 +407,13 @@ def _same_number(wanted: Numeral, said: Numeral) -> bool:
     if wanted.percent == said.percent:
         return said.value == wanted.value or abs(said.value - wanted.value) < room
     if said.value == wanted.value and (wanted.percent or wanted.value.denominator == 1):
-        return True  # 50% is 50, as math-verify has it
+        return True  # 50% equals 50, as in math-verify
     share = said.value / 100 if said.percent else said.value
     return abs(share - (wanted.value / 100 if wanted.percent else wanted.value)) <= (near / 100 if wanted.percent else room)
 
 
 def _complex(value: Any) -> Any:
-    """A number whose only letter is i."""
+    """Replace the letter i, the only one in a number, by the imaginary unit."""
     return value.subs(dict.fromkeys(value.free_symbols, sympy.I))
 
 
@@ -431,7 +431,7 @@ def _close(wanted: Any, said: Any, inexact: bool | None = None) -> bool:
 
 @cache
 def gold(text: str) -> Read | None:
-    """Value of a gold answer; None if it is no mathematics as a whole."""
+    """Read a gold answer; None if it is not mathematics as a whole."""
     found = read(extract_boxed_content(text, "last"))
     return None if found is None or found.value in (sympy.nan, sympy.zoo) else found
 
@@ -450,12 +450,12 @@ def right(wanted: Read, text: str, strict: bool) -> bool:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """`{"unread": gold}` for gold that is no mathematics; else whether the answer equals one of them, and how both were read."""
+    """Compare an answer with gold; return "right" and how both were read, or `{"unread": text}` for unreadable gold."""
     wanted: list[Read] = []
     for text in request["gold"]:
         try:
             found = gold(text)
-        except (Exception, RecursionError):  # whatever it is, no answer is to blame
+        except (Exception, RecursionError):  # the gold is at fault, not the answer
             found = None
         if found is None:
             return {"unread": text}
@@ -478,7 +478,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(pipe: Connection) -> None:
-    """Answer requests until the other end is closed. The kernel ends this process (SIGXCPU) after a request's seconds."""
+    """Answer requests until the pipe closes or memory reaches WORN. The kernel ends the process (SIGXCPU) at the CPU limit."""
     worn = False
     while not worn:
         request = json.loads(pipe.recv_bytes())
@@ -487,9 +487,9 @@ def serve(pipe: Connection) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (until, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         try:
             reply = answer(request)
-        except (Exception, RecursionError) as fault:  # of what the policy wrote: gold was read before
+        except (Exception, RecursionError) as fault:  # caused by the policy's text: gold was read before
             reply = {"right": False, "why": type(fault).__name__}
-        # Not `ru_maxrss`, which a process that was started from a large one begins with.
+        # Not `ru_maxrss`, which starts at the size of the parent process.
         worn = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() > WORN
         pipe.send_bytes(json.dumps({**reply, "worn": worn}).encode())
 
