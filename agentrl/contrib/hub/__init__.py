@@ -1,1 +1,1 @@
-"""`agentrl push` and `agentrl pull` share models, data and environments through huggingface_hub."""
+"""Share models, data and environments by `agentrl push` and `agentrl pull`, through huggingface_hub."""

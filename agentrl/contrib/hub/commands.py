@@ -1,4 +1,4 @@
-"""`agentrl push` and `agentrl pull`: a model, an adapter, data or an environment to a shared folder or a hub, and back."""
+"""Commands `agentrl push` and `agentrl pull`: transfer a model, an adapter, data or an environment to and from a hub."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_push_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_push(args: argparse.Namespace) -> int:
-    """Push; returns 0. Raises UserError."""
+    """Push and print the revision; return 0. Raises UserError if the push fails."""
     from agentrl.contrib.hub.transfer import push
 
     which = "best" if args.best else "last" if args.step is None else str(args.step)
@@ -63,7 +63,7 @@ def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_pull(args: argparse.Namespace) -> int:
-    """Pull; returns 0. Raises UserError."""
+    """Pull and print the folder; return 0. Raises UserError if the pull fails."""
     from agentrl.contrib.hub.transfer import pull
 
     pull(args.name, args.target, args.revision)

@@ -1,7 +1,7 @@
 """Push a run's model, data or an environment to a Hugging Face hub, and pull them.
 
-Transfer, revisions and verification are `huggingface_hub`'s (`HF_TOKEN`, `HF_ENDPOINT` for a hub of one's own). This module
-selects the files and refuses links, pickles and secrets before anything leaves the machine.
+`huggingface_hub` transfers, versions and verifies files (`HF_TOKEN`; `HF_ENDPOINT` for another hub). This module selects the
+files and refuses links, pickles and secrets before a file leaves the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from agentrl.utils.parsing import read_json
 from agentrl.utils.redaction import known, learn, redact_json, redact_said
 
 HUB = "hf:"
-"""Optional prefix of a repository's name."""
+"""Optional prefix of a repository name."""
 DATA = (".jsonl", ".parquet", ".arrow")
 _NAME = re.compile(r"(?:datasets/)?[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9][\w.-]{0,95})?")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
@@ -35,7 +35,7 @@ _CHUNK = 1 << 22
 
 
 def push(source: str, name: str, which: str = "last", adapter: bool = False) -> str:
-    """Upload a run's model (`which`: last, best or a step; `adapter`: its adapter alone), or a folder or file of a model, an
+    """Upload a run's model (`which`: last, best or a step; `adapter`: only its adapter), or a folder or file of a model, an
     adapter, data or an environment, to the private repository `name`. Returns the commit.
 
     Raises RepositoryError for files that must not be pushed (links, pickles, secrets), ResourceError if the hub fails.
@@ -49,7 +49,7 @@ def push(source: str, name: str, which: str = "last", adapter: bool = False) -> 
     with tempfile.TemporaryDirectory() as made:
         staged = Path(made)
         if (path / "config.toml").is_file() and not any((path / file).is_file() for file in ("config.json", "env.py")):
-            kind, folder = "model", run_folder(path)  # its model, its config without secrets, and its figures
+            kind, folder = "model", run_folder(path)  # push the model, the config without secrets, and figures
             config = load_config(folder.config)
             if adapter:
                 export_run(folder.path, staged, int(which) if which.isdigit() else None, best=which == "best", adapter=True)
@@ -65,7 +65,7 @@ def push(source: str, name: str, which: str = "last", adapter: bool = False) -> 
         elif which != "last" or adapter:
             raise RepositoryError(f"{source}: --step, --best and --adapter need a run. Leave them out, or name a run's folder")
         else:
-            data = path.is_file() or (path / "env.py").is_file()  # an environment is a data set there
+            data = path.is_file() or (path / "env.py").is_file()  # on the hub, an environment is a data set
             kind = "dataset" if data or any(file.suffix in DATA for file in path.rglob("*")) else ""
             if path.is_dir() and ((path / "config.json").is_file() or (path / "adapter_config.json").is_file()):
                 kind = "model"
@@ -96,9 +96,8 @@ def push(source: str, name: str, which: str = "last", adapter: bool = False) -> 
 
 
 def pull(name: str, target: str, revision: str | None = None) -> None:
-    """Download a repository ("NAME", or "datasets/NAME") as a folder at `target`. Repeat it to continue an interrupted download.
-
-    Raises RepositoryError if `target` exists, ResourceError if the hub fails.
+    """Download a repository ("NAME", or "datasets/NAME") to the folder `target`. Repeat the call to continue an interrupted
+    download. Raises RepositoryError if `target` exists and is not empty, ResourceError if the hub fails.
     """
     from huggingface_hub import snapshot_download
 
@@ -106,14 +105,14 @@ def pull(name: str, target: str, revision: str | None = None) -> None:
     folder = Path(target)
     if folder.exists() and any(folder.iterdir()):
         raise RepositoryError(f"{target}: already exists. Give a path that does not exist")
-    partial = folder.parent / f".{folder.name}.hub"  # the library keeps completed files here, and continues with them
+    partial = folder.parent / f".{folder.name}.hub"  # the library keeps completed files here, to continue later
     _ask_hub(repo, lambda: snapshot_download(repo, repo_type=kind, revision=revision, local_dir=partial))
     shutil.rmtree(partial / ".cache", ignore_errors=True)
     partial.rename(folder)
 
 
 def _repository(name: str) -> tuple[str, str]:
-    """Its id on the hub and its type. Raises RepositoryError."""
+    """Return the repository's ID on the hub and its type. Raises RepositoryError for an invalid name."""
     bare = name.removeprefix(HUB)
     if not _NAME.fullmatch(bare) or ".." in bare:
         raise RepositoryError(
@@ -124,7 +123,7 @@ def _repository(name: str) -> tuple[str, str]:
 
 
 def _stage_files(path: Path, kind: str, staged: Path) -> None:
-    """Copy a file or folder. Raises RepositoryError for what must not be pushed, and a model without all of its weights."""
+    """Copy a file or folder to `staged`. Raises RepositoryError for forbidden files, and for a model with missing weights."""
     if path.is_file() and path.suffix not in DATA:
         raise RepositoryError(f"{path}: not a data file. Data are *.jsonl, *.parquet or *.arrow")
     folder, files = (path.parent, [Path(path.name)]) if path.is_file() else (path, list(_files_of(path, kind)))
@@ -148,8 +147,8 @@ def _stage_files(path: Path, kind: str, staged: Path) -> None:
 
 
 def _files_of(folder: Path, kind: str) -> Iterator[Path]:
-    """Relative paths of the files to push, in order, without hidden files and __pycache__. Raises RepositoryError for links, for
-    pickled weights, which run code when they are loaded, and for a folder without files."""
+    """Yield sorted relative paths of the files to push, without hidden files and __pycache__. Raises RepositoryError for links,
+    pickled weights (loading them runs code), and a folder without files."""
     found = False
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
@@ -167,14 +166,14 @@ def _files_of(folder: Path, kind: str) -> Iterator[Path]:
 
 
 def _check_secrets(folder: Path, files: list[Path]) -> None:
-    """Raises RepositoryError with file and line if a file holds a secret of this process, or text that looks like one."""
+    """Raise RepositoryError with file and line if a file holds a secret of this process, or text that looks like one."""
     secrets = [secret.encode("utf-8", "surrogateescape") for secret in known()]
     for relative in files:
         path = folder / relative
         if path.suffix == ".safetensors":
             continue
         with open_plain(path) as file:
-            plain = b"\0" not in file.read(_CHUNK)  # whatever its name (a notebook, a page)
+            plain = b"\0" not in file.read(_CHUNK)  # text by content, regardless of the file name (a notebook, a page)
             file.seek(0)
             for number, line in enumerate(file, start=1):
                 text = plain and line.decode("utf-8", "replace")
@@ -188,6 +187,6 @@ def _check_secrets(folder: Path, files: list[Path]) -> None:
 def _ask_hub(name: str, ask: Callable[[], Any]) -> Any:
     try:
         return ask()
-    except (httpx.HTTPError, OSError, ValueError, RuntimeError) as problem:  # the library's own errors are of these
+    except (httpx.HTTPError, OSError, ValueError, RuntimeError) as problem:  # base classes of the library's errors
         lines = str(problem).strip().splitlines() or [type(problem).__name__]
         raise ResourceError(f"{name}: the hub failed: {lines[0][:300]}. Check HF_ENDPOINT, the network and HF_TOKEN") from problem

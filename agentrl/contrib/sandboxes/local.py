@@ -54,7 +54,7 @@ class Folder:
         self.remove = weakref.finalize(self, _remove_if_there, self._outer)
 
     def read(self, path: str, most: int) -> bytes:
-        """Return a regular file's bytes. `path` is absolute, without "..". Raises FileNotFoundError if there is none, ValueError
+        """Return a regular file's bytes. `path` is absolute, without "..". Raises FileNotFoundError if it is missing, ValueError
         if it has more than `most` bytes."""
         try:
             with _open_beneath(self.root, path, os.O_RDONLY | os.O_NONBLOCK) as file:

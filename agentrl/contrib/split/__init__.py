@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism by the plans of transformers' models."""
+"""Split models by tensor and expert parallelism, using the plans of transformers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from agentrl.utils.errors import ConfigError, DependencyError
 Plan = dict[str, str]
 SUMMED = "replicated_with_grad_allreduce"
 EXPERTS = "ep_dispatch_experts"
-"""The style of experts that stay whole, and get the tokens that chose them."""
+"""Plan style in which experts stay whole and tokens are sent to the experts that they chose."""
 
 
 def split(model: Any, tp: DeviceMesh | None, ep: DeviceMesh | None) -> list[nn.Module]:
-    """Split a transformers model on the meta device by its plans over these meshes; adapters are injected already.
-    Returns the modules of experts that each rank has others of. That it fits has been checked (`check_plans`)."""
+    """Split a transformers model on the meta device by its plans over the meshes, after adapters are injected. Returns the
+    modules whose experts differ between ranks. `check_plans` must have accepted the model."""
     tensor, experts = plans_of(model, tp is not None, ep is not None)
     apply_tensor, apply_experts = transformers_split()
     if tp is not None:
@@ -33,18 +33,18 @@ def split(model: Any, tp: DeviceMesh | None, ep: DeviceMesh | None) -> list[nn.M
             _sum_gradients(module, tp)
     if ep is not None:
         apply_experts(model, ep, tp, experts)
-    model.tie_weights()  # each name has got a parameter of its own
+    model.tie_weights()  # splitting gave each name its own parameter
     dispatched = modules_of(model, [name for name, style in experts.items() if style == EXPERTS])
     for module in dispatched:
         _copy_result(module)
-    # One line a process for each kind of exchange that two axes of a mesh make one after the other, as they must here.
+    # Silence a warning per process and kind of redistribution over two mesh axes in sequence, which is needed here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     return dispatched
 
 
 def plans_of(model: Any, tensor: bool, experts: bool) -> tuple[Plan, Plan]:
-    """The tensor-parallel and the expert-parallel plan of a model, by module name with `*` for a layer's number. Experts that the
-    second names are not in the first."""
+    """Return a model's tensor-parallel and expert-parallel plans, by module name with `*` for a layer's number. The first
+    excludes the experts of the second."""
     ep = dict(model.ep_plan) if experts else {}
     tp = dict(model.tp_plan) if tensor else {}
     return {name: style for name, style in tp.items() if not any(name == e or name.startswith(f"{e}.") for e in ep)}, ep
@@ -62,7 +62,7 @@ def transformers_split() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _generic(name: str) -> str:
-    """A module's name with `*` for the number of its layer, as plans have it."""
+    """Return a module's name with `*` for its layer's number, as in plans."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -71,8 +71,8 @@ def modules_of(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
 
 
 def _around_adapters(model: nn.Module, plan: Plan) -> Plan:
-    """The plan of a model with adapters: a layer W x + B A x is split as W is, so B by rows (columns of the output) or A by
-    columns; the other matrix is small, and whole on each rank."""
+    """Extend a plan to adapters: a layer W x + B A x is split like W, so B by rows (columns of the output) or A by columns; the
+    other matrix is small and replicated on each rank."""
     wrapped = {_generic(name) for name, module in model.named_modules() if hasattr(module, "base_layer")}
     made: Plan = {}
     for name, style in plan.items():
@@ -88,15 +88,15 @@ def _around_adapters(model: nn.Module, plan: Plan) -> Plan:
 
 
 def _copy_result(module: nn.Module) -> None:
-    """Gathered results are views, and a model that adds to one in place would lose the hook by which FSDP2 gathers the weights
-    again for the backward pass."""
+    """Make a module return copies. Gathered results are views; an in-place addition to one would drop the hook by which FSDP2
+    gathers the weights for the backward pass."""
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs).clone()
 
 
 def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make a module's parameters whole on each rank, with gradients that are the sum over the mesh: each rank's module sees
-    other activations (a norm of each head, for the heads of this rank)."""
+    """Replicate a module's parameters on each rank and sum their gradients over the mesh: each rank's module sees different
+    activations (for example, a norm per head sees this rank's heads)."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         placed = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
@@ -104,7 +104,7 @@ def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
 
     def with_local(*args: Any, **kwargs: Any) -> Any:
         held = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
-        # The dictionary itself, since a Parameter may not be replaced by a Tensor with a history otherwise.
+        # Write to the dictionary: a module refuses to replace a Parameter by a Tensor with a history.
         slots: dict[str, Any] = module._parameters
         slots.update({name: p.to_local(grad_placements=[Partial()]) for name, p in held.items()})
         try:
@@ -116,7 +116,7 @@ def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def dimension_of(plan: Plan, name: str, parameter: Tensor, model: nn.Module) -> int | None:
-    """The dimension along which a parameter is split."""
+    """Return the dimension along which a parameter is split, or None."""
     owner, _, leaf = name.rpartition(".")
     style = plan.get(_generic(owner), "")
     first = isinstance(model.get_submodule(owner), nn.Embedding) != style.startswith("colwise")
@@ -126,7 +126,7 @@ def dimension_of(plan: Plan, name: str, parameter: Tensor, model: nn.Module) -> 
 
 
 def shares(model: Any, cfg: ModelConfig, ranks: int) -> dict[str, Share]:
-    """Each rank's share of each parameter of a model on the meta device, adapters included."""
+    """Return each rank's share of each parameter of a model on the meta device, including adapters."""
     tensor, experts = plans_of(model, cfg.tensor_parallel > 1, cfg.expert_parallel > 1)
     tensor, size = _around_adapters(model, tensor), cfg.tensor_parallel
     found = {}
@@ -145,8 +145,8 @@ def shares(model: Any, cfg: ModelConfig, ranks: int) -> dict[str, Share]:
 
 
 def expert_dimension(shape: tuple[int, ...], ep: int, shards: int) -> int | None:
-    """Dimension along which FSDP2 shards experts over `shards` ranks, each with 1 / ep of them. The first if it
-    divides, since FSDP2 copies least then; None if no dimension divides."""
+    """Return the dimension along which FSDP2 shards experts over `shards` ranks, each with 1 / ep of them: the first dimension
+    that `shards` divides, or None. FSDP2 copies least for dimension 0."""
     sizes = (shape[0] // ep, *shape[1:])
     return next((place for place, length in enumerate(sizes) if length % shards == 0), None)
 
@@ -161,26 +161,26 @@ STYLES = {
     "colwise_gather_output",
     "rowwise_split_input",
 }
-"""Styles of tensor-parallel plans that are tested here."""
+"""Tested styles of tensor-parallel plans."""
 EXPERT_FAMILIES = {
     "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "hy_v3", "laguna", "mellum", "minimax_m2",
     "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open",
 }  # fmt: skip
-"""Families whose experts may be spread over ranks: the same test compares them."""
+"""Families with tested expert parallelism; the test is that of FAMILIES."""
 FAMILIES = EXPERT_FAMILIES | {
     "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_neox", "granite",
     "helium", "hyperclovax", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "olmo", "olmo2", "olmo3",
     "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2", "vaultgemma",
 }  # fmt: skip
-"""Families whose tensor-parallel logprobs and gradients a test compares with those of one rank. A plan is no promise: that of
-apertus leaves the gradients of its activations' parameters to each rank's part."""
+"""Families whose tensor-parallel logprobs and gradients a test compares with those of one rank. A plan alone may be wrong: that
+of apertus does not sum the gradients of its activation parameters over the ranks."""
 EXPERT_STYLES = {"grouped_gemm", "ep_dispatch_experts"}
-"""Those of expert-parallel plans: experts stay whole, and tokens travel to the ranks that have theirs."""
+"""Tested styles of expert-parallel plans: experts stay whole, and tokens are sent to the ranks of their experts."""
 
 
 def check_plans(cfg: ModelConfig, model: Any, ranks: int) -> None:
-    """Raise ConfigError if the model cannot be split as the config says, DependencyError if transformers is too old. `model`: on
-    the meta device."""
+    """Raise ConfigError if the config cannot split the model (on the meta device), DependencyError if transformers is too
+    old."""
     transformers_split()
     tensor, experts = plans_of(model, cfg.tensor_parallel > 1, cfg.expert_parallel > 1)
     if cfg.tensor_parallel > 1:
@@ -222,7 +222,7 @@ def check_plans(cfg: ModelConfig, model: Any, ranks: int) -> None:
 
 
 def _check_family(key: str, family: str, others: set[str], families: set[str]) -> None:
-    """`others`: styles of its plan that are not tested here."""
+    """Raise ConfigError for a family that is not tested. `others`: untested styles of its plan."""
     if others or family not in families:
         what = f"its plan has {', '.join(sorted(others))}" if others else "no test has shown it to be right"
         raise ConfigError(f"{key} is not supported for the family {family!r}: {what}; families: {', '.join(sorted(families))}")
@@ -230,5 +230,5 @@ def _check_family(key: str, family: str, others: set[str], families: set[str]) -
 
 @SPLITS.register("plans")
 def code() -> SplitCode:
-    """The code that splits models by their plans."""
+    """Return the functions that split models by their plans."""
     return SplitCode(check_plans, split, shares, expert_dimension)

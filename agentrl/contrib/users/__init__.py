@@ -1,4 +1,4 @@
-"""Users that answer by rules, and users that a language model plays."""
+"""Simulated users: by rules, or played by a language model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from agentrl.utils.schemas import compile_pattern, within_seconds
 from agentrl.utils.threads import by_size, in_thread
 
 PATTERN_S = 1.0
-"""Seconds that a rule's pattern may take on what the policy said."""
+"""Seconds for the search of a rule's pattern in the policy's turn."""
 
 Complete = Callable[[Sequence[Mapping[str, Any]]], Awaitable["str | Message"]]
 
 
 class RuleUser:
-    """Answers by rules: the first one whose pattern is found in the policy's turn.
+    """Answer by the first rule whose pattern is found in the policy's turn.
 
-    `rules`: (regular expression, answer); the answer None ends the episode. `otherwise`: the answer if no
-    rule matches. After `patience` of those in a row the user leaves.
+    `rules`: (regular expression, answer); the answer None ends the episode. `otherwise`: the answer if no rule matches. The
+    user leaves after more than `patience` of these in a row.
     """
 
     def __init__(self, rules: Sequence[tuple[str, str | None]], *, otherwise: str = "I do not know.", patience: int = 3) -> None:
@@ -46,7 +46,7 @@ class RuleUser:
         return None if self.lost > self.patience else self.otherwise
 
     def _first(self, said: str) -> int | None:
-        """The number of the first rule that fits; one whose pattern takes longer than `PATTERN_S` does not."""
+        """Return the index of the first matching rule, or None; a search that exceeds `PATTERN_S` does not match."""
         for number, (pattern, _) in enumerate(self.rules):
             with contextlib.suppress(TimeoutError):
                 if within_seconds(pattern.search, said, PATTERN_S):
@@ -61,9 +61,9 @@ Do not help the assistant and do not invent facts. When your goal is reached, or
 
 
 class ModelUser(AsksModel):
-    """A language model plays the user (through litellm: any provider, or a local server by `api_base`).
+    """User played by a language model (through litellm: any provider, or a local server by `api_base`).
 
-    It sees the conversation with the roles swapped, its own calls with their results, and never those of the policy.
+    The model sees the conversation with swapped roles, and its own calls with their results, but not those of the policy.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class ModelUser(AsksModel):
         seed: int | None = None,
         **options: Any,
     ) -> None:
-        """`system`: the whole system prompt, in place of the one that is made of `goal`. `stop`: the words, or one of several,
-        with which the model ends the conversation; a message that makes calls does not. `tools`: schemas of the user's own tools
-        (`env.user_toolbox.schemas()`). `complete` replaces litellm. `options` go to `litellm.acompletion`, as does `seed`;
-        temperature is 0 by default, and `drop_params` leaves out what the model does not take. Raises DependencyError if there is
-        neither `complete` nor litellm, ValueError without a stop word that a system prompt made of `goal` could name, and for an
-        empty one, which every text contains."""
+        """`system`: the whole system prompt, in place of the one made from `goal`. `stop`: one or several texts; any of them
+        ends the conversation, except in a message with calls. `tools`: schemas of the user's own tools
+        (`env.user_toolbox.schemas()`). `complete` replaces litellm. `options` and `seed` are passed to `litellm.acompletion`;
+        the default temperature is 0, and `drop_params` drops parameters that the model does not accept. Raises DependencyError
+        if there is neither `complete` nor litellm, ValueError if `stop` has an empty text, which every message contains, or if
+        it is empty but needed for the system prompt from `goal`."""
         if complete is None and find_spec("litellm") is None:
             raise DependencyError("a model as user needs litellm: pip install 'agentrl[litellm]'")
         self.stops = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -94,13 +94,13 @@ class ModelUser(AsksModel):
         self.goal, self.model, self.timeout = goal, model, timeout
         self.tools = [dict(schema) for schema in tools]
         self.options = {**({} if seed is None else {"seed": seed}), **options}
-        address_arguments(options.get("api_base"), "api_base")  # so that one that cannot be asked is refused now
+        address_arguments(options.get("api_base"), "api_base")  # refuse an invalid address now
         self.complete = complete
         self.came: dict[str, dict[str, Any]] = {}
 
     async def reply(self, conversation: Sequence[Message]) -> str | Message | Parting | None:
-        """With a stop word it leaves, and what else it said are its last words. Raises EnvError if the model does not answer: the
-        episode is then unscored."""
+        """Return the user's next turn; after a stop word, a Parting with the rest of the message, or None. Raises EnvError if the
+        model does not answer: the episode is then unscored."""
         answer = await self._complete(await self.shown(conversation))
         said = answer if isinstance(answer, Message) else Message("user", answer)
         if self.leaves(said):
@@ -115,10 +115,10 @@ class ModelUser(AsksModel):
         return said.content.strip()
 
     async def shown(self, conversation: Sequence[Message]) -> list[dict[str, Any]]:
-        """The conversation that the model reads, in OpenAI's form. A benchmark with a form of its own overrides this, and may
-        set `tools`."""
-        # What the policy said is as role "user", what the user said and called as "assistant", the results of its calls as
-        # "tool"; nothing of the policy's calls.
+        """Return the conversation for the model, in OpenAI's format. A benchmark with another format overrides this method, and
+        may set `tools`."""
+        # The policy's messages have the role "user", the user's messages and calls "assistant", the results of the user's calls
+        # "tool"; the policy's calls are left out.
         ids: dict[str | None, str] = {}
         found: list[dict[str, Any]] = []
         for message in conversation:
@@ -162,5 +162,5 @@ class ModelUser(AsksModel):
 
 
 def _calls_key(message: Message) -> str:
-    """The key of a message with calls, whatever ids these have."""
+    """Return a key of a message with calls that ignores the calls' IDs."""
     return json.dumps([message.content, [(call.name, call.raw) for call in message.tool_calls]])
