@@ -111,8 +111,8 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
         }
     if "unread" in reply:
         raise UnscorableError(
-            f"the gold answer {reply['unread'][:80]!r} is no mathematics that is read as a whole. Give a number, an expression "
-            "or LaTeX, with at most a unit behind it"
+            f"the gold answer {reply['unread'][:80]!r} is no mathematics as a whole. Give a number, an expression or LaTeX, "
+            "with at most a unit after it"
         )
     return reply
 

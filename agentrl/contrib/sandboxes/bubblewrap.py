@@ -123,7 +123,7 @@ class BubblewrapProvider(FolderProvider):
 
     def check(self, spec: SandboxSpec) -> None:
         need = 'needs a container; use provider = "docker" or "podman"'
-        self.refuse(spec, image=need, build=need, cpus="bubblewrap has no share of processors; leave it out")
+        self.refuse(spec, image=need, build=need, cpus="bubblewrap cannot limit processors; leave it out")
         self.refuse(spec, processes="bubblewrap does not forbid processes; use the local provider")
 
     async def start(self, spec: SandboxSpec, snapshot: str | None = None) -> Sandbox:

@@ -212,7 +212,7 @@ class ContainerProvider(SandboxProvider):
 
     def check(self, spec: SandboxSpec) -> None:
         self.refuse(spec, processes="a container does not forbid processes; use the local provider")
-        self.refuse(spec, disk="containers have no limit for all files together; leave it out")
+        self.refuse(spec, disk="containers cannot limit the total size of files; leave it out")
 
     def run_command(self, spec: SandboxSpec, name: str) -> list[str]:
         flags = ["run", "--rm", "-i", "--name", name, "--label", f"agentrl={os.getpid()}", "--entrypoint", "sh"]

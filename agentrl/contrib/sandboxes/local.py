@@ -328,7 +328,7 @@ class LocalSandbox(FolderSandbox):
 
     async def execute(self, run: Run) -> ExecResult:
         if not self.spec.processes:
-            raise ConfigError("this sandbox was asked for without processes: it runs Python code only")
+            raise ConfigError("processes = False: this sandbox runs Python code only. Set it to True for commands")
         work, home = self.host(run.cwd), self.host("")
         variables = {**own_variables(home), "TMPDIR": home, **run.env}
         job = {"argv": run.argv, "cwd": work, "env": variables, "stdin": run.stdin.decode("latin-1"), "parent": os.getpid()}
@@ -390,7 +390,7 @@ class LocalProvider(FolderProvider):
 
     def check(self, spec: SandboxSpec) -> None:
         need = 'needs a container; use provider = "docker" or "podman"'
-        self.refuse(spec, image=need, build=need, cpus="the kernel's own limits have no share of processors; leave it out")
+        self.refuse(spec, image=need, build=need, cpus="the local provider cannot limit processors; leave it out")
 
     async def start(self, spec: SandboxSpec, snapshot: str | None = None) -> Sandbox:
         self.check(spec)

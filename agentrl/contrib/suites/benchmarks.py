@@ -44,7 +44,7 @@ def import_in_place(module: str, folder: Path, *, extra: str | None = None) -> M
             package.__path__ = [str(folder)]
         places = [Path(place).resolve() for place in getattr(package, "__path__", ())]
         if folder.resolve() not in places:
-            raise ConfigError(f"{top} is to be read from {folder}, but this process has imported it from {places or 'a file'}")
+            raise ConfigError(f"{top}: expected from {folder}, but this process has imported it from {places or 'a file'}")
         sys.path.append(str(folder.parent))
         try:
             return importlib.import_module(module)

@@ -176,7 +176,7 @@ def run_install(args: argparse.Namespace) -> int:
     for entry in entries:
         loaded = entry.load()
         if not (isinstance(loaded, type) and issubclass(loaded, SuiteEnv)):
-            raise CatalogError(f"{entry.id} names a suite and is no SuiteEnv")
+            raise CatalogError(f"{entry.id}: it names a suite, but its class is not a SuiteEnv. Derive it from SuiteEnv")
         classes[entry.id] = loaded
     record = install(classes, args.source)
     say(f"{record.suite} {record.version}: {record.source} ({len(record.files)} files)")

@@ -273,8 +273,8 @@ class ForeignSuite(SuiteEnv):
             return self.inside.ask(function)
         except EnvError as problem:
             raise ConfigError(
-                f"{self.suite}: {self.python} cannot load {self.source}: {problem}\nIts packages belong into an environment of "
-                f"its own: python3.11 -m venv {self.source}/.venv, then what envs/{self.suite}/README.md lists"
+                f"{self.suite}: {self.python} cannot load {self.source}: {problem}\nInstall its packages into a separate "
+                f"environment: python3.11 -m venv {self.source}/.venv, then the packages that envs/{self.suite}/README.md lists"
             ) from None
 
 

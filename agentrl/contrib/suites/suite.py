@@ -399,7 +399,7 @@ class SuiteEnv(Benchmark):
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         return (
             f"{self.suite}: its source {self.source} is not the one installed on {record.installed} ({record.version}): "
-            f"{', '.join(changed[:SHOWN])}{more}; if that is meant: agentrl env install {self.suite} --from {self.source}",
+            f"{', '.join(changed[:SHOWN])}{more}; to accept the changes: agentrl env install {self.suite} --from {self.source}",
         )
 
     def source_digest(self) -> str:

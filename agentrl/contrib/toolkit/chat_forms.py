@@ -354,7 +354,7 @@ def calls_of(given: Any, key: str, tools: Iterable[Declaration] = (), *, table: 
     have every column, as in Parquet. Raises FormError if a call is unreadable."""
     given = parse_field(given, key) if isinstance(given, str) and given else given or []
     if not isinstance(given, list):
-        raise FormError(key, "expected a list, of an assistant's message")
+        raise FormError(key, "expected a list of calls in an assistant's message")
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     return tuple(_call(item, f"{key}[{number}]", schemas, table) for number, item in enumerate(given))
 

@@ -77,7 +77,7 @@ def _stranger(headers: Collection[tuple[bytes, bytes]], allowed: Collection[str]
     hosts = given.get(b"host", [])
     named = host_name(hosts[0]) if len(hosts) == 1 else None
     if named is None:
-        return "a request needs one Host"
+        return "a request needs exactly one Host header"
     if allowed is not None and named not in {one.lower().strip("[]") for one in allowed}:
         return "this server answers on its own address only (Host)"
     origin = given.get(b"origin", [])

@@ -245,7 +245,7 @@ def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, named: st
         raise TaskDataError(f"{where}: {fault_text(problem)}") from problem
     if odd := [part for part in parts_of([data, gold]) if is_unbounded(part)]:  # a Task would hold it as text
         raise TaskDataError(
-            f"{where}: {str(odd[0])[:24]} is no number of JSON's. Write null, a text or a number of a double's size"
+            f"{where}: {str(odd[0])[:24]} is not a JSON number. Write null, a text, or a number within a double's range"
         )
     read = {*_OWN, *validator.schema.get("properties", ()), family_column}
     for key in raw:

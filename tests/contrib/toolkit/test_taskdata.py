@@ -127,8 +127,8 @@ NAMELESS = {"data": {"q": "?"}, "gold": {"a": 1}}
         (["[1, 2]"], ":1: field (the row)"),
         ([json.dumps([row(n) for n in range(99)])], "... is not of type 'object'"),
         (['{"data": {"q": "a"}, "data": {"q": "b"}, "gold": {}}'], ":1: not JSON: key 'data' is given twice"),
-        ([{**row(1), "gold": {"a": [float("nan")]}}], ":1: nan is no number of JSON's"),
-        ([{**row(1), "data": {"q": 10**400}}], "00000000000000 is no number of JSON's"),
+        ([{**row(1), "gold": {"a": [float("nan")]}}], ":1: nan is not a JSON number"),
+        ([{**row(1), "data": {"q": 10**400}}], "00000000000000 is not a JSON number"),
         (
             [f'{{"data": {{"q": {"[" * 300}{"]" * 300}}}, "gold": {{}}}}'],
             ":1: ValueError: it contains itself, or is nested too deep",

@@ -110,7 +110,7 @@ def _read(done: ExecResult) -> Graded:
     if report["broken"] is not None:
         return Graded(ended=report["broken"][-500:])
     if not report["passed"]:
-        return Graded(fault="there is no test in the tests: functions test_..., or classes Test... with such methods")
+        return Graded(fault="there is no test in the tests. Define functions test_..., or classes Test... with such methods")
     names = {node: node.partition("::")[2] for node in report["passed"]}
     why = {names.get(node, node): text for node, text in report["why"].items()}
     return Graded(sum(report["passed"].values()), len(report["passed"]), why)
@@ -204,7 +204,7 @@ class CodeTests(Leaf):
         if seconds > total:
             raise ValueError(f"seconds ({seconds:g}) is more than total_seconds ({total:g})")
         if (module := args.get("module")) in _TAKEN:
-            raise ValueError(f"module: {module!r} is a module of Python's or pytest's own, which the tests need; another name")
+            raise ValueError(f"module: {module!r} is a module that Python or pytest needs. Choose another name")
         self.limits = GradeLimits(seconds, total, int(args.get("memory_mb", 512)) << 20)
 
     def blocks(self) -> bool:
@@ -227,7 +227,7 @@ class CodeTests(Leaf):
             and view.trajectory.state is None
             and str(self.args.get("code", {}).get("$")).startswith("/episode/state")
         ):
-            raise UnscorableError("the environment has no state, in which the code was to be")
+            raise UnscorableError("the environment has no state, but `code` refers to it")
         if not isinstance(code, str) or not code.strip():
             return Reading(0.0, {"why": "no code"})
         if len(code) > MOST:
@@ -280,5 +280,5 @@ def _fault(tests: Json) -> str | None:
         return f"the tests are no Python: {fault}"
     named = (node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
     if not any(name.startswith("test") for name in map(str.lower, named)):
-        return "there is no test in the tests: functions test_..., or classes Test... with such methods"
+        return "there is no test in the tests. Define functions test_..., or classes Test... with such methods"
     return None
