@@ -325,7 +325,7 @@ def _built(config: Any, kind: Kind, attention: str | None) -> Any:
 
     auto = AutoModelForSequenceClassification if kind == "score" else AutoModelForCausalLM
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-    # A copy: a model writes its attention function into its config.
+    # Copy the config, since a model writes its attention function into it.
     options["trust_remote_code"] = hasattr(config, "auto_map")  # `load_model_config` keeps it for trusted models only
     return auto.from_config(copy.deepcopy(config), dtype=torch.float32, **options).train()
 

@@ -54,7 +54,7 @@ class Process:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[end.fileno()],
                 env={**kept, "PYTHONHASHSEED": "0"},
-                start_new_session=True,  # not interrupted by Ctrl-C
+                start_new_session=True,  # Ctrl-C must not interrupt it
             )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:

@@ -33,7 +33,7 @@ MEMORY = 1 << 30
 WORN = 1 << 29
 """Resident bytes from which on the process ends after an answer."""
 DIGITS = 40
-"""Digits to which numbers without decimals must agree."""
+"""Significant digits in which numbers without decimals must agree."""
 PLACES = Fraction(1, 10**6)
 """Tolerance of decimals; below 0.1 it shrinks to keep the number of significant digits."""
 
@@ -109,7 +109,7 @@ class Read:
         """Return the value as text, at most 200 characters."""
         try:
             return str(self.value if self.number is None else f"{self.number.value}{'%' * self.number.percent}")[:200]
-        except ValueError:  # more digits than Python writes
+        except ValueError:  # more digits than Python converts to text
             return "a number of more than 4300 digits"
 
 

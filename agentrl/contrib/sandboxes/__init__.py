@@ -1,4 +1,4 @@
-"""Sandboxes run the commands of a policy; `contract` has the interface."""
+"""Run the commands of a policy in sandboxes; `contract` defines the interface."""
 
 from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, FileInfo, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.contrib.sandboxes.sandbox_pool import (

@@ -1,4 +1,4 @@
-"""Sandboxes of bubblewrap, and the filter of system calls in them."""
+"""Bubblewrap sandboxes and their system-call filter."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def unavailable() -> str | None:
     """Return the reason why bubblewrap cannot run here, or None."""
     if shutil.which("bwrap") is None:
         return "the program bwrap is not installed (the package bubblewrap has it)"
-    probe = with_filter([*CONFINED, *_machine(), "--", "/bin/sh", "-c", "true"])  # as a command is run, the filter included
+    probe = with_filter([*CONFINED, *_machine(), "--", "/bin/sh", "-c", "true"])  # like a real command, with the filter
     try:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=20)
     except subprocess.TimeoutExpired:

@@ -36,7 +36,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "listen": (50, 201),
     "accept": (43, 202),
     "accept4": (288, 242),
-    # other ways to a socket or a file that bypass the filter
+    # other ways to open a socket or file, past the filter
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -312,7 +312,7 @@ def truncation() -> list[Step]:
     """Return the steps that deny truncation, which Landlock does not before Linux 6.2. An open that truncates must also write,
     which Landlock checks."""
     program: list[Step] = []
-    for numbers in TRUNCATE.values():  # without openat2, whose flags a filter cannot read, programs use openat
+    for numbers in TRUNCATE.values():  # a filter cannot read openat2's flags; without it, programs use openat
         program += [(EQUAL, 0, 1, numbers[WHICH]), (GIVE, 0, 0, DENY | (ENOSYS if numbers[WHICH] == 437 else EPERM))]
     for pair, argument in OPENS.values():
         if (number := pair[WHICH]) is None:

@@ -79,7 +79,7 @@ class Folder:
                     if not stat.S_ISREG(os.fstat(file).st_mode):
                         raise FileExistsError
                     if content[:2] == b"#!":
-                        os.fchmod(file, 0o755)  # a script; a policy may not be able to change modes
+                        os.fchmod(file, 0o755)  # a script: the policy may not be able to change modes itself
                     with os.fdopen(os.dup(file), "wb") as stream:
                         stream.write(content)
             except (OSError, ValueError) as problem:
@@ -143,7 +143,7 @@ class Folder:
             except OSError as problem:
                 if problem.errno == errno.ENAMETOOLONG:
                     return sys.maxsize
-                continue  # it disappeared while it was being read
+                continue  # it was removed during the scan
         return total
 
     def copy(self) -> Folder:

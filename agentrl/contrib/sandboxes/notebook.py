@@ -33,7 +33,7 @@ def run(source: str) -> int:
         return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except BaseException as fault:
         if isinstance(fault, MemoryError):
-            space.clear()  # or there is no memory left for the report
+            space.clear()  # to free memory for the report
         report(fault)
         return 1
     return 0
@@ -57,7 +57,7 @@ def leave(source: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        # Skips the interpreter's shutdown, so that exit handlers and other threads of the code cannot interfere.
+        # Skip the interpreter's shutdown, so that the code's exit handlers and threads cannot interfere.
         os._exit(code & 0xFF)
 
 

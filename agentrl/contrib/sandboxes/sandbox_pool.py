@@ -126,7 +126,7 @@ class SandboxPool:
             self.running += 1
             return
         if self._idle:
-            # Its slot is taken over: `running` stays as it is.
+            # The caller takes over its slot: `running` does not change.
             _, sandbox = self._idle.popleft()
             await sandbox.stop()
             return

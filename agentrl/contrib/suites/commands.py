@@ -69,7 +69,7 @@ def run_floor(args: argparse.Namespace) -> int:
 def floor_of(
     name: str, params: list[str], reward: str | None = None, split: str | None = None, tasks: int | None = None
 ) -> dict[str, Any]:
-    """Run `agentrl.contrib.suites.measures.measure` on an environment. Raises UserError if it has no reward spec."""
+    """Measure the rewards of idle agents on an environment. Raises UserError if it has no reward spec."""
     from agentrl.contrib.suites.measures import measure
 
     ref = reference(name, params)
@@ -128,10 +128,10 @@ def run_leaks(args: argparse.Namespace) -> int:
 # agentrl env install
 
 INSTALL_EPILOG = """examples:
-  agentrl env install --list                              which suites there are, and which are installed
+  agentrl env install --list                              list the suites, installed or not
   agentrl env install bfcl                                from the importable package
   agentrl env install tau2 --from ~/tau2-bench            from a checkout, which stays where it is
-  agentrl env install tau2 --remove                       forget it; the checkout stays
+  agentrl env install tau2 --remove                       delete the record; the checkout stays
 """
 
 
@@ -198,7 +198,7 @@ def suites() -> dict[str, list[EnvEntry]]:
     for entry in list_envs():
         name = entry.suite
         if entry.entry_point is not None:
-            with suppress(Exception):  # another package's code: `agentrl env check` says which problem it has
+            with suppress(Exception):  # another package's code may fail to load: `agentrl env check` reports why
                 loaded = entry.load()
                 name = loaded.suite if isinstance(loaded, type) and issubclass(loaded, SuiteEnv) else None
         if name:

@@ -1,4 +1,4 @@
-"""Run a benchmark's code in an interpreter of its own."""
+"""Call a benchmark's code in a separate Python interpreter."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FOLDER = "AGENTRL_FOREIGN_FOLDER"  # the variable that names the folder for temporary files
+FOLDER = "AGENTRL_FOREIGN_FOLDER"  # environment variable with the folder for temporary files
 
 
 def main() -> None:

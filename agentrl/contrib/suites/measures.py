@@ -79,7 +79,7 @@ def headline(found: Mapping[str, Any]) -> str:
     return "" if row["value"] is None else f"{row['name']} {row['value']:.4g}"
 
 
-# Contents that training and held-out tasks share: function names, n-grams of prompts, arguments of gold calls
+# Shared content of training and held-out tasks: function names, n-grams of prompts, arguments of gold calls
 
 KINDS = ("functions", "n-grams", "gold arguments")
 EXAMPLES = 5

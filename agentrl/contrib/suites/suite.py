@@ -61,7 +61,7 @@ def user_folder() -> Path:
 # tasks and checkers. An environment reads the benchmark in place; no file is copied.
 
 SHOWN = 6
-"""Changed files that a note names."""
+"""Maximum number of changed files in a note."""
 _LEFT_OUT = frozenset({"__pycache__", "node_modules"})
 
 

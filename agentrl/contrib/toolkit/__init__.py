@@ -1,1 +1,1 @@
-"""BM25 retrieval, SQLite databases, BFCL solutions and foreign forms of tools, which the shelf and other parts of contrib use."""
+"""Shared tools of packaged environments and contrib: BM25, SQLite, BFCL calls, task files, chat formats, HTTP servers."""

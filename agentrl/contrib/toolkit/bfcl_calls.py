@@ -221,7 +221,7 @@ def arguments_fit(
 
 @CALL_FORMS.register("bfcl")
 class LeaderboardCalls(CallForm):
-    """Expected calls as the leaderboard writes them, {name: {argument: [allowed, ...]}}, compared by its rules."""
+    """Expected calls in the leaderboard's format, {name: {argument: [allowed, ...]}}, compared by its rules."""
 
     shape = "{name: {argument: [values]}}"
     lists = True

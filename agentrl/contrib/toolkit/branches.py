@@ -114,7 +114,7 @@ class BranchDict(dict[Any, Any]):
         if type(value) in _UNSHARED or _LOOKING.get():
             return value
         if key in self._own:
-            return super().get(key, value)  # another thread may have made it the branch's own since `value` was read
+            return super().get(key, value)  # another thread may have copied it since `value` was read
         with _LOCK:
             if key not in self._own:
                 super().__setitem__(key, _branch(value))

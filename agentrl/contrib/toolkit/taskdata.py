@@ -55,7 +55,7 @@ _SPLIT_NAMES = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
 
-_OWN = ("id", "split", "weight")  # keys of a row in any layout
+_OWN = ("id", "split", "weight")  # keys that rows of all layouts may have
 ToTask = Callable[[Mapping[str, Json]], tuple[Mapping[str, Json], Mapping[str, Json]]]
 Settle = Callable[[Any, bool], Any]
 

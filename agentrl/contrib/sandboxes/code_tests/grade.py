@@ -1,4 +1,4 @@
-"""Run a task's tests against the policy's code in a sandbox; the `code.tests` leaf."""
+"""Define the `code.tests` leaf, which runs a task's tests against the policy's code in a sandbox."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _files() -> Iterator[tuple[str, Path]]:
 # The `code.tests` leaf
 
 MOST = 200_000
-"""Characters of code, and of tests."""
+"""Maximum characters of the code, and of the tests."""
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)", re.DOTALL)
 _LANGUAGE = re.compile(r"(python|py)?[0-9.]*")
 _TAKEN = frozenset({*sys.stdlib_module_names, *PACKAGES, "pygments", "agentrl", "test_task"})
@@ -169,7 +169,7 @@ _SECONDS = {"type": "number", "exclusiveMinimum": 0}
 
 @LEAVES.register("code.tests")
 class CodeTests(Leaf):
-    """Runs pytest on the task's tests, which import the policy's code; in a sandbox, the code in a process of its own."""
+    """Run pytest on the task's tests, which import the policy's code, in a sandbox with a separate process for the code."""
 
     formula: ClassVar[str] = (
         "1 if all tests pass, else 0 (credit=all), or the share that passes (credit=share); 0 without code, and if it ends or "

@@ -179,7 +179,7 @@ def main(talk: Any) -> None:
 # references to objects.
 
 MOST = 1 << 22
-"""Bytes of one message."""
+"""Maximum bytes per message."""
 DEEPEST = 60
 
 

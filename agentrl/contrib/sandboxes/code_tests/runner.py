@@ -25,7 +25,7 @@ PR_SET_DUMPABLE = 4
 BEGUN = b"begun\n"
 """Line before a report: without it the sandbox failed, and no code has run."""
 TOLD = 20
-"""Failed tests whose output is reported."""
+"""Maximum number of failed tests in the report."""
 
 
 class CodeEndedError(BaseException):
