@@ -166,7 +166,7 @@ def _files_of(folder: Path, kind: str) -> Iterator[Path]:
 
 
 def _check_secrets(folder: Path, files: list[Path]) -> None:
-    """Raise RepositoryError with file and line if a file holds a secret of this process, or text that looks like one."""
+    """Refuse secrets. Raises RepositoryError with file and line for a known secret, or text that looks like one."""
     secrets = [secret.encode("utf-8", "surrogateescape") for secret in known()]
     for relative in files:
         path = folder / relative

@@ -200,7 +200,7 @@ def _expression(bare: str) -> Read | None:
 
 
 def _contradicts(side: str, last: Read) -> bool:
-    """Return True if a side differs from the last one by more than rounding (3 = 7, but not 1/3 = 0.33)."""
+    """Return True if a side differs from the last one by more than rounding: 3 = 7, but not 1/3 = 0.33."""
     found = None if _is_name(side) else _with_unit(side.strip())
     if found is None or not found.is_number or found.unit or last.unit:
         return False

@@ -136,7 +136,7 @@ class BubblewrapProvider(FolderProvider):
 
 
 def ending(end: End, code: int, spec: SandboxSpec) -> End:
-    """Map the codes of signals 9 and 24, also reported as 128 + N, to "cpu" if CPU time is limited, else to "killed"."""
+    """Correct the end of a signalled command. Signals 9 and 24 (or 128 + N) mean "cpu" with a CPU limit, else "killed"."""
     if end in ("ok", "error", "killed", "cpu") and code in (-9, -24, 137, 152):
         return "cpu" if spec.cpu_s is not None else "killed"
     return end
@@ -204,8 +204,8 @@ def _machine(packages: bool = False) -> tuple[str, ...]:
 
 @cache
 def _no_more_namespaces() -> tuple[str, ...]:
-    """Return flags (bubblewrap >= 0.8) that forbid a command to make user namespaces, in which it would have all
-    capabilities."""
+    """Return flags that forbid a command to make user namespaces, () before bubblewrap 0.8. It would have all capabilities
+    inside."""
     flags = ("--unshare-user", "--disable-userns")
     done = subprocess.run(["bwrap", "--unshare-all", *flags, "--ro-bind", "/", "/", "true"], capture_output=True, timeout=20)
     return flags if done.returncode == 0 else ()

@@ -204,7 +204,7 @@ class SandboxProvider(ABC):
         return
 
     def refuse(self, spec: SandboxSpec, **words: str) -> None:
-        """Raise ConfigError for the first field in `words` (field -> reason) that the spec changes from its default."""
+        """Refuse fields by name. Raises ConfigError for the first field in `words` (field -> reason) that is not the default."""
         default = SandboxSpec()
         for field_name, reason in words.items():
             if (value := getattr(spec, field_name)) != getattr(default, field_name):

@@ -357,7 +357,7 @@ def report_or_leave(job: dict[str, Any], status: int) -> None:
 
 
 def give_input(content: bytes) -> None:
-    """Replace standard input by this content, from a pipe if it fits into one, else from an unlinked file."""
+    """Replace standard input by this content. Uses a pipe if it fits into one, else an unlinked file."""
     if len(content) <= 4096:
         reader, writer = os.pipe()
         os.write(writer, content)

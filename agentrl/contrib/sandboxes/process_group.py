@@ -1,4 +1,4 @@
-"""Run a program in its own process group with input and limits, and kill it with its children."""
+"""Run a program in its own process group within limits, and kill it with its children."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ async def _feed_input(process: asyncio.subprocess.Process, stdin: bytes) -> None
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Read a killed process's output to the end and collect its exit status, to leave no pipe open."""
+    """Read a killed process's output to its end and collect the exit status; leaves no pipe open."""
     for stream in (process.stdout, process.stderr):
         with suppress(RuntimeError):  # another reader, which is being cancelled, still has the stream
             while stream is not None and await stream.read(1 << 16):

@@ -121,7 +121,7 @@ class SandboxPool:
     # -- inside ------------------------------------------------------------------------------------
 
     async def _slot(self) -> None:
-        """Wait for a free slot; a warm sandbox of another kind is stopped for it."""
+        """Wait for a free slot; a warm sandbox is stopped to make room."""
         if self.running < self.limit:
             self.running += 1
             return

@@ -22,8 +22,8 @@ EXPERTS = "ep_dispatch_experts"
 
 
 def split(model: Any, tp: DeviceMesh | None, ep: DeviceMesh | None) -> list[nn.Module]:
-    """Split a transformers model on the meta device by its plans over the meshes, after adapters are injected. Returns the
-    modules whose experts differ between ranks. `check_plans` must have accepted the model."""
+    """Split a transformers model over the meshes by its plans. The model is on the meta device, with adapters injected, and
+    `check_plans` has accepted it. Returns the modules whose experts differ between ranks."""
     tensor, experts = plans_of(model, tp is not None, ep is not None)
     apply_tensor, apply_experts = transformers_split()
     if tp is not None:
@@ -145,8 +145,8 @@ def shares(model: Any, cfg: ModelConfig, ranks: int) -> dict[str, Share]:
 
 
 def expert_dimension(shape: tuple[int, ...], ep: int, shards: int) -> int | None:
-    """Return the dimension along which FSDP2 shards experts over `shards` ranks, each with 1 / ep of them: the first dimension
-    that `shards` divides, or None. FSDP2 copies least for dimension 0."""
+    """Return the dimension along which FSDP2 shards experts: the first that `shards` divides, or None. `shards`: number of ranks
+    with the same 1 / ep of the experts. FSDP2 copies least for dimension 0."""
     sizes = (shape[0] // ep, *shape[1:])
     return next((place for place, length in enumerate(sizes) if length % shards == 0), None)
 
@@ -179,8 +179,8 @@ EXPERT_STYLES = {"grouped_gemm", "ep_dispatch_experts"}
 
 
 def check_plans(cfg: ModelConfig, model: Any, ranks: int) -> None:
-    """Raise ConfigError if the config cannot split the model (on the meta device), DependencyError if transformers is too
-    old."""
+    """Check that the config can split the model, which is on the meta device. Raises ConfigError if not, DependencyError if
+    transformers is too old."""
     transformers_split()
     tensor, experts = plans_of(model, cfg.tensor_parallel > 1, cfg.expert_parallel > 1)
     if cfg.tensor_parallel > 1:

@@ -118,8 +118,8 @@ def weighted_row(name: str, rows: Iterable[OfficialRow]) -> OfficialRow:
 
 
 def pass_hat_rows(episodes: Sequence[Played], prefix: str = "") -> list[OfficialRow]:
-    """Return pass^k for each k up to the smallest number of scored samples per task (tasks without any are left out), computed
-    as in tau2: the mean over tasks of C(c, k) / C(n, k) for c successes in n samples."""
+    """Return pass^k for each k up to the smallest number of scored samples per task, leaving out tasks without any. As in tau2,
+    it is the mean over tasks of C(c, k) / C(n, k) for c successes in n samples."""
     found: dict[str, list[bool]] = defaultdict(list)
     for one in episodes:
         if one.success is not None:
@@ -133,7 +133,7 @@ def pass_hat_rows(episodes: Sequence[Played], prefix: str = "") -> list[Official
 
 
 def groups(episodes: Iterable[Played], of: Callable[[Played], Iterable[str]]) -> dict[str, list[Played]]:
-    """Group episodes by the names that `of` returns (one or several per episode), in order of first occurrence."""
+    """Group episodes by name, in order of first occurrence. `of`: returns the names of an episode, one or several."""
     found: dict[str, list[Played]] = {}
     for one in episodes:
         for name in of(one):
@@ -142,8 +142,8 @@ def groups(episodes: Iterable[Played], of: Callable[[Played], Iterable[str]]) ->
 
 
 def pass_hat_table(episodes: Sequence[Played], of: str) -> list[OfficialRow]:
-    """Return `pass_hat_rows` for each value of the tasks' `data[of]` (a row without a value if none of its episodes was scored),
-    and the unweighted mean of their pass^1."""
+    """Return `pass_hat_rows` per value of the tasks' `data[of]`, and the unweighted mean of their pass^1. A value without scored
+    episodes has a row without a number."""
     parts = sorted(groups(episodes, lambda one: [one.data[of]]).items())
     rows = [pass_hat_rows(part, f"{name} ") or [mean_row(f"{name} pass^1", part)] for name, part in parts]
     first = [replace(known[0], weight=1 / len(rows)) for known in rows]

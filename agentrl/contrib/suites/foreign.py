@@ -243,9 +243,10 @@ def foreign(python: str, script: Path, arguments: Sequence[str] = (), most: int 
 
 
 class ForeignSuite(SuiteEnv):
-    """A suite that calls the functions of `script`, a file of the suite, in processes of the benchmark's own Python.
+    """A suite that calls a script's functions in processes of the benchmark's own Python.
 
-    `inside`: the process pool. A subclass that extends `beside` or `shared` keeps these (`ForeignSuite.beside | {...}`)."""
+    `script`: a file of the suite. `inside`: the process pool. A subclass that extends `beside` or `shared` keeps these
+    (`ForeignSuite.beside | {...}`)."""
 
     script: ClassVar[Path]
     beside = frozenset({"python", "processes"})

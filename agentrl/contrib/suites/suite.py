@@ -38,7 +38,7 @@ def known_word(word: str, known: Iterable[str], where: str) -> str:
 
 
 def members(names: Iterable[str], groups: Mapping[str, Iterable[str]], where: str) -> tuple[str, ...]:
-    """Return the members of the named groups, each once, in the order of `names` (a member may be its own group). Raises
+    """Return the members of the named groups, each once, in the order of `names`. A member may be its own group. Raises
     ConfigError as `known_word`."""
     return tuple(dict.fromkeys(one for name in names for one in groups[known_word(name, groups, where)]))
 
@@ -169,8 +169,8 @@ def find_source(
 
 
 def checkout_version(folder: Path) -> str:
-    """Return the commit of the git checkout that contains a folder (the first 12 digits), read without running git; "no version"
-    outside of a checkout."""
+    """Return the first 12 digits of the commit of a folder's git checkout, or "no version" outside of one. Reads files only, and
+    does not run git."""
     for place in (folder, *folder.parents):
         git = place / ".git"
         if git.is_file():  # in a worktree: "gitdir: PATH", whose refs are two folders above it
@@ -306,7 +306,7 @@ class SuiteEnv(Benchmark):
 
     @classmethod
     def task_counts(cls, folder: Path) -> dict[str, dict[str, int]]:
-        """Count the tasks of the benchmark in a folder by split and family, for the record of its installation."""
+        """Count a folder's tasks by split and family, for the record of the installation."""
         env = cls(source=str(folder), scorer=None)
         found: dict[str, dict[str, int]] = {}
         for split in env.splits:

@@ -1,5 +1,5 @@
-"""Compare calls by the rules of the Berkeley function-calling leaderboard (BFCL v4), read its Java and JavaScript literals, and
-make calls that match possible answers (gold solutions of the packaged environments)."""
+"""Compare calls by the rules of the Berkeley function-calling leaderboard (BFCL v4). Also reads its Java and JavaScript literals,
+and makes calls that match possible answers: gold solutions of the packaged environments."""
 
 from __future__ import annotations
 

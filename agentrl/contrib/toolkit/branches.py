@@ -47,8 +47,8 @@ def branch(base: T) -> T:
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Read branches without copies inside the block, for code that neither changes nor keeps the values, such as a scan over
-    all rows."""
+    """Read branches without copies inside the block. The code must neither change nor keep the values, like a scan over all
+    rows."""
     token = _LOOKING.set(True)
     try:
         yield

@@ -63,8 +63,8 @@ _GENERIC = re.compile(r"^\s*([\w.]+)\s*(?:\[(.*)\])?\s*$", re.S)
 
 
 def declarations(given: Any, key: str = "tools", *, table: bool = False) -> tuple[Declaration, ...]:
-    """Read tools from a list, JSON text, or an object that is a tool or holds a list of them. `table`: the rows have every
-    column, as in Parquet. Raises FormError if an item is not a tool."""
+    """Read tools from a list, a tool, an object that holds a list, or JSON text. `table`: the rows have every column, as in
+    Parquet. Raises FormError if an item is not a tool."""
     if isinstance(given, str):
         given, table = (parse_field(given, key) if given.strip() else None), False
     if given is None:

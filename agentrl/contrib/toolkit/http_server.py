@@ -165,8 +165,8 @@ class LocalServer:
 
 
 class ThreadServer:
-    """Serve an app on a listening socket, configured by `uvicorn_config`, on an event loop in its own thread, from construction
-    to `close`; it also answers while the caller's loop is busy."""
+    """Serve an app on a listening socket in a thread with its own event loop, from construction to `close`. Configured by
+    `uvicorn_config`; it also answers while the caller's loop is busy."""
 
     def __init__(self, app: Any, host: str, listener: socket.socket, max_body: int = MAX_BODY) -> None:
         import uvicorn

@@ -193,7 +193,7 @@ def _files(place: Path) -> list[tuple[Path, str | None]]:
 
 
 def _words_of(file: Path, place: Path) -> list[str]:
-    """Return the first and last word of the names of the file and of each folder between `place` and it."""
+    """Return the first and last word of the names of the file and the folders below `place`."""
     parts = (file.stem, *(folder.name for folder in file.parents if place in folder.parents))
     names = [re.findall("[a-z]+", part.lower()) for part in parts]
     return [word for words in names for word in (*words[:1], *words[-1:])]

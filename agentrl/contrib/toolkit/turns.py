@@ -25,7 +25,7 @@ class TurnReader:
     """Read a turn's token IDs in order. This base passes on nothing before the turn ends, which is correct for any renderer."""
 
     def read(self, token_ids: Sequence[int]) -> str:
-        """Return the text that the next IDs add to the turn's content (as by `parse`) and that later IDs cannot change."""
+        """Return the settled text that the next IDs add to the turn's content. Later IDs cannot change it; `parse` agrees."""
         return ""
 
 

@@ -169,7 +169,7 @@ _SECONDS = {"type": "number", "exclusiveMinimum": 0}
 
 @LEAVES.register("code.tests")
 class CodeTests(Leaf):
-    """Run pytest on the task's tests, which import the policy's code, in a sandbox with a separate process for the code."""
+    """Run pytest on the task's tests, which import the policy's code. Both run in a sandbox, in separate processes."""
 
     formula: ClassVar[str] = (
         "1 if all tests pass, else 0 (credit=all), or the share that passes (credit=share); 0 without code, and if it ends or "

@@ -33,7 +33,7 @@ class CodeEndedError(BaseException):
 
 
 class Code:
-    """The policy's module, in a process that starts at the first call of a test, and again after it ended."""
+    """The policy's module in another process. It starts at the first call of a test, and again after it ended."""
 
     def __init__(self, request: dict[str, Any], tests: Path, program: str) -> None:
         self.request, self.tests, self.program = request, tests, program
@@ -133,7 +133,7 @@ class Code:
         return reply
 
     def fault(self, reply: dict[str, Any]) -> BaseException:
-        """Rebuild the exception of a reply with its text, and from its constructor arguments if its class allows that."""
+        """Rebuild the exception of a reply with its text; uses its constructor arguments if the class allows that."""
         kind, text, made = self.error(reply["kind"]), str(reply["raised"]), self.decode(reply["made"])
         if kind is CodeEndedError:
             return self.over(text)
