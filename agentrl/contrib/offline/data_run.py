@@ -1,4 +1,4 @@
-"""Training on data, `agentrl sft` with [data]: steps over a store of token rows, held-out losses, checkpoints, the model."""
+"""Train on data (`agentrl sft` with [data]): steps over stored token rows, held-out losses, checkpoints, the final model."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from agentrl.utils.terminal import quiet_libraries
 from agentrl.utils.threads import in_thread
 
 ENGINE = "embedded"
-"""The engine that the view of a config names, as nothing is sampled: it has no processes."""
+"""Inference engine of the reduced config: nothing is sampled, and this one starts no processes."""
 ROLE = "actor"
-"""The folder of the role in a checkpoint, where `agentrl export` looks."""
+"""Folder of the trained role in a checkpoint; `agentrl export` reads it."""
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ async def _run(run: DataRun, interrupt: Interrupt) -> bool:
 
 
 async def _measure(run: DataRun, step: int) -> float | None:
-    """The held-out metrics as a row; minus the loss, by which the best checkpoint is known. None if nothing is held out."""
+    """Log the held-out metrics; return minus the loss, the checkpoint's score, or None without a finite loss."""
     held, each = run.store.heldout, run.data.batch
     if not len(held):
         return None
@@ -137,7 +137,7 @@ async def _measure(run: DataRun, step: int) -> float | None:
 
 
 async def _load(run: DataRun) -> int:
-    """Load the newest checkpoint; the steps done by then."""
+    """Load the newest intact checkpoint and return its step; 0 without one."""
     run.checkpoints.recover_interrupted()  # first: it may move back a checkpoint, which is then the newest one
     newest, damaged = await in_thread("files", run.checkpoints.newest_intact)
     for problem in damaged:
@@ -196,9 +196,8 @@ class DataRunKind:
         self.config, self.data = config, config.data
 
     def check(self, *, prepared: bool = False) -> list[str]:
-        """Raise a UserError for a config that cannot be trained on its data; returns warnings. `prepared`: the run has
-        all of its data already, wherever that came from.
-        """
+        """Raise a UserError for a config that cannot be trained on its data; return warnings. `prepared`: the store is already
+        written, so the source files need not exist."""
         quiet_libraries()
         view = self.relevant_sections()
         check_references(view)
@@ -220,7 +219,7 @@ class DataRunKind:
         return []
 
     def prepare(self, folder: Path, display: Display) -> About:
-        """Read the data of a config into a store in `folder`, and say what is in it. Raises ConfigError if it cannot be used."""
+        """Read the config's data into a store in `folder` and print a summary. Raises ConfigError for unusable data."""
         config, tokenizer = self.config, tokenizer_of(self.config.model)
         longest = longest_row(config.optim, config.model)
         made = Preparation(self.data, renderer_of(config.model, tokenizer), tokenizer, longest)
@@ -242,7 +241,7 @@ class DataRunKind:
         return about
 
     def relevant_sections(self) -> TrainConfig:
-        """The config with no environment, no engine, and no roles but the one that learns."""
+        """Return the config without environment, without engine, and with the actor as its only role."""
         left_out = ("env", "agent", "sft", "critic", "reward_model", "prometheus", "traces", "profile", "stop_at_success")
         roles = {role: pool for role, pool in self.config.cluster.roles.items() if role == "actor"}
         pools = {name: pool for name, pool in self.config.cluster.pools.items() if name in roles.values()}
@@ -251,7 +250,7 @@ class DataRunKind:
         return self.config.model_copy(update={**dict.fromkeys(left_out), **kept, "cluster": cluster})
 
     async def train(self, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
-        """All steps from the newest checkpoint on; whether the run went to its end (False: interrupted)."""
+        """Train from the newest checkpoint to the last step; return False if interrupted."""
         identity, config = identity_of(self.config, "train"), EngineChoice(self.relevant_sections()).with_threads()
         data, store = self.data, await in_thread("files", RowStore, folder.data)
         with display.doing("making the model"):
@@ -290,7 +289,7 @@ class DataRunKind:
                 stop_ray()
 
     def summary(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Entries of summary.json for a run on data, apart from its end."""
+        """Return a data run's entries of summary.json, except its final status."""
         steps = [row for row in rows if row["phase"] == "data"]
         held = [row for row in rows if row["phase"] == "heldout"]
         return {

@@ -35,8 +35,8 @@ from agentrl.utils.parsing import read_json
 # {"role": "assistant", "content": "...", "weight": 0}],
 # "tools": [{"type": "function", "function": {"name": "f", "parameters": {...}}}], "parallel_tool_calls": true}
 #
-# An assistant's message with `weight` 0 is context. Other keys of a row are not looked at; tools, calls and reasoning may have
-# other forms (agentrl/data/chat_forms.py).
+# An assistant message with `weight` 0 is context. Other keys of a row are ignored; tools, calls and reasoning may have other
+# forms (agentrl/data/chat_forms.py).
 
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _READ = {"role", "content", "tool_calls", "tool_call_id", "tool_use_id", "call_id", "name", "tool_name", "weight", "refusal",
@@ -45,8 +45,8 @@ _READ = {"role", "content", "tool_calls", "tool_call_id", "tool_use_id", "call_i
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """`trained[i]`: whether message i is an assistant's whose tokens are learned. `tools` in OpenAI's function format. `unread`:
-    how often a key of a message was there that nothing is made of."""
+    """A conversation. `trained[i]`: message i is an assistant message whose tokens are learned. `tools` in OpenAI's function
+    format. `unread`: number of occurrences of each ignored message key."""
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]
@@ -55,7 +55,7 @@ class Chat:
 
     @property
     def content(self) -> str:
-        """Text of the message, in any layout of its row: equal for equal conversations."""
+        """Return the conversation as canonical text, equal for equal conversations in any layout."""
         parts = [
             (one.role, one.content, one.reasoning, [(call.name, call.arguments) for call in one.tool_calls])
             for one in self.messages
@@ -64,7 +64,7 @@ class Chat:
 
 
 def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
-    """A row of OpenAI's layout. `table`: of a file that has each column in each row. Raises BadRowError."""
+    """Convert a row of OpenAI's layout. `table`: the file has every column in every row. Raises BadRowError."""
     tools = declarations(row.get("tools"), table=table)
     if row.get("functions") is not None:
         raise BadRowError("functions: the older layout; name them in tools, and call them in tool_calls")
@@ -92,8 +92,8 @@ def _check_tools(row: Mapping[str, Any]) -> None:
 
 
 def messages_of(given: Any, key: str, tools: tuple[Declaration, ...] = (), *, table: bool = False) -> Chat:
-    """Messages of OpenAI's layout as a chat that is not checked yet. Raises BadRowError."""
-    if isinstance(given, str):  # tables often keep them as text, which has only the nulls that were written
+    """Convert messages of OpenAI's layout to an unchecked chat. Raises BadRowError."""
+    if isinstance(given, str):  # tables often store messages as JSON text, whose nulls are all meant
         given, table = parse_field(given, key), False
     if not isinstance(given, list) or not given:
         raise FormError(key, "expected a list of messages")
@@ -117,7 +117,7 @@ def messages_of(given: Any, key: str, tools: tuple[Declaration, ...] = (), *, ta
 
 
 def message_of(item: Mapping[str, Any], at: str, tools: tuple[Declaration, ...] = (), *, table: bool = False) -> Message:
-    """A message of OpenAI's layout. Raises BadRowError."""
+    """Convert a message of OpenAI's layout. Raises BadRowError."""
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise FormError(f"{at}.role", f"expected one of {', '.join(ROLES)}, got {role!r}")
@@ -150,7 +150,7 @@ def message_of(item: Mapping[str, Any], at: str, tools: tuple[Declaration, ...] 
 
 
 def _text(content: Any, at: str) -> tuple[str, str]:
-    """The text of a content, and the reasoning in it."""
+    """Return the text and the reasoning of a message content."""
     if content is None or isinstance(content, str):
         return content or "", ""
     given = content if isinstance(content, list) else [content]
@@ -162,10 +162,10 @@ def _text(content: Any, at: str) -> tuple[str, str]:
 
 
 def check_chat(chat: Chat) -> Chat:
-    """The chat with ids of calls and names of results filled in, results in the order of their calls, and without what follows
-    its last trained message.
+    """Complete and check a chat: fill in call ids and result names, and order results as their calls.
 
-    Raises BadRowError if nothing of it is trained, a call names no tool of its, or a result answers no call.
+    Messages after the last trained one are dropped. Raises BadRowError if no message is trained, a call names an undeclared
+    tool, or a result answers no call.
     """
     if not any(chat.trained):
         raise BadRowError("no assistant's message to learn")
@@ -180,18 +180,18 @@ def check_chat(chat: Chat) -> Chat:
     return replace(chat, messages=pair_results(chat.messages[:end]), trained=chat.trained[:end])
 
 
-# Pairs of conversations of which one is preferred, in two layouts.
+# Preference pairs of conversations, in two layouts.
 #
-# TRL's: `{"prompt": [messages], "chosen": [messages], "rejected": [messages], "tools": [...]}`; without `prompt` it is what both
-# begin with. OpenAI's: `{"input": {"messages": [...], "tools": [...]}, "preferred_output": [...], "non_preferred_output":
-# [...]}`.
+# TRL's: `{"prompt": [messages], "chosen": [messages], "rejected": [messages], "tools": [...]}`; the default `prompt` is the
+# common prefix of both. OpenAI's: `{"input": {"messages": [...], "tools": [...]}, "preferred_output": [...],
+# "non_preferred_output": [...]}`.
 #
-# Messages and tools are as in agentrl/contrib/offline/layouts.py. Only the assistant's messages after the prompt count.
+# Messages and tools are as in the conversations above. Only assistant messages after the prompt are trained.
 
 
 def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Chat]:
-    """The chosen and the rejected conversation of a row. `table`: of a file that has each column in each row. Raises BadRowError,
-    which names the fault."""
+    """Return the chosen and the rejected conversation of a row. `table`: the file has every column in every row.
+    Raises BadRowError."""
     _check_beside(row)
     if row.get("preferred_output") is not None:
         given = row.get("input")
@@ -226,18 +226,17 @@ def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Ch
     return made[0], made[1]
 
 
-# Two layouts of function calling that write calls as text, in messages `{"from": ..., "value": ...}` under `conversations`:
+# Two function-calling layouts with calls as text, in messages `{"from": ..., "value": ...}` under `conversations`:
 #
 # Hermes (NousResearch/hermes-function-calling-v1): from "system", "human", "gpt", "tool"; a call is `<tool_call>` with an
-# object of
-# `name` and `arguments` (JSON, or Python's way to write it), a result `<tool_response>`; tools in the key `tools`, or between
-# `<tools>` and `</tools>` in the system message.
+# object of `name` and `arguments` (JSON or a Python literal), a result `<tool_response>`; tools in the key `tools`, or
+# between `<tools>` and `</tools>` in the system message.
 #
 # ToolACE (Team-ACE/ToolACE): a key `system`, whose text holds a JSON list of functions; from "user", "assistant", "tool";
 # calls as `[name(a=1, b="x"), other()]`, where names may hold spaces; results of all calls as one list.
 #
-# A system message that tells the model its tools and how to call them is left out of the chat (in ToolACE: from the list of
-# functions on), since the model's own chat template says both, in its own way.
+# The part of a system message that describes the tools and the call syntax is removed (in ToolACE: from the list of functions
+# on), because the model's chat template describes both in its own format.
 
 T = TypeVar("T")
 SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
@@ -247,7 +246,7 @@ _LIST = re.compile(r"\[\s*\{\s*\"")
 
 
 def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
-    """A row of either layout. Raises BadRowError, which names the fault."""
+    """Convert a row of either layout. Raises BadRowError."""
     turns = row.get("conversations")
     if isinstance(turns, str):
         turns = parse_field(turns, "conversations")
@@ -290,9 +289,9 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
 
 
 def _split(system: str, given: bool) -> tuple[str, list[Any] | None]:
-    """The kept part of a system message, and the functions in it. `given`: the row has them."""
+    """Split a system message into the part to keep and its functions. `given`: the row has its own list of them."""
     if found := _TOOLS.search(system):
-        before = system[: found.start()].rpartition("\n\n")[0]  # the paragraphs before theirs
+        before = system[: found.start()].rpartition("\n\n")[0]  # the paragraphs before the list's
         return before.strip(), _read(literal, found[1], "the functions of the system message")
     if not given and (found := _LIST.search(system)):
         try:
@@ -300,7 +299,7 @@ def _split(system: str, given: bool) -> tuple[str, list[Any] | None]:
         except (ValueError, RecursionError) as problem:
             raise BadRowError(f"the functions of the system message: not JSON: {problem}") from None
         before = system[: found.start()].rstrip()
-        # The sentence that leads over to the list goes with it.
+        # The sentence that introduces the list is removed with it.
         return before.rpartition("\n")[0].strip() if before.endswith(":") else before, tools
     return system.strip(), None
 
@@ -346,7 +345,7 @@ def _read(read: Callable[[str], T], text: str, what: str) -> T:
 
 
 def _pair_results(messages: list[Message]) -> list[Message]:
-    """Results one a call: if one message answers several calls, or several answer one, they are joined."""
+    """Join results that outnumber the calls before them, and give results the names of calls."""
     found, at = list[Message](), 0
     while at < len(messages):
         found.append(messages[at])

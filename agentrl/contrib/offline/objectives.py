@@ -1,4 +1,4 @@
-"""Objectives of training on data: a step's loss, its value on held-out examples, and the reward model."""
+"""Objectives of training on data (SFT, DPO, reward model): the loss of a step and its value on held-out examples."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 
 class OfflineActor(Actor):
-    """One rank of a policy that also learns from transcripts and from pairs."""
+    """One rank of a policy that also trains on transcripts (SFT) and on pairs (DPO)."""
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {"supervise": MINIBATCHES, "prefer": MINIBATCHES}
 
     def supervise(self, batch: TensorDict) -> dict[str, float]:
-        """One supervised optimizer step, with the optimizer and the schedule of [optim]."""
+        """Take one supervised optimizer step with the optimizer and schedule of [optim]."""
         optim, lr = self._optim, self._set_rate()
         rate_at = partial(rate, warmup=optim.warmup, schedule=optim.schedule, total=self._total_steps)
         [metrics] = sft_steps(self._ready(), Ragged.of(batch), rate_at, self._updates, optim.micro_tokens)
@@ -54,8 +54,8 @@ class OfflineActor(Actor):
         return {**metrics, "lr": lr}
 
     def prefer(self, batch: TensorDict, pairs: int, beta: float) -> dict[str, float]:
-        """One optimizer step of DPO over the rows of `pairs` pairs: episodes 2 i (chosen) and 2 i + 1 by the column
-        `trajectory`, with the row column `reference`."""
+        """Take one DPO step over the rows of `pairs` pairs. Row columns: `trajectory` (2 i: chosen, 2 i + 1: rejected) and
+        `reference`."""
         engine, lr = self._ready(), self._set_rate()
         metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, pairs, policy_totals, beta)
         self._updates += 1
@@ -63,7 +63,7 @@ class OfflineActor(Actor):
 
 
 class RewardTrainer(TrainedRole):
-    """One rank of a sequence classifier that is trained. All ranks run every method together."""
+    """One rank of a trained sequence classifier. All ranks run every method together."""
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
@@ -73,19 +73,20 @@ class RewardTrainer(TrainedRole):
     }
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None) -> None:
-        """Load the classifier from a folder; `total_steps`: length of the run, for the schedule. Raises ModelError for a folder
-        without a model, ConfigError for a schedule without a length."""
+        """Load the classifier from a folder. `total_steps`: length of the run, for the schedule.
+
+        Raises ModelError for a folder without a model, ConfigError if the schedule needs a length and has none."""
         rate(optim.warmup, optim.warmup, optim.schedule, total_steps)
         self._optim, self._total_steps = optim_of(optim, model, "reward"), total_steps
         self._engine = open_engine(self, path, model, optim.max_grad_norm, "score")
         self._engine.use_optimizer(self._optim)
 
     def compute_scores(self, batch: TensorDict) -> TensorDict:
-        """Row column `score` float32 [N], read at each row's last token."""
+        """Compute the row column `score`, float32 [N], at each row's last token."""
         return compute_scores(self._ready(), Ragged.of(batch), self._optim.micro_tokens)
 
     def prefer(self, batch: TensorDict, pairs: int) -> dict[str, float]:
-        """One optimizer step over `pairs` pairs, whose episodes count by their last row (the column `whole`)."""
+        """Take one optimizer step over `pairs` pairs; an episode's score is that of its last row (column `whole`)."""
         engine, lr = self._ready(), self._set_rate()
         view, cap = Ragged.of(batch), self._optim.micro_tokens
         metrics = pair_step(engine, view, cap, pairs, lambda engine, piece: engine.scores(piece.micro), 1.0)
@@ -93,13 +94,14 @@ class RewardTrainer(TrainedRole):
         return {**metrics, "lr": lr}
 
     def export_hf(self, folder: str) -> None:
-        """Write a folder that plain transformers loads, and [reward_model]."""
+        """Write a folder that plain transformers and [reward_model] can load."""
         self._ready().export(Path(folder))
 
 
 def classifier_of(path: str, folder: Path, model: ModelConfig) -> str:
-    """The sequence classifier to train: the model at `path` if it is one, else one that is made of it in `folder`, once. The
-    model is loaded as a whole, in this process. Raises ModelError if transformers has no classifier of its family."""
+    """Return the path of the sequence classifier to train: `path`, or a classifier made from it once in `folder`.
+
+    Loads the whole model in this process. Raises ModelError if transformers has no classifier of its family."""
     if is_classifier(path, model):
         return path
     if os.path.lexists(folder / MANIFEST):
@@ -112,7 +114,7 @@ def classifier_of(path: str, folder: Path, model: ModelConfig) -> str:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     options = {"num_labels": 1, "pad_token_id": pad, "dtype": torch.float32, "trust_remote_code": model.trust_remote_code}
     said = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would say that the head is missing, which is made here
+    logging.set_verbosity_error()  # it would warn of the missing head, which is created here
     try:
         made = AutoModelForSequenceClassification.from_pretrained(path, **options)
     except (OSError, ValueError) as problem:
@@ -126,7 +128,7 @@ def classifier_of(path: str, folder: Path, model: ModelConfig) -> str:
             f'model.path = {path}: data.loss = "reward" needs a family whose classifier has a linear head `score`, and '
             f"{type(made).__name__} has none"
         )
-    torch.nn.init.zeros_(made.score.weight)  # every episode begins with score 0
+    torch.nn.init.zeros_(made.score.weight)  # every episode's initial score is 0
     shutil.rmtree(folder, ignore_errors=True)
     made.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -138,7 +140,7 @@ Found = dict[str, float]
 
 
 class Objective(ABC):
-    """One loss over a store's examples. `group`: the processes of `role`."""
+    """One loss over the examples of a store. `group`: the processes of `role`."""
 
     role: ClassVar[type[TrainedRole]] = OfflineActor
 
@@ -146,18 +148,18 @@ class Objective(ABC):
         self.data, self.store, self.group, self.sharing = data, store, group, sharing
 
     async def begin(self, ended: Count) -> None:  # noqa: B027 - most losses need nothing
-        """Compute constants with the weights of the start; `ended` counts its examples."""
+        """Compute constants with the initial weights; `ended` counts finished examples."""
 
     @abstractmethod
     async def step(self, examples: np.ndarray) -> Found:
-        """One optimizer step; its metrics."""
+        """Take one optimizer step and return its metrics."""
 
     @abstractmethod
     async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
-        """Metrics of examples without a step, and what they weigh among others."""
+        """Return the weight of the examples in an average, and their metrics, without a step."""
 
     async def view(self, examples: np.ndarray) -> Ragged:
-        """The rows of examples."""
+        """Load the rows of examples."""
 
         def made() -> Ragged:
             episodes = self.store.load(examples)
@@ -166,13 +168,13 @@ class Objective(ABC):
         return await in_thread("batch", made)
 
     async def train(self, method: Callable[..., Found], view: Ragged, *given: Any) -> Found:
-        """One optimizer step of the group on the rows."""
+        """Take one optimizer step of the group on the rows."""
         batch = await in_thread("batch", cut_steps, view.batch, 1, self.group.mesh.size("dp"))
         return await self.group.arun(method, batch, *given)
 
 
 class Supervised(Objective):
-    """The mean of -log pi over the trained tokens of a step."""
+    """Mean of -log pi over the trained tokens of a step."""
 
     async def step(self, examples: np.ndarray) -> Found:
         found = await self.train(OfflineActor.supervise, await self.view(examples))
@@ -211,7 +213,7 @@ class Preferring(Objective):
         return float(len(examples)), preference(totals, self._reference[examples], self.data.beta)[1]
 
     async def _totals(self, view: Ragged, pairs: int) -> Tensor:
-        """The sum of the log probabilities of each episode's sampled tokens, float64 [P, 2]."""
+        """Sum the log probabilities of each episode's sampled tokens: float64 [P, 2]."""
         logprobs = (await self.group.arun(Actor.compute_logprob, view.batch))["logprobs"].values().double()
         episode = torch.repeat_interleave(view.row("trajectory"), torch.from_numpy(view.lengths))
         return torch.zeros(2 * pairs, dtype=torch.float64).index_add(0, episode, logprobs).view(pairs, 2)
@@ -237,11 +239,11 @@ class Scoring(Objective):
 
 
 OBJECTIVES: dict[str, type[Objective]] = {"sft": Supervised, "dpo": Preferring, "reward": Scoring}
-"""By `data.loss`."""
+"""Objectives by `data.loss`."""
 
 
 def _last_rows(view: Ragged) -> Tensor:
-    """The last row of each episode, by its number."""
+    """Return the index of each episode's last row, by episode number."""
     episode = view.row("trajectory")
     rows = torch.zeros(int(episode.max()) + 1, dtype=torch.int64)
     return rows.scatter_reduce(0, episode, torch.arange(len(episode)), reduce="amax", include_self=False)
@@ -250,24 +252,24 @@ def _last_rows(view: Ragged) -> Tensor:
 # Losses of pairs, one episode chosen and one rejected
 #
 # Such a loss depends on an episode only through one number: the sum of its tokens' log probabilities, or its score. So a step
-# first computes these numbers for all episodes, without gradient, and adds them up over rows and ranks; then the loss and its
-# derivative by each number, d; and then, micro-batch by micro-batch, the gradient of d times the number. By the chain rule that
-# is the gradient of the loss. The rows of a pair may therefore be in different micro-batches and on different ranks, for one
-# more forward pass.
+# first computes these numbers for all episodes, without gradient, and sums them over rows and ranks; then the loss and its
+# derivative d with respect to each number; then, per micro-batch, the gradient of d times the number. By the chain rule this
+# is the gradient of the loss. So the rows of a pair may be in different micro-batches and on different ranks, at the cost of
+# one more forward pass.
 
 
 RowValues = Callable[[BaseEngine, Pack], Tensor]
-"""One number a row, float32 [N] (of a dummy without rows: [1]), with gradient if grad mode is on."""
+"""Returns one number per row, float32 [N] ([1] for a dummy without rows), with gradient if grad mode is on."""
 
 
 def preference(totals: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Found]:
-    """The mean over pairs of the loss -log sigmoid(beta ((r - ref)(chosen) - (r - ref)(rejected))), and metrics. `totals`
-    float64 [P, 2]: the numbers r of the chosen and the rejected episode of each; `reference` [P, 2]: what they are compared with.
+    """Return the mean over pairs of -log sigmoid(beta ((r - ref)(chosen) - (r - ref)(rejected))), and metrics. `totals`
+    float64 [P, 2]: r of the chosen and the rejected episode of each pair; `reference` [P, 2]: ref of both.
 
-    With sums of log probabilities, and those of the start model as `reference`, that is DPO (Rafailov et al. 2023,
-    arXiv:2305.18290, eq. 7); with scores, no reference and beta = 1 a reward model's (Bradley and Terry 1952; Ouyang et al. 2022,
-    arXiv:2203.02155, eq. 1). Metrics: means of the loss, of `accuracy` (share of pairs whose chosen side has the higher reward),
-    and of the rewards, beta (r - ref).
+    With sums of log probabilities, and those of the start model as `reference`, this is DPO (Rafailov et al. 2023,
+    arXiv:2305.18290, eq. 7); with scores, reference 0 and beta = 1, the loss of a reward model (Bradley and Terry 1952; Ouyang
+    et al. 2022, arXiv:2203.02155, eq. 1). Metrics: means of the loss, of `accuracy` (share of pairs whose chosen episode has
+    the higher reward), and of the rewards, beta (r - ref).
     """
     chosen, rejected = (beta * (totals - reference)).unbind(1)
     margin = chosen - rejected
@@ -277,15 +279,15 @@ def preference(totals: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, 
 
 
 def policy_totals(engine: BaseEngine, piece: Pack) -> Tensor:
-    """The sum of the log probabilities of each row's sampled tokens."""
+    """Sum the log probabilities of each row's sampled tokens."""
     logprobs, _ = engine.logprobs(piece.micro, 1.0, False)
     rows = row_ids(piece.compact).to(logprobs.device)
     return torch.zeros(len(piece.compact) - 1, device=logprobs.device).index_add(0, rows, logprobs)
 
 
 def pair_step(engine: BaseEngine, view: Ragged, cap: int, pairs: int, values: RowValues, beta: float) -> dict[str, float]:
-    """One optimizer step over the mean of `preference`; every rank calls it with its own rows. Row columns: `trajectory` (2 i:
-    chosen, 2 i + 1: rejected), `reference`, and `whole` (bool: whether the row's number is part of its episode's).
+    """Take one optimizer step on the loss `preference`; every rank calls it with its own rows. Row columns: `trajectory` (2 i:
+    chosen, 2 i + 1: rejected), `reference`, and `whole` (bool: the row's number is added to its episode's).
 
     Raises NonFiniteError if the weights are not finite afterwards.
     """

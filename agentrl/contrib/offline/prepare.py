@@ -28,8 +28,8 @@ TaskKey = tuple[str, str, int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An episode in a file: where it is, the task that it is of (environment, id, seed, turns given, a digest of what it says: of
-    two runs with other `env.params` ids and seeds can be equal), what it scored."""
+    """An episode in a file: its place, task and reward. The task includes a digest of its text, since ids and seeds can be equal
+    in runs with different `env.params`."""
 
     place: RowPlace
     task: TaskKey
@@ -38,7 +38,7 @@ class Scored:
 
 @contextmanager
 def _as_bad_row() -> Iterator[None]:
-    """Raise BadRowError for a row that is no episode."""
+    """Turn the errors of reading an episode into BadRowError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
@@ -46,7 +46,7 @@ def _as_bad_row() -> Iterator[None]:
 
 
 def filter_episode(place: RowPlace, row: Mapping[str, Any], data: DataConfig, passed: Counter[str]) -> Scored | None:
-    """The episode in a row if the config's filters let it through; else None, and `passed` counts why. Raises BadRowError."""
+    """Return the episode of a row if it passes the filters; else None, counting the reason in `passed`. Raises BadRowError."""
     with _as_bad_row():
         task, reward = row["task"], row["reward"]
         said = sha256(json.dumps([task.get("data"), task.get("gold")], sort_keys=True).encode()).hexdigest()[:16]
@@ -72,7 +72,7 @@ def filter_episode(place: RowPlace, row: Mapping[str, Any], data: DataConfig, pa
 
 
 def best(found: Iterable[Scored], data: DataConfig, passed: Counter[str]) -> list[Scored]:
-    """At most `data.per_task` episodes of each task: the highest rewards, of equal ones the first; in the files' order."""
+    """Keep the `data.per_task` episodes of highest reward of each task (ties: the first), in file order."""
     episodes = list(found)
     if data.per_task is None:
         return episodes
@@ -84,8 +84,8 @@ def best(found: Iterable[Scored], data: DataConfig, passed: Counter[str]) -> lis
 
 
 def pairs(found: Iterable[Scored], data: DataConfig, passed: Counter[str]) -> Iterator[tuple[Scored, Scored]]:
-    """Pairs (better, worse) of episodes of one task: its best with its worst, then the next of both, at most `data.per_task` (1)
-    and as long as their rewards differ by `data.margin`. An episode is in one pair at most."""
+    """Pair episodes of each task as (better, worse): best with worst, then the next of both. Yields at most `data.per_task`
+    (default 1) pairs per task, whose rewards differ by `data.margin`. An episode is in at most one pair."""
     for same in _by_task(found):
         ranked = sorted(same, key=lambda one: -one.reward)
         number = 0
@@ -107,10 +107,10 @@ def _by_task(found: Iterable[Scored]) -> list[list[Scored]]:
 
 
 def render_chat(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
-    """The ledgers of a chat: `sampled` marks the tokens of trained messages (logprob 0, version 0). There are several if the
-    model's chat template rewrites earlier turns.
+    """Render a chat to ledgers: `sampled` marks the tokens of trained messages (logprob 0, version 0).
 
-    Raises BadRowError if the template cannot write it, or writes calls that are then read as others.
+    There are several ledgers if the chat template rewrites earlier turns. Raises BadRowError if the template cannot render
+    the chat, or if its rendered calls parse to different calls.
     """
     try:
         renderer = renderer.with_tools(chat.tools)
@@ -127,7 +127,7 @@ def render_chat(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
                 raise BadRowError(f"messages[{place}]: {problem}") from None
             if calls := [(call.name, call.arguments) for call in messages[place].tool_calls]:
                 read = [(call.name, call.arguments) for call in renderer.parse(ids, "stop").tool_calls]
-                if read != calls:  # a policy that samples these tokens would make others
+                if read != calls:  # a policy that samples these tokens would make other calls
                     raise BadRowError(
                         f"messages[{place}]: its calls, as the model's chat template writes them, are read as others"
                     )
@@ -151,8 +151,8 @@ def render_chat(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
 
 
 def chat_of(episode: Trajectory) -> Chat:
-    """The messages of an episode as a chat, to render them anew; turns that it was given, and those before it branched off
-    another, are context. Raises BadRowError if its conversation was rewritten."""
+    """Return an episode's messages as a chat to render again. Given turns, and those before it branched off another episode,
+    are context. Raises BadRowError if its conversation was rewritten."""
     if episode.rewrites:
         raise BadRowError("a context policy rewrote its conversation, so its messages do not say what the policy saw")
     turn, trained, begins = 0, list[bool](), max(episode.given, episode.branch_turn)
@@ -166,7 +166,7 @@ def chat_of(episode: Trajectory) -> Chat:
 
 
 NAMED = 3
-"""Bad rows that a refusal names."""
+"""Number of bad rows that an error lists."""
 LAYOUTS = (
     "an episode of a run, OpenAI's messages, ShareGPT's conversations (Hermes, ToolACE), or with a loss of pairs prompt, chosen "
     "and rejected"
@@ -175,7 +175,7 @@ Ledgers = list[TokenLedger]
 
 
 class Preparation:
-    """Reads the data of a config once. `tokenizer`: the model's; `longest`: the most tokens of a row; `rows` counts them."""
+    """Reads the data of a config once. `longest`: most tokens per row; `rows`: number of rows read so far."""
 
     def __init__(self, data: DataConfig, renderer: Renderer, tokenizer: Any, longest: int) -> None:
         self.data, self.renderer, self.tokenizer, self.longest = data, renderer, tokenizer, longest
@@ -186,7 +186,7 @@ class Preparation:
         self.unread: Counter[str] = Counter()
 
     def write(self, folder: Path, seed: int) -> About:
-        """Write the store. Raises ConfigError if too many rows are bad, nothing is left, or tokens are another tokenizer's."""
+        """Write the store. Raises ConfigError for too many bad rows, no examples, or tokens of another tokenizer."""
         found: list[Scored] = []
         with RowWriter(folder, self.each) as writer:
             for file in sources(self.data.path):
@@ -222,7 +222,7 @@ class Preparation:
             self.left_out.append((str(place), str(problem)))
 
     def _row(self, place: RowPlace, row: Mapping[str, Any] | BadRowError, found: list[Scored], writer: RowWriter) -> None:
-        """A chat is rendered at once; an episode waits until all of its task are known."""
+        """Render a chat now; collect an episode in `found` until all of its task are known."""
         if isinstance(row, BadRowError):
             raise row
         if row.get("ledgers") is not None and "task" in row:
@@ -248,7 +248,7 @@ class Preparation:
             ledgers = [render_chat(chat, self.renderer) for chat in chats]
             for chat in chats:
                 self.unread += chat.unread
-            # By what is said: a conversation that stands twice must not be trained on and held out.
+            # Named by its content: a duplicate conversation must not be both trained on and held out.
             self._add(writer, sha256("\n".join(sorted(chat.content for chat in chats)).encode()).hexdigest(), ledgers)
 
     def _episodes(self, episodes: Sequence[Scored], writer: RowWriter) -> None:
@@ -272,7 +272,7 @@ class Preparation:
         if max(int(ledger.turns[ledger.sampled].max(initial=-1)) for ledger in episode.ledgers) >= len(episode.turns):
             raise BadRowError("its tokens are of turns that it does not have")
         size, renderer = len(self.tokenizer), self.renderer.with_tools(episode.tools)
-        sampled = [  # over all ledgers; none of a turn that was given
+        sampled = [  # over all ledgers; none for a given turn
             [id_ for one in episode.ledgers for id_ in one.token_ids[one.sampled & (one.turns == turn.index)].tolist()]
             for turn in episode.turns
         ]

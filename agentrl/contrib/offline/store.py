@@ -1,4 +1,4 @@
-"""Read rows of files, and store token rows on disk."""
+"""Read rows of data files, and store token rows on disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Location of a row: line (of a Parquet file: row) `number`, from 1, of `file`, and the byte offset of a line."""
+    """Location of a row: line (in Parquet: row) `number` of `file`, from 1, and the line's byte offset."""
 
     file: Path
     number: int
@@ -40,13 +40,13 @@ class RowPlace:
 
 
 def sources(paths: Sequence[str]) -> list[Path]:
-    """The files that the paths name, in order: of a folder, those in it and below by name; of a run, its updates' episodes.
+    """List the files of the paths in order: of a folder, all below it by name; of a run, the episodes of its updates.
 
     Raises ConfigError for a path that does not exist or holds no such file, DependencyError for Parquet without pyarrow.
     """
     found: list[Path] = []
     for path in paths:
-        if not path.strip():  # a variable of a shell that is not set; as a path it is the working directory
+        if not path.strip():  # for example an unset shell variable; as a path it is the working directory
             raise ConfigError("data.path: one of its paths is empty; name a file, a folder or a run")
         place = Path(path)
         if place.is_file():
@@ -56,7 +56,7 @@ def sources(paths: Sequence[str]) -> list[Path]:
         elif not place.is_dir():
             near = [item.name for item in place.parent.iterdir()] if place.parent.is_dir() else []
             raise ConfigError(f"data.path: {path}: there is no such file or folder{hint_text(place.name, near)}")
-        elif (place / "trajectories").is_dir():  # a run: what it played before, between and after its updates are evaluations
+        elif (place / "trajectories").is_dir():  # a run; its other episodes are evaluations
             steps = sorted((place / "trajectories").glob("step_*.jsonl"))
             if not steps:
                 raise ConfigError(f"data.path: {path}: the run has no episodes of updates (trajectories/step_*.jsonl)")
@@ -64,7 +64,7 @@ def sources(paths: Sequence[str]) -> list[Path]:
         elif (place / "trajectories.jsonl").is_file():  # an evaluation or a rollout
             found.append(place / "trajectories.jsonl")
         else:
-            # Not those that are hidden, or in a hidden folder: caches and what version control keeps.
+            # Skip hidden files and folders: caches and version control.
             every = (file for file in place.rglob("*") if file.suffix in SUFFIXES)
             files = sorted(file for file in every if not any(part.startswith(".") for part in file.relative_to(place).parts))
             if not files:
@@ -76,8 +76,8 @@ def sources(paths: Sequence[str]) -> list[Path]:
 
 
 def rows_of(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:
-    """Every row of a file with its place; a line that holds no JSON object is a BadRowError. Raises ConfigError if the file as a
-    whole cannot be read."""
+    """Yield every row of a file with its place; a line without a JSON object yields a BadRowError. Raises ConfigError if the
+    file as a whole cannot be read."""
     if file.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
@@ -107,33 +107,33 @@ def rows_of(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError
 
 
 _OPEN = ("arguments", "parameters", "input_schema", "inputSchema", "input", "args")
-"""Keys below which a null may be meant: only the schema of the tool says."""
+"""Keys below which a null may be a value; only the tool's schema decides."""
 
 
 def without_nulls(value: Any) -> Any:
-    """A table has every field in every row: what a row does not have is null there and must be absent here."""
+    """Remove null fields: a table has every field in every row, with null for those that a row lacks."""
     if isinstance(value, Mapping):
         return {key: item if key in _OPEN else without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-# Token rows on disk, written once and read by number, so that a run holds no more of its data in memory than a step needs.
+# Token rows on disk, written once and read by index, so that a run holds only a step's data in memory.
 #
-# An example is one episode, or two of which the first is preferred; an episode has one ledger or several. In a folder:
+# An example is one episode, or a pair whose first is preferred; an episode has one or more ledgers. In a folder:
 #
 # token_ids.bin  int32, sampled.bin  bool    of all ledgers, end to end
 # ledgers.npy    int64 [L, 2]                the episode of each ledger, and where it ends
-# tasks.npy      int64 [X]                   of each example, the number of the task that it is of
-# data.json      what is in the folder, and which tasks are held out; written last, but for the manifest with the sums of all
+# tasks.npy      int64 [X]                   the task number of each example
+# data.json      summary, and the held-out tasks; written last, except for the manifest with the checksums of all files
 
 ABOUT = "data.json"
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Contents of a store. `each`: episodes of an example. `left_out`: bad rows, by place; `passed`: rows that filters left
-    out, by why; `unread`: parts of used rows that are not trained, by name; `heldout`: the numbers of the tasks that are
-    held out."""
+    """Contents of a store. `each`: episodes per example. `left_out`: places and faults of bad rows; `passed`: number of rows
+    that filters removed, by reason; `unread`: number of untrained parts of used rows, by name; `heldout`: numbers of the
+    held-out tasks."""
 
     each: int
     examples: int
@@ -148,7 +148,7 @@ class About:
 
 
 class RowWriter(ExitStack):
-    """Writes a store, example by example. Use as a context manager; `finish` makes it whole."""
+    """Writes a store, example by example. Use as a context manager; `finish` completes it."""
 
     def __init__(self, folder: Path, each: int) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class RowWriter(ExitStack):
         return len(self._tasks)
 
     def add(self, task: str, episodes: Sequence[Sequence[TokenLedger]]) -> None:
-        """An example: the ledgers of its episodes. Examples of one `task` are held out together."""
+        """Add an example, the ledgers of its episodes. Examples of one `task` are held out together."""
         assert len(episodes) == self.each
         for ledgers in episodes:
             for ledger in ledgers:
@@ -189,9 +189,9 @@ class RowWriter(ExitStack):
         passed: dict[str, int],
         unread: dict[str, int],
     ) -> About:
-        """Hold out a share of the tasks (rounded up, but one at least is left to train on), chosen by seed and name alone."""
+        """Complete the store. Holds out a share of the tasks (rounded up, but not all), chosen by seed and name alone."""
         drawn = sorted(self._numbers, key=lambda name: sha256(f"{seed} {name}".encode()).digest())
-        count = math.ceil(heldout * len(drawn) - 1e-9)  # 0.07 of 100 is a little more than 7 in floating point
+        count = math.ceil(heldout * len(drawn) - 1e-9)  # 0.07 * 100 is slightly more than 7 in floating point
         out = sorted(self._numbers[name] for name in drawn[: min(count, len(drawn) - 1)])
         np.save(self.folder / "ledgers.npy", np.asarray(self._ledgers, dtype=np.int64).reshape(-1, 2))
         np.save(self.folder / "tasks.npy", np.asarray(self._tasks, dtype=np.int64))
@@ -205,11 +205,11 @@ class RowWriter(ExitStack):
 
 
 class RowStore:
-    """Reads what `RowWriter` wrote. Raises CheckpointError if it is not whole."""
+    """Reads a store of `RowWriter`. Raises CheckpointError if it is incomplete or damaged."""
 
     def __init__(self, folder: Path) -> None:
         try:
-            check_model(folder)  # of the same sizes may be other rows: of a copy that was cut short, or zeros after a power cut
+            check_model(folder)  # sizes alone miss a truncated copy, or zeros after a power cut
             found: dict[str, Any] = read_json((folder / ABOUT).read_text())
             self.about = About(**{**found, "left_out": [(str(a), str(b)) for a, b in found["left_out"]]})
             ledgers = np.load(folder / "ledgers.npy")
@@ -227,17 +227,17 @@ class RowStore:
         self.train, self.heldout = np.flatnonzero(~held), np.flatnonzero(held)
 
     def steps(self, batch: int) -> int:
-        """Steps of one epoch; the last one may have fewer examples."""
+        """Return the steps per epoch; the last one may have fewer examples."""
         return math.ceil(len(self.train) / batch)
 
     def drawn(self, step: int, batch: int, seed: int) -> npt.NDArray[np.int64]:
-        """The examples of step `step` (from 0), which follow from the seed alone."""
+        """Draw the examples of step `step` (from 0), a function of the seed alone."""
         epoch, place = divmod(step, self.steps(batch))
         order = np.random.default_rng([seed, epoch]).permutation(self.train)
         return np.asarray(order[place * batch : (place + 1) * batch], dtype=np.int64)
 
     def load(self, examples: Iterable[int]) -> list[Trajectory]:
-        """The episodes of the examples, in their order, as trajectories with nothing but ledgers."""
+        """Load the episodes of the examples, in order, as trajectories with ledgers only."""
         found, each = list[Trajectory](), self.about.each
         for example in examples:
             for episode in range(int(example) * each, (int(example) + 1) * each):

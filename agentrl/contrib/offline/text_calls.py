@@ -1,4 +1,4 @@
-"""Tool calls as text in the forms of data sets."""
+"""Parse tool calls written as text in data sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.data.trajectory import Json
 from agentrl.utils.parsing import TwiceError, expression_of, no_twice, read_json
 
 Call = tuple[str, Json]
-"""A name, and arguments: an object, if the data set is right."""
+"""Name and arguments of a call; the arguments of a well-formed call are an object."""
 TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
 RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.S)
 _THOUGHT = re.compile(
@@ -26,8 +26,8 @@ _WORDS: dict[str, Json] = {"true": True, "false": False, "null": None, "none": N
 
 
 def thoughts(text: str) -> tuple[str, str]:
-    """Reasoning of an assistant's text, in <think> tags or similar ones, and the rest. A call inside the
-    reasoning does not count; a call or code with such tags stays unchanged."""
+    """Split an assistant's text into its reasoning (in <think> or similar tags) and the rest. Calls inside the reasoning do not
+    count; such tags inside a call or code stay unchanged."""
     if text.lstrip().startswith("["):  # calls without tags
         return "", text
     found, rest, end = list[str](), "", 0
@@ -38,12 +38,12 @@ def thoughts(text: str) -> tuple[str, str]:
     rest += text[end:]
     closed = _CLOSED.search(rest)
     if closed is not None and not any(mark in rest[: closed.start()] for mark in ("<tool_call>", "<think>", "```")):
-        found, rest = [rest[: closed.start()], *found], rest[closed.end() :]  # the chat template had opened it
+        found, rest = [rest[: closed.start()], *found], rest[closed.end() :]  # the chat template opened the tag
     return "\n".join(part.strip("\n") for part in found), rest
 
 
 def result_names(results: Sequence[str], calls: Sequence[str]) -> list[str | None]:
-    """The name that each result has as JSON, if a call has it; else None."""
+    """Return each result's JSON field `name` if it is the name of a call, else None."""
     found, left = list[str | None](), Counter[str | None](calls)
     for text in results:
         try:
@@ -57,13 +57,13 @@ def result_names(results: Sequence[str], calls: Sequence[str]) -> list[str | Non
 
 
 def tagged_results(text: str) -> list[str]:
-    """The results in <tool_response> tags; the whole text if there is more than these."""
+    """Return the results in <tool_response> tags; the whole text if it has other content."""
     found = RESULT.findall(text)
     return found if found and not RESULT.sub("", text).strip() else [text.strip()]
 
 
 def tagged_calls(text: str) -> list[Call]:
-    """Calls in <tool_call> tags, as JSON or as a Python literal. Raises ValueError for anything else."""
+    """Parse calls in <tool_call> tags, as JSON or a Python literal. Raises ValueError for anything else."""
     calls: list[Call] = []
     for body in TAGGED.findall(text):
         value = literal(body)
@@ -78,9 +78,9 @@ def tagged_calls(text: str) -> list[Call]:
 
 
 def bracket_calls(text: str) -> list[Call]:
-    """`[Name one(key=value, ...), Name two(...)]`; an empty list if the text is not such a list of calls.
+    """Parse `[Name one(key=value, ...), Name two(...)]`; return an empty list for any other text.
 
-    Raises ValueError if it starts and ends as one but is malformed.
+    Raises ValueError for a malformed list of calls.
     """
     text = text.strip()
     if not re.match(r"^\[[^\[\](){}\"']+\(", text) or not text.endswith(")]"):
@@ -103,12 +103,12 @@ def bracket_calls(text: str) -> list[Call]:
 
 
 def literal(text: str) -> Json:
-    """A JSON value, or a Python literal that may contain true, false and null. Raises ValueError, also for a key given twice."""
+    """Parse JSON, or a Python literal that may contain true, false and null. Raises ValueError, also for duplicate keys."""
     try:
         with suppress(json.JSONDecodeError):
             return read_json(text, once=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in the data are not a fault of the user's code
+            warnings.simplefilter("ignore")  # invalid escapes are in the data, not in the user's code
             return _value(expression_of(text.strip()))
     except TwiceError:
         raise
@@ -117,7 +117,7 @@ def literal(text: str) -> Json:
 
 
 def _pieces(text: str) -> list[str]:
-    """Parts between commas outside brackets and quotes. Raises ValueError if one is never closed."""
+    """Split at commas outside brackets and quotes. Raises ValueError for an unclosed bracket or quote."""
     parts, begin, depth, quote, before, skip = list[str](), 0, 0, "", "", False
     for at, letter in enumerate(text):
         if skip:
@@ -134,7 +134,7 @@ def _pieces(text: str) -> list[str]:
             continue
         else:
             depth += (letter in "([{") - (letter in ")]}")
-        before = before if letter.isspace() else letter  # of this part, the last that is no space
+        before = before if letter.isspace() else letter  # the last non-space character of this part
     if depth or quote:
         raise ValueError(f"brackets or quotes that do not close: {text[:100]!r}")
     return [part for part in [*parts, text[begin:]] if part.strip()]
