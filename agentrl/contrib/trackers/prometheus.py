@@ -1,8 +1,8 @@
-"""`[prometheus]`: what Prometheus scrapes while a run goes on, by its conventions: base units, and `_total` of counters.
+"""Metrics endpoint of a live run for Prometheus (`[prometheus]`), by its conventions: base units, counters end in `_total`.
 
-agentrl_row_*          the values of the last row of each phase, by the names of run/metrics.py; what these have in <> are labels
-agentrl_*_total        counters of this process: they begin at 0 again after a resume
-all others             gauges of this moment"""
+agentrl_row_*          values of the last row of each phase, named as in run/metrics.py; <> placeholders become labels
+agentrl_*_total        counters of this process, which restart at 0 after a resume
+all others             gauges at the time of the scrape"""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from agentrl.run.session import Session
 
 STATS_S = 1.0
-"""Seconds in which the engine must answer a scrape; else its last answer is given."""
+"""Seconds for the engine to answer a scrape, which otherwise has no request counts."""
 MAX_BODY = 1 << 10
-"""Bytes of a request's body: a scrape has none."""
+"""Largest request body in bytes; a scrape has none."""
 PARTS = ("rollout", "batch", "update", "publish")
 UNITS = {"s": ("_s", "_seconds", 1.0), "ms": ("_ms", "_seconds", 1e-3), "tokens/s": ("_per_s", "_per_second", 1.0)}
-"""Units that Prometheus spells otherwise: how a name ends, how it does there, and by what its values are multiplied."""
+"""Conversion to Prometheus units: suffix of our name, suffix in Prometheus, factor of the values."""
 Labels = tuple[tuple[str, str], ...]
 
 
 def _open_port(cfg: PrometheusConfig) -> socket.socket:
-    """Raises ConfigError for a host that is not one, ResourceError if the port is taken."""
+    """Open the listening socket. Raises ConfigError for an invalid host, ResourceError if the port is taken."""
     try:
         found = socket.getaddrinfo(cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as problem:
@@ -51,17 +51,17 @@ def _open_port(cfg: PrometheusConfig) -> socket.socket:
 
 @LIVE_METRICS.register("prometheus")
 class MetricsEndpoint:
-    """Rows are given to it as to a tracker; a scrape reads them in a thread of the server."""
+    """Serves metrics to Prometheus. Gets rows as a tracker does; the server's threads read them."""
 
     @classmethod
     def check(cls, cfg: PrometheusConfig) -> None:
-        """Raise a UserError if it cannot be opened."""
+        """Raise a UserError if the endpoint cannot be opened."""
         if find_spec("prometheus_client") is None:
             raise DependencyError("[prometheus] needs prometheus-client: pip install 'agentrl[prometheus]'")
         _open_port(cfg).close()
 
     def __init__(self, cfg: PrometheusConfig, trackers: Sequence[Outlet] = ()) -> None:
-        """Raises ResourceError if the port is taken."""
+        """Start serving. Raises ResourceError if the port is taken."""
         from prometheus_client import CollectorRegistry
 
         self._lock, self._trackers = threading.Lock(), trackers
@@ -81,7 +81,7 @@ class MetricsEndpoint:
         self._server.close()
 
     def watch(self, session: Session | None) -> None:
-        """From now on a scrape also reads this session, of the caller's event loop; None: it is over."""
+        """Include this session, which runs on the caller's event loop, in scrapes; None: include none."""
         if session is not None and self._session is None and self._loop is not None:
             self.count("restarts")
         self._session = session
@@ -89,7 +89,7 @@ class MetricsEndpoint:
             self._loop = asyncio.get_running_loop()
 
     def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
-        """A row was written."""
+        """Record a row, and count its episodes, tokens and updates."""
         known = {key: float(value) for key, value in values.items() if value is not None}
         with self._lock:
             self._rows[phase] = (step, dict(values))
@@ -106,14 +106,14 @@ class MetricsEndpoint:
             self.count("step_seconds", sum(known.get(f"time/{part}_s", 0.0) for part in PARTS))
 
     def count(self, name: str, by: float = 1.0, **labels: str) -> None:
-        """Raise a counter."""
+        """Increment a counter."""
         with self._lock:
             self._counts[name, tuple(sorted(labels.items()))] += by  # type: ignore[assignment]
 
     # -- a scrape ----------------------------------------------------------------------------------
 
     def collect(self) -> Iterable[Any]:
-        """The families, for prometheus_client."""
+        """Yield the metric families, as prometheus_client calls it for a scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
@@ -127,7 +127,7 @@ class MetricsEndpoint:
             if not found and name in ("updates", "restarts", "step_seconds", "tokens_trained"):
                 family.add_metric([], 0.0)
             yield family
-        # The last rows' values: one family for each name of the table, with its placeholders as labels.
+        # Values of the last rows: one family per metric name, with its placeholders as labels.
         families: dict[str, Any] = {}
         steps = GaugeMetricFamily("agentrl_row_step", "updates done at the last row of each phase", labels=["phase"])
         for phase, (step, values) in rows.items():
@@ -153,7 +153,7 @@ class MetricsEndpoint:
             asked: Future[EngineStats] = asyncio.run_coroutine_threadsafe(session.engine.stats(), loop)
             try:
                 stats = asked.result(STATS_S)
-            except Exception:  # it is busy, or closing: a scrape waits for nobody, and has no number of it
+            except Exception:  # the engine is busy or closing: leave its numbers out of this scrape
                 asked.cancel()
         played = session.collector.stats
         for name, value in (("episodes", played.episodes), ("turns", played.turns), ("tokens", played.tokens)):
@@ -171,8 +171,8 @@ class MetricsEndpoint:
 
 
 def _app(registry: Any) -> Any:
-    """Answers GET and HEAD of /metrics, as prometheus_client writes what it is asked for. One scrape at a time: others wait, and
-    the loop goes on."""
+    """Return the ASGI app for GET and HEAD of /metrics, in the format that the client accepts. It handles one scrape at a time,
+    in a thread, so that the event loop is not blocked."""
     from prometheus_client.exposition import choose_encoder
     from starlette.datastructures import Headers
     from starlette.responses import PlainTextResponse, Response
@@ -206,9 +206,9 @@ COUNTERS: Mapping[str, str] = {
 
 
 def metric_of_key(key: str) -> tuple[str, dict[str, str], float, str]:
-    """Of a row's key: the family's name, its labels, by what a value is multiplied, and what it means.
+    """Return the family name, labels, value factor and description of a row's key.
 
-    Of several environments each is a label `env`, "" for all together."""
+    Label `env`: the environment of a key `env/<name>/...`, else ""."""
     info, env, plain = info_of(key), "", key
     pattern = key if info is None else info.name
     if found := re.fullmatch(r"env/([^/]+)/(.+)", key):

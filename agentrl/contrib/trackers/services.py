@@ -1,4 +1,4 @@
-"""Trackers of services: Weights & Biases, MLflow, Trackio; and `jsonl`, for what ships logs."""
+"""Trackers for Weights & Biases, MLflow and Trackio, and `jsonl` for log shippers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from agentrl.utils.parsing import json_text, read_json
 
 
 def require_packages(tracker: str, extra: str, *packages: str) -> None:
-    """Raise DependencyError, with the line that installs them, if one of these is missing."""
+    """Raise DependencyError, with the install command, if one of the packages is missing."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise DependencyError(f"{tracker} needs {', '.join(missing)}: pip install 'agentrl[{extra}]'")
 
 
-# What a service was given
+# Record of the rows sent to a service
 
 
 class GivenRows:
-    """`trackers/NAME.json`: `ids` as the tracker set them, the last step of each phase, and the number of rows."""
+    """Rows sent so far (`trackers/NAME.json`): the tracker's `ids`, last step per phase, number of rows."""
 
     def __init__(self, folder: RunFolder, name: str) -> None:
         self._path = folder.path / "trackers" / f"{name}.json"
@@ -47,17 +47,17 @@ class GivenRows:
         self._steps: dict[str, int] = found.get("steps", {})
 
     def knows(self, phase: str, step: int) -> bool:
-        """Return True if the service has that row."""
+        """Return True if the service already has that row."""
         return step <= self._steps.get(phase, -1)
 
     def add(self, phase: str, step: int) -> None:
-        """The service has the row now."""
+        """Record that the service has the row."""
         self._steps[phase] = step
         self.rows += 1
         self.save()
 
     def save(self) -> None:
-        """Write the file; afterwards another process knows it."""
+        """Write the file, for a later process that resumes the run."""
         self._path.parent.mkdir(exist_ok=True)
         atomic_write(self._path, json_text({"ids": self.ids, "steps": self._steps, "rows": self.rows}) + "\n")
 
@@ -65,13 +65,13 @@ class GivenRows:
 # Weights & Biases
 
 EXIT: Mapping[Status, int] = {"done": 0, "failed": 1, "interrupted": 255}
-"""As W&B's own hooks set it: 0 finishes a run, 255 is Ctrl-C, any other number is a failure."""
+"""Exit codes in the meaning of W&B: 0 finishes a run, 255 is Ctrl-C, any other is a failure."""
 
 
 @TRACKERS.register("wandb")
 class WeightsAndBiases(Tracker):
-    """One W&B run for the whole run, also over resumes. A value is called PHASE/KEY, and its axis is the run's step
-    (`PHASE/step`), since W&B's own counts rows of all phases."""
+    """Logs to one W&B run, also across resumes. A metric is named PHASE/KEY; its axis is the step of the run (`PHASE/step`),
+    since W&B's step counts the rows of all phases."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class WeightsAndBiases(Tracker):
     @classmethod
     def check(cls, args: Mapping[str, Any]) -> None:
         require_packages('trackers "wandb"', "wandb", "wandb")
-        # W&B finds a key without asking for one in these variables, and in the file of its `wandb login`.
+        # W&B finds a key without a prompt in these variables, and in the file that `wandb login` writes.
         login: Any = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
         if not login:
             host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
@@ -142,7 +142,7 @@ class WeightsAndBiases(Tracker):
             self._phases.add(phase)
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
         row = {f"{phase}/{key}": value for key, value in values.items()}
-        # W&B's own step must not go back, and counts what this run was given since it began, over all resumes.
+        # W&B's step must not decrease, so it is the number of rows sent, over all resumes.
         self._run.log({**row, f"{phase}/step": step}, step=self._given.rows)
 
 
@@ -155,16 +155,16 @@ def _mode(mode: str | None) -> Any:
 ENDS: Mapping[Status, str] = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 SQLITE = "sqlite:///"
 BATCH, PARAMS, LONGEST = 1000, 100, 500
-"""Metrics and parameters of one request, and the characters of a parameter: what every MLflow server takes."""
+"""Limits of any MLflow server: metrics per request, parameters per request, characters per parameter."""
 
 
 @TRACKERS.register("mlflow")
 class MLflow(Tracker):
-    """One MLflow run for the whole run, also over resumes. A metric is called PHASE/KEY; characters that MLflow's names cannot
-    have become "_"."""
+    """Logs to one MLflow run, also across resumes. A metric is named PHASE/KEY; characters that MLflow forbids in names become
+    "_"."""
 
     def __init__(self, run: TrackedRun, *, uri: str | None = None, experiment: str = "agentrl") -> None:
-        """`uri`: of the server, or `sqlite:///FILE`; by default the environment variable MLFLOW_TRACKING_URI."""
+        """`uri`: URI of the server, or `sqlite:///FILE`; by default the environment variable MLFLOW_TRACKING_URI."""
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
@@ -176,7 +176,7 @@ class MLflow(Tracker):
             return
         found = self._client.get_experiment_by_name(experiment)
         if found is None:
-            # Beside the database: MLflow's own default is the working directory.
+            # Next to the database, since MLflow's default is the working directory.
             beside = (Path(self._uri.removeprefix(SQLITE)).absolute().parent / "mlartifacts").as_uri()
             ident = str(self._client.create_experiment(experiment, beside if self._uri.startswith(SQLITE) else None))
         else:
@@ -245,12 +245,12 @@ def _name(key: str) -> str:
 
 @TRACKERS.register("trackio")
 class Trackio(Tracker):
-    """One Trackio run for the whole run, also over resumes. A value is called PHASE/KEY. Trackio goes on with a run by its name,
-    so the name has a few letters that no other run has."""
+    """Logs to one Trackio run, also across resumes. A metric is named PHASE/KEY. Trackio resumes a run by its name, so the name
+    has a random suffix."""
 
     def __init__(self, run: TrackedRun, *, project: str = "agentrl", space: str | None = None) -> None:
-        """`space`: "user/name" of a Space; by default the environment variable TRACKIO_SPACE_ID, or none: the files of this
-        machine (TRACKIO_DIR)."""
+        """`space`: "user/name" of a Space; by default the environment variable TRACKIO_SPACE_ID. Without a Space, Trackio writes
+        files on this machine (TRACKIO_DIR)."""
         import trackio
 
         self._given, self._project, self._space = GivenRows(run.folder, "trackio"), project, space
@@ -294,8 +294,8 @@ class Trackio(Tracker):
 
 @TRACKERS.register("jsonl")
 class EventLines(Tracker):
-    """`path` is in the run folder, or whole. Each line has `event` (start, row, rewind, episodes, picture, end), `run` and
-    `time`, seconds since 1970; after a `rewind`, rows of later steps come again, and the last of them counts."""
+    """Appends JSON lines to `path` (absolute, or relative to the run folder). Each line has `event` (start, row, rewind,
+    episodes, picture, end), `run` and `time` (Unix seconds). After a `rewind`, later rows replace those of the same step."""
 
     def __init__(self, run: TrackedRun, *, path: str = "events.jsonl") -> None:
         self._run = run

@@ -1,4 +1,4 @@
-"""Traces of a run: timelines of single steps (`[profile]`), OpenTelemetry (`[traces]`)."""
+"""Traces of a run: timelines of single steps (`[profile]`), spans for OpenTelemetry (`[traces]`)."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from agentrl.utils.threads import in_thread
 # A timeline as a file
 
 Event = tuple[int, int, str, str, dict[str, Any]]
-"""Begin and end in nanoseconds, name, category and arguments."""
+"""Begin and end in nanoseconds, name, category, arguments."""
 Track = tuple[str, str]
-"""Process and track, as they are named."""
+"""Names of a process and of a track in it."""
 PLAYED = ("episode", "turn", "generation", "environment", "tool", "scoring")
 
 
 class Timeline:
-    """Collects what happened since `zero`, in nanoseconds of the driver's clock; at most `most` events, the longest."""
+    """Collects events since `zero` (nanoseconds of the driver's clock); writes the longest `most` of them."""
 
     def __init__(self, zero: int, engine: str, most: int) -> None:
         self._zero, self._most = zero, most
@@ -59,7 +59,7 @@ class Timeline:
         self._events: list[tuple[Track, Event]] = []
 
     def span(self, found: TraceSpan) -> None:
-        """Add a span of the driver, or of a rollout worker in the driver's time."""
+        """Add a span of the driver, or of a rollout worker with times on the driver's clock."""
         values = {key: value for key, value in found.values.items() if value is not None}
         if found.error:
             values["error"] = found.error
@@ -72,8 +72,8 @@ class Timeline:
         self._events.append((track, (found.begin, found.end, found.name, found.kind, values)))
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """The file; one of that name is replaced at the end. Raises OSError."""
-        # The shortest are left out: what they lie in is longer and stays.
+        """Write the timeline, replacing an existing file only at the end. Raises OSError."""
+        # Drop the shortest events: those that enclose them are longer and stay.
         kept = heapq.nlargest(self._most, self._events, key=lambda one: one[1][1] - one[1][0])
         tracks: dict[Track, list[Event]] = defaultdict(list)
         for place, event in kept:
@@ -96,7 +96,7 @@ class Timeline:
         aside.replace(path)
 
     def _turns(self) -> list[dict[str, Any]]:
-        """Number of turns asked of the engine at each moment, as a counter."""
+        """Return counter events of the number of turns in progress at the engine."""
         asked = [event for _, event in self._events if event[3] == "generation"]
         changes = sorted([*((since, 1) for since, *_ in asked), *((end, -1) for _, end, *_ in asked)])[: self._most]
         rows, running = [_name("process_name", 0, 0, f"{self._engine}: turns")] if asked else [], 0
@@ -108,7 +108,7 @@ class Timeline:
 
 
 def lanes(events: list[Event]) -> list[list[Event]]:
-    """The events of a track in as few lanes as needed for each to lie in or after the others of its lane."""
+    """Distribute a track's events over few lanes, so that those of a lane are nested or disjoint."""
     found: list[tuple[list[int], list[Event]]] = []
     for event in sorted(events, key=lambda one: (one[0], -one[1])):
         for open_until, lane in found:
@@ -127,14 +127,14 @@ def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
 
 
-# Calls of training roles, recorded by torch in the processes that they are in
+# Calls of training roles, recorded by torch in the processes of the roles
 
 _recording: tuple[Callable[[Worker, str], AbstractContextManager[None]], dict[str, Any]] | None = None
-"""Recorder of this process's calls, and its profiles by the files that they become."""
+"""Recorder of this process's calls, and its profiles by file path."""
 
 
 def begin_recording(prefix: str) -> None:
-    """From now on, have torch record the calls that compute on a batch, for files whose names begin with `prefix`. Idempotent."""
+    """Start recording calls that compute on a batch with torch's profiler; file names start with `prefix`. Idempotent."""
     global _recording
     if _recording is None:
         load_profiler()
@@ -142,7 +142,7 @@ def begin_recording(prefix: str) -> None:
 
         @contextmanager
         def record(worker: Worker, method: str) -> Iterator[None]:
-            # Only a call that gets a part of a batch computes for long.
+            # Only calls that get a shard of a batch compute for long.
             if not isinstance(type(worker).dispatch_table.get(method), Shard):
                 yield
                 return
@@ -161,8 +161,8 @@ def begin_recording(prefix: str) -> None:
 
 @cache
 def load_profiler() -> None:
-    """Load torch's profiler, in the thread that asks first: it complains about calls of other threads, and would time them with
-    it. Its notes of every start and stop go nowhere."""
+    """Load torch's profiler in the current thread, with its start and stop messages off. It warns of calls from other threads;
+    loading it early keeps its load time out of the recorded calls."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 
@@ -171,7 +171,7 @@ def load_profiler() -> None:
 
 
 def end_recording(write: bool = True) -> None:
-    """Record no more, and write the recorded calls, once for all roles of this process."""
+    """Stop recording and write the recorded calls, once for all roles of this process."""
     global _recording
     if _recording is None:
         return
@@ -187,17 +187,17 @@ log = logging.getLogger(__name__)
 
 FOLDER = "profile"
 MAX_EVENTS = 500_000
-"""Of one timeline: the longest are kept, and the file counts the others."""
+"""Events per timeline; the longest are kept, and the file has the number of dropped ones."""
 
 
 class Profile:
-    """Listens before and during the steps of `profile.steps`, and writes a timeline for each; of the calls of its training roles
-    torch writes files of its own."""
+    """Writes a timeline for each step in `profile.steps`; torch's profiler writes separate files for training roles. Listens to
+    spans also before a step, for episodes that start earlier."""
 
     def __init__(
         self, run: TrackedRun, engine: str, groups: Callable[[], Sequence[WorkerGroup[Any]]], warn: Callable[[str], None]
     ) -> None:
-        """`groups`: the training roles that there are."""
+        """`groups`: returns the current training roles."""
         config = run.config
         assert config.profile is not None
         self._config, self._cfg, self._folder = config, config.profile, run.folder.path / FOLDER
@@ -206,16 +206,16 @@ class Profile:
         self._leave: Callable[[], None] | None = None
         self._step, self._begun = 0, 0
         if config.cluster.backend == "inline":
-            load_profiler()  # now, and not on the event loop while episodes wait for it
+            load_profiler()  # now, since later it would block the event loop of the episodes
 
     @property
     def listens(self) -> bool:
-        """True if spans are to be made."""
+        """True if this profile needs spans now."""
         return self._leave is not None
 
     async def begin(self, step: int) -> None:
-        """Update number `step` begins."""
-        # Episodes of a step may have begun as many steps before as their weights may be old.
+        """Prepare for update number `step`."""
+        # Episodes of a step may have started up to `max_staleness` steps earlier.
         before = self._config.rollout.max_staleness
         wanted = any(one - before <= step <= one for one in self._cfg.steps)
         if wanted and self._leave is None:
@@ -227,15 +227,15 @@ class Profile:
             self._folder.mkdir(exist_ok=True)
             for group in self._groups():
                 if not await group.in_processes(begin_recording, str(self._path())):
-                    begin_recording(str(self._path()))  # its roles are in this process
+                    begin_recording(str(self._path()))  # the roles run in this process
             self._begun = now()
 
     def _path(self) -> Path:
-        """The timeline's path, without its ending."""
+        """Return the timeline's path without its suffix."""
         return self._folder / f"step_{self._step:06d}"
 
     async def end(self) -> None:
-        """Write the timeline, if the step that is over is to have one."""
+        """Write the timeline of the finished step, if one is due."""
         if not self._step:
             return
         ended, spans, self._found = now(), self._found, []
@@ -254,13 +254,13 @@ class Profile:
                 await group.in_processes(end_recording)
             await in_thread("files", end_recording)
             await in_thread("files", write)
-        except (OSError, ValueError, WorkerError) as problem:  # a run does not end because nobody can look at it
+        except (OSError, ValueError, WorkerError) as problem:  # a lost timeline must not end the run
             log.exception("the timeline of step %d", self._step)
             self._warn(f"profile: the timeline of step {self._step} is not written: {problem}")
         self._step = 0
 
     def close(self) -> None:
-        """Listen no more; a step that was left in the middle has no timeline."""
+        """Stop listening; an unfinished step has no timeline."""
         if self._step:
             end_recording(write=False)
             self._step = 0
@@ -287,11 +287,11 @@ NAMES: Mapping[Kind, Mapping[str, str]] = {
     "tool": {"call": "gen_ai.tool.call.id"},
     "scoring": {"reward": "gen_ai.evaluation.score.value"},
 }
-"""What our values of a span are called there."""
+"""OpenTelemetry attribute names of our span values, by kind of span."""
 
 
 class Traces:
-    """Exports the spans that are sampled, from its making to `close`. `model`: the policy's name."""
+    """Exports the sampled spans until `close`. `model`: name of the policy."""
 
     def __init__(self, model: str, engine: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -305,7 +305,7 @@ class Traces:
         self._leave = add_listener(self._finish_span)
 
     def close(self) -> None:
-        """Export what waits, for a few seconds at most."""
+        """Export the queued spans, for at most `FLUSH_MS`."""
         self._leave()
         if self._processor is not None:
             self._processor.force_flush(FLUSH_MS)
@@ -337,7 +337,7 @@ class Traces:
 
 
 def name_of(found: TraceSpan) -> str:
-    """As the conventions name such spans: the operation, then what it is of."""
+    """Return a span's name by the OpenTelemetry conventions: operation, then its object."""
     operation = OPERATIONS.get(found.kind)
     if found.kind == "episode":
         return f"{operation} {found.values.get('env', '')}".strip()
@@ -345,7 +345,7 @@ def name_of(found: TraceSpan) -> str:
 
 
 def attributes_of(found: TraceSpan, common: Mapping[str, str]) -> dict[str, Value | tuple[str, ...]]:
-    """`common`: those of every generation and episode."""
+    """Return a span's attributes. `common`: attributes of every generation and episode."""
     named: dict[str, Value | tuple[str, ...]] = {"agentrl.kind": found.kind}
     operation = OPERATIONS.get(found.kind)
     if operation is not None:
@@ -366,8 +366,8 @@ def attributes_of(found: TraceSpan, common: Mapping[str, str]) -> dict[str, Valu
 
 
 def _exporter() -> EntryPoint | None:
-    """The exporter that OTEL_TRACES_EXPORTER names (default: otlp); None for "none". Raises DependencyError if a package is
-    missing, ConfigError for an exporter that nothing installed has."""
+    """Return the exporter that OTEL_TRACES_EXPORTER names (default: otlp), or None for "none". Raises DependencyError for a
+    missing package, ConfigError for an exporter that no installed package has."""
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
         raise DependencyError("[traces] needs opentelemetry-sdk: pip install 'agentrl[otel]'")
     name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
@@ -393,11 +393,11 @@ def _exporter() -> EntryPoint | None:
 
 @TRACING.register("steps")
 class Tracing:
-    """Begins and ends the spans of steps; their parts open their own."""
+    """Begins and ends the spans of steps; the parts of a step open their own spans."""
 
     @classmethod
     def check(cls, steps: int, traces: TracesConfig | None, profile: ProfileConfig | None) -> None:
-        """Raise a UserError if traces cannot be exported, or a timeline is asked for of a step that the run has not."""
+        """Raise a UserError if traces cannot be exported, or if `profile.steps` exceeds the run's steps."""
         if traces is not None:
             _exporter()
         if profile is not None and max(profile.steps) > steps:
@@ -412,7 +412,7 @@ class Tracing:
         self._step: TraceSpan | None = None
 
     async def begin(self, step: int) -> None:
-        """Update number `step` begins, in the caller's task."""
+        """Begin the span of update number `step`, as the parent of spans in the caller's task."""
         if self._profile is not None:
             await self._profile.begin(step)
         traces = self._config.traces
@@ -425,13 +425,13 @@ class Tracing:
         set_place(place.within(self._step))
 
     async def end(self) -> None:
-        """The step is over, with its evaluation and the beginning of its checkpoint."""
+        """End the step's span, which includes its evaluation and the start of its checkpoint."""
         self._finish()
         if self._profile is not None:
             await self._profile.end()
 
     def close(self) -> None:
-        """The run is over; a step that was left in the middle ends here."""
+        """Close profile and traces; end the span of an unfinished step."""
         self._finish()
         if self._profile is not None:
             self._profile.close()
