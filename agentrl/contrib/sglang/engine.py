@@ -1,4 +1,4 @@
-"""The SGLang engine: a client of servers that are already running, through their native token-in, token-out API."""
+"""SGLang engine: a client of running servers, through their native token-in, token-out API."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from agentrl.utils.errors import ConfigError, EngineError
 from agentrl.utils.event_loop import OwnedTasks
 from agentrl.utils.threads import in_thread
 
-# Log probabilities of a server, tried
+# Test of a server's log probabilities
 
 log = logging.getLogger(__name__)
 TOKENS = 8
 LEAST = 1e-3
-"""Difference of logprobs below which a distribution is too flat to tell."""
+"""Difference of logprobs below which a distribution is too flat for the test."""
 
 
 async def prove_temperature(server: Server, prompt: list[int]) -> None:
-    """Raise EngineError if the server's logprobs leave out the temperature. `prompt`: any token ids of the model."""
-    found: list[dict[int, float]] = []  # the likeliest tokens after the prompt, with their logprobs
+    """Raise EngineError if the server's logprobs ignore the temperature. `prompt`: any token ids of the model."""
+    found: list[dict[int, float]] = []  # the most likely next tokens with their logprobs
     where = server.address
     for temperature in (1.0, 2.0):
         body: dict[str, Any] = {
@@ -82,8 +82,8 @@ PAUSE, GO_ON = ("/pause_generation", {"mode": "retract"}), ("/continue_generatio
 
 
 class FileUpdate:
-    """Weights in files of a folder under `parent`, which the servers see too. `start`, `add` for all tensors, `finish`; or `drop`
-    if they do not all come."""
+    """Publishes weights as files in a folder under `parent`, which the servers must see. Call `start`, `add` for all tensors,
+    `finish`; or `drop` to abandon an incomplete update."""
 
     def __init__(self, servers: Servers, seconds: float, parent: str | None) -> None:
         """`seconds`: how long a server may take to load weights."""
@@ -94,19 +94,19 @@ class FileUpdate:
         self._parts = 0
 
     async def first(self, model: str, name: str) -> None:
-        """Load the weights of a folder or hub name, as the version of that name. Raises EngineError, ModelError."""
+        """Load the weights of folder or hub name `model` as version `name`. Raises EngineError, ModelError."""
         files = await in_thread("files", weight_files, model)
         if not Path(model).is_dir():
             await self._load(model, name, f"the servers must be able to load {model} themselves")
             return
         folder = self.start()
-        # Links in the folder that will have all later weights: so a folder that the servers do not see is found out now.
+        # Link the files into the folder of later updates: a folder that the servers do not see then fails now.
         for file in files:
             (folder / file.name).symlink_to(file.resolve())
         await self.finish(name)
 
     def start(self) -> Path:
-        """New weights begin to come: the folder for their files. Raises ConfigError if it cannot be made."""
+        """Begin an update and return the folder for its files. Raises ConfigError if it cannot be created."""
         try:
             self._folder, self._parts = Path(tempfile.mkdtemp(prefix="agentrl-sglang-", dir=self._parent)), 0
             self._folder.chmod(0o755)  # the servers may run as another user
@@ -115,23 +115,22 @@ class FileUpdate:
         return self._folder
 
     async def add(self, tensors: list[Named]) -> None:
-        """The next of them; they may be overwritten when this returns."""
+        """Write the next tensors; the caller may overwrite them when this returns."""
         assert self._folder is not None
         self._parts += 1
         await in_thread("files", save_file, dict(tensors), self._folder / f"model-{self._parts:05d}.safetensors")
 
     async def finish(self, name: str) -> None:
-        """All have come: the servers have them when this returns, as the version of that name, and no cache of earlier ones.
-        Raises EngineError."""
+        """Load the complete update on all servers as version `name` and flush their caches. Raises EngineError."""
         assert self._folder is not None
         where = f"the servers must see {self._folder} and the model's folder under these paths"
         await self._load(str(self._folder), name, f"{where}; set weights.folder to one that all machines share")
-        # The one before is kept until now: servers read it again if they cannot load the new one.
+        # The previous folder is kept until now: servers reload it if they cannot load the new one.
         _remove(self._current)
         self._current, self._folder = self._folder, None
 
     async def _load(self, path: str, name: str, condition: str) -> None:
-        # "auto", as the server itself may have been started with `--load-format dummy`, and then loads nothing at all.
+        # "auto", because a server started with `--load-format dummy` otherwise loads nothing.
         body = {"model_path": path, "load_format": "auto", "weight_version": name, "flush_cache": True}
         try:
             await self._servers.post(self._servers.alive(), FROM_DISK, body, self._seconds)
@@ -139,7 +138,7 @@ class FileUpdate:
             raise EngineError(f"{problem} ({condition})") from problem
 
     def drop(self) -> None:
-        """They do not all come."""
+        """Abandon an incomplete update."""
         _remove(self._folder)
         self._folder = None
 
@@ -156,16 +155,16 @@ def _remove(folder: Path | None) -> None:
 
 
 RETRIES = 3
-"""Times that a turn is sampled again, beyond once per server, since its connection broke."""
+"""Retries of a turn after a broken connection, in addition to one per server."""
 LOADING = 5
-"""A server may take this many times `sglang.timeout` to load weights."""
+"""Timeout for loading weights, as a multiple of `sglang.timeout`."""
 
 
 class SglangEngine(Engine, WeightTarget):
     """Routes each episode to one server, so that its turns find their prefix cache there.
 
-    If a server dies, its episodes go on at another one. Nobody here starts it again: at each publish it is asked whether it is
-    back, and takes requests once it has the new weights.
+    If a server dies, its episodes move to another one. The engine does not restart it, but asks it at each publish whether it
+    is back; it then takes requests once it has the new weights.
     """
 
     loads_saved = True
@@ -181,9 +180,9 @@ class SglangEngine(Engine, WeightTarget):
         trust: bool = False,
         unused: Sequence[int] = (),
     ) -> None:
-        """`model`: a folder or hub name, whose weights the servers are given at the start. `key`: the servers' API key. `folder`:
-        that they see too (`weights.folder`). `model_type`: as its config says; None if it is not known. `trust`: code of the
-        model's own may run. `unused`: ids for which there is no token (`unused_ids`)."""
+        """`model`: folder or hub name of the initial weights. `key`: the servers' API key. `folder`: parent of the weights'
+        folders, which the servers see too (`weights.folder`). `model_type`: as in the model's config; None if unknown.
+        `trust`: the model's custom code may run. `unused`: ids without a token (`unused_ids`)."""
         self._model, self._model_type = model, model_type
         self._trust, self._unused = trust, frozenset(unused)
         self._servers = Servers(cfg, key)
@@ -203,13 +202,13 @@ class SglangEngine(Engine, WeightTarget):
         self._tasks = OwnedTasks()
 
     async def start(self) -> None:
-        """Give all servers the model's weights, and prove what can be proven. Raises EngineError with server and cause."""
+        """Check all servers and load the model's weights on them. Raises EngineError with server and cause."""
         expected = expected_parameters(self._model, saved=True, trust=self._trust)
         for server in self._servers.all:
             await self._servers.look(server, self._model_type)
         self._context = min(server.facts.context for server in self._servers.all if server.facts is not None)
-        # They may have the weights of another model of this kind, or of an earlier run. Paused, as at every update: a server may
-        # still sample for a run that was killed.
+        # Servers may have weights of another model of this type, or of an earlier run. Pause them, as at every update: a server
+        # may still sample for a killed run.
         await self._servers.post(self._servers.all, *PAUSE)
         await self._update.first(self._model, self._versions.name(self._version))
         await self._servers.post(self._servers.all, *GO_ON)
@@ -218,9 +217,9 @@ class SglangEngine(Engine, WeightTarget):
         self._expected = expected
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """Sample a turn; if the server dies meanwhile, sample it again on another one, from the same ids. While weights arrive,
-        the request waits for them."""
-        # A server that breaks every connection and still answers must not keep a turn for ever.
+        """Sample a turn; if the server dies, sample it again on another one from the same ids. During a weight update, the
+        request waits."""
+        # Limited, because a server may break every connection and still answer when asked.
         for left in range(len(self._servers.all) + RETRIES, -1, -1):
             await self._whole.wait()
             self._check(token_ids, sampling)
@@ -240,7 +239,7 @@ class SglangEngine(Engine, WeightTarget):
         raise AssertionError("the last attempt returns or raises")
 
     async def _turn(self, turn: TurnRequests, server: Server, key: str) -> Generation:
-        """A turn, in as many requests as it takes."""
+        """Sample a turn in as many requests as it needs."""
         server.in_flight += 1
         try:
             while turn.finish is None:
@@ -275,7 +274,7 @@ class SglangEngine(Engine, WeightTarget):
                 self._sampled_tokens += len(turn.token_ids) - before
 
     def progress(self, request_key: str) -> int | None:
-        """Tokens come in parts."""
+        """Return the number of tokens streamed so far."""
         found = self._turns.get(request_key)
         return len(found[-1][0].token_ids) if found else None
 
@@ -283,12 +282,12 @@ class SglangEngine(Engine, WeightTarget):
         for turn, server, task in list(self._turns.get(request_key, ())):
             turn.aborted = True
             if not turn.in_scheduler:
-                task.cancel()  # the server may hold it back before its scheduler, which would take no notice of the abort
-            with contextlib.suppress(ServerDeadError):  # then the request itself reports it
+                task.cancel()  # the request may not be in the server's scheduler yet, where an abort would have no effect
+            with contextlib.suppress(ServerDeadError):  # the request itself reports a dead server
                 await server.call("/abort_request", {"rid": turn.rid})
 
     async def _give_up(self, turn: TurnRequests, server: Server) -> None:
-        with contextlib.suppress(EngineError):  # nobody waits for it
+        with contextlib.suppress(EngineError):  # no caller awaits the result
             await server.call("/abort_request", {"rid": turn.rid})
 
     async def pause(self) -> None:
@@ -304,7 +303,7 @@ class SglangEngine(Engine, WeightTarget):
         await self._servers.post(self._servers.alive(), *(PAUSE if paused else GO_ON))
 
     def members(self) -> tuple[str, ...]:
-        """This process receives the weights and passes them on."""
+        """Return this process, which receives the weights and passes them on."""
         return ("this process",)
 
     async def attach(self, offer: Offer) -> None:
@@ -327,10 +326,10 @@ class SglangEngine(Engine, WeightTarget):
                 if not paused:
                     await self._switch(True)
                 try:
-                    # A dead server that answers again is paused as the others are, and gets the weights with them.
+                    # A dead server that answers again is paused and updated with the others.
                     for server in self._servers.all:
                         if server.cause is not None:
-                            with contextlib.suppress(EngineError):  # it stays dead, for the cause that it has
+                            with contextlib.suppress(EngineError):  # it stays dead, with its recorded cause
                                 await self._servers.look(server, self._model_type)
                                 await server.call(*PAUSE)
                                 server.cause = None
@@ -352,7 +351,7 @@ class SglangEngine(Engine, WeightTarget):
                 self._unfit = str(problem)
                 raise
             finally:
-                self._whole.set()  # after a failure too: `_check` then refuses the waiting requests by `_unfit`
+                self._whole.set()  # after a failure too: `_check` then fails the waiting requests with `_unfit`
             self._unfit, self._version = None, version
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
@@ -361,7 +360,7 @@ class SglangEngine(Engine, WeightTarget):
         )
 
     async def stats(self) -> EngineStats:
-        """Of this run's requests; `extra`: how many servers are alive."""
+        """Return statistics of this run's requests; `extra`: the number of live servers."""
         turns = [turn for entries in self._turns.values() for turn, _, _ in entries]
         running = sum(bool(turn.token_ids) for turn in turns)
         return EngineStats(
@@ -375,7 +374,7 @@ class SglangEngine(Engine, WeightTarget):
         )
 
     async def close(self) -> None:
-        """The servers go on, with the last weights."""
+        """Close the client; the servers keep running with the last weights."""
         await self._tasks.close()
         if self._receiver is not None:
             self._receiver.close()

@@ -1,4 +1,4 @@
-"""Maker of a run's SGLang engine."""
+"""Factory of a run's SGLang engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.utils.errors import ConfigError, EngineError
 
 @ENGINES.register("sglang")
 class SglangMaker(EngineMaker):
-    """Servers that the section `sglang` lists; a run starts none. Only if it is named."""
+    """Makes an engine of the running servers in `sglang.servers`. Never chosen automatically."""
 
     @classmethod
     def engine(cls) -> type[Engine]:
@@ -24,7 +24,7 @@ class SglangMaker(EngineMaker):
         return SglangEngine
 
     def check(self) -> None:
-        """Asks every server, so that a wrong address or another model is found out before anything is started."""
+        """Query every server, so that a wrong address or model fails before anything starts."""
         if not self.config.sglang.servers:
             raise ConfigError('engine = "sglang" needs sglang.servers, for example ["http://127.0.0.1:30000"]')
         for address in self.config.sglang.servers:
@@ -55,7 +55,7 @@ class SglangMaker(EngineMaker):
 
     @cached_property
     def _ask_context(self) -> int:
-        """The smallest context of the servers. Raises ConfigError if one cannot be reached or used."""
+        """Return the servers' smallest context. Raises ConfigError if one cannot be reached or used."""
         from agentrl.contrib.sglang.servers import ask, check
 
         kind = self._model_type(self.config.model.path)
@@ -85,7 +85,7 @@ class SglangMaker(EngineMaker):
         )
 
     def _model_type(self, model: str | None) -> str | None:
-        """As the model's config says; None if there is no model yet."""
+        """Return `model_type` of the model's config; None if there is no model yet."""
         if model is None:
             return None
         from transformers import AutoConfig
@@ -93,4 +93,4 @@ class SglangMaker(EngineMaker):
         try:
             return str(AutoConfig.from_pretrained(model, trust_remote_code=self.config.model.trust_remote_code).model_type)
         except (OSError, ValueError, KeyError):
-            return None  # said by the check of the model itself
+            return None  # the model check reports it

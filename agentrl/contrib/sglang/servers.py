@@ -1,4 +1,4 @@
-"""SGLang servers: calls, facts, model files, versions of weights, turns, and the choice of a server."""
+"""Clients of SGLang servers: calls, server facts, model files, weight versions, turns, routing."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from agentrl.utils.parsing import read_json
 
 Json = dict[str, Any]
 _GONE = (502, 503, 504)
-"""Statuses of a server that ends or of a proxy that does not reach it."""
+"""HTTP statuses of a server that shuts down, or of a proxy that cannot reach it."""
 _EVENT = "data: "
 _END = "[DONE]"
 
 
 class ServerDeadError(EngineError):
-    """The server does not answer, or not any more: what it was asked may be asked of another one."""
+    """The server does not answer, or stopped answering; the request may go to another server."""
 
 
 class Server:
-    """One server. Used from one event loop only. `cause`: why it is dead, None while it takes requests."""
+    """Client of one server, for one event loop. `cause`: why the server is dead; None while it takes requests."""
 
     def __init__(self, address: str, seconds: float, key: str | None = None) -> None:
-        """`address`: for example "http://10.0.0.5:30000". `seconds`: how long a call may take. `key`: its API key."""
+        """`address`: for example "http://10.0.0.5:30000". `seconds`: timeout of a call. `key`: API key of the server."""
         self.address, self._seconds = address, seconds
         self.facts: Facts | None = None
         self.cause: str | None = None
         self.in_flight = 0
-        # No proxies from the environment: the servers are in the same network, and a proxy's timeouts end long requests.
+        # No proxies from the environment: the servers are in the same network, and proxy timeouts would end long requests.
         self._client = httpx.AsyncClient(
             base_url=address,
             headers=headers(key),
             timeout=httpx.Timeout(seconds),
-            # SGLang closes an idle connection after 5 s; one that is used at that moment would look like a dead server.
+            # SGLang closes idle connections after 5 s; a request on one just then would look like a dead server.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
             trust_env=False,
         )
 
     async def call(self, route: str, body: Mapping[str, Any] | None = None, seconds: float | None = None) -> Json:
-        """GET, or POST of a body. `seconds`: if it may take another time than other calls. Raises ServerDeadError, or EngineError
-        if the server refuses."""
+        """Send a GET, or a POST if there is a body. `seconds`: timeout instead of the default. Raises ServerDeadError, or
+        EngineError if the server refuses."""
         limit, method = self._seconds if seconds is None else seconds, "GET" if body is None else "POST"
         try:
             answer = await self._client.request(method, route, json=body, timeout=httpx.Timeout(limit))
@@ -64,10 +64,10 @@ class Server:
         return read(self.address, route, answer)
 
     async def events(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
-        """The parts of a streamed answer. If none comes for a call's time, the server is asked whether it is alive: a request
-        may wait in its queue, or while weights are replaced. Raises as `call`."""
+        """Yield the parts of a streamed answer. If none arrives within a call's timeout, ask the server whether it is alive: the
+        request may be queued, or paused during a weight update. Raises as `call`."""
         try:
-            # Only reading may take as long as it does: a server that cannot be reached is given up in time.
+            # Only reading has no timeout; an unreachable server still fails in time.
             timeout = httpx.Timeout(self._seconds, read=None)
             async with self._client.stream("POST", route, json=body, timeout=timeout) as answer:
                 if answer.status_code != httpx.codes.OK:
@@ -91,7 +91,7 @@ class Server:
             coming = asyncio.ensure_future(anext(lines, None))
             try:
                 while not (await asyncio.wait([coming], timeout=self._seconds))[0]:
-                    await self.call(SERVER)  # the scheduler's process answers it, not only the HTTP one
+                    await self.call(SERVER)  # answered by the scheduler process, not only by the HTTP server
                 line = coming.result()
             finally:
                 coming.cancel()
@@ -110,12 +110,12 @@ class Server:
 
 
 def headers(key: str | None) -> dict[str, str]:
-    """As SGLang's servers take their API key."""
+    """Return the HTTP headers for the API key."""
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def read(address: str, route: str, answer: httpx.Response) -> Json:
-    """The body of an answer. Raises ServerDeadError or EngineError if it is a refusal."""
+    """Return the body of a response. Raises ServerDeadError or EngineError for an error response."""
     where, status = f"{address}{route}", answer.status_code
     try:
         body = answer.json() if answer.content else {}
@@ -134,21 +134,21 @@ def read(address: str, route: str, answer: httpx.Response) -> Json:
 
 
 def _message(body: Any) -> str:
-    """SGLang has its reason under `message`, or under `error` as text or with a message of its own."""
+    """Return SGLang's error text: `message`, or `error` as text or as an object with a message."""
     while isinstance(body, dict):
         body = body.get("error") or body.get("message") or str(body)
     return " ".join(str(body).split())[:600]
 
 
-# Facts of a server
+# Properties of a server
 
 MODEL, SERVER = "/model_info", "/server_info"
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """`context`: tokens that a prompt and its turn may have together; `incremental`: whether the parts of a streamed answer have
-    the new tokens only; `seeds`: whether its noise takes seeds."""
+    """Properties of a server. `context`: most tokens of prompt and turn together; `incremental`: parts of a streamed answer have
+    only the new tokens; `seeds`: sampling follows the request's seed."""
 
     address: str
     version: str
@@ -160,7 +160,7 @@ class Facts:
 
     @classmethod
     def of(cls, address: str, model: Json, server: Json) -> Facts:
-        """From the answers to MODEL and SERVER. Raises EngineError if a field is missing, as from another server."""
+        """Parse the responses of MODEL and SERVER. Raises EngineError if a field is missing, as in other servers."""
         try:
             version, mode = str(server["version"]), server["disaggregation_mode"]
             doubts = (
@@ -171,14 +171,14 @@ class Facts:
                     "--speculative-algorithm: that the logprobs of drafted tokens are those of the policy was not checked",
                 ),
                 (mode != "null", f"--disaggregation-mode {mode}: it must compute both prompts and answers"),
-                # Its answers and stop conditions take another way through the server.
+                # Without a tokenizer, SGLang handles answers and stop conditions in other code.
                 (server["skip_tokenizer_init"], "--skip-tokenizer-init"),
             )
             return cls(
                 address=address,
                 version=version,
                 model_type=model.get("model_type"),
-                # A prompt must be shorter, and SGLang keeps a few more tokens for itself: below this all is within its limits.
+                # A prompt must be shorter, and SGLang reserves a few more tokens; this value is within all of its limits.
                 context=int(server["max_req_input_len"]),
                 incremental=bool(server["incremental_streaming_output"]),
                 seeds=bool(server["enable_deterministic_inference"]),
@@ -189,7 +189,7 @@ class Facts:
 
 
 def check(facts: Facts, cfg: SglangConfig, model_type: str | None) -> None:
-    """Raise EngineError if the server cannot be used. `model_type`: of the run's model; None if it is not known."""
+    """Raise EngineError if the server cannot be used. `model_type`: type of the run's model; None if unknown."""
     where = f"sglang.servers: {facts.address} (SGLang {facts.version})"
     if facts.refused:
         raise EngineError(f"{where} cannot be used: {'; '.join(facts.refused)}")
@@ -203,7 +203,7 @@ def check(facts: Facts, cfg: SglangConfig, model_type: str | None) -> None:
 
 
 def ask(address: str, cfg: SglangConfig, key: str | None) -> Facts:
-    """The facts of a server, before a run and without an event loop. Raises EngineError if it cannot be reached."""
+    """Query a server's properties without an event loop. Raises EngineError if it cannot be reached."""
     answers = []
     for route in (MODEL, SERVER):
         try:
@@ -219,7 +219,7 @@ def ask(address: str, cfg: SglangConfig, key: str | None) -> Facts:
 
 
 def weight_files(model: str) -> list[Path]:
-    """The safetensors files of a folder or of a hub name, which is downloaded if it is not there. Raises ModelError."""
+    """List the safetensors files of a folder or hub name, downloading if necessary. Raises ModelError."""
     folder = Path(model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -236,8 +236,8 @@ def weight_files(model: str) -> list[Path]:
 
 
 def check_names(files: list[Path], expected: Expected) -> None:
-    """Raise EngineError if the files name weights in another way than the trainer, which publishes under the names that
-    transformers saves a model with: SGLang's loaders know those of the files, and skip some others without a word."""
+    """Raise EngineError if the weight names in the files differ from those that the trainer publishes, the names in which
+    transformers saves a model: SGLang's loaders know the names of the files and silently skip some others."""
     stored = set[str]()
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -256,22 +256,22 @@ def check_names(files: list[Path], expected: Expected) -> None:
 
 
 class Versions:
-    """The versions that this engine has brought to its servers. With a prefix of its own: what another trainer brings to the
-    same server would pass for ours under the same number."""
+    """Weight versions that this engine published. Their names have a unique prefix, so that the weights of another trainer on
+    the same server are not taken for ours."""
 
     def __init__(self) -> None:
         self._prefix = f"agentrl-{uuid.uuid4().hex[:12]}-"
         self._known: dict[str, int] = {}
 
     def name(self, version: int) -> str:
-        """The name under which a server is given this version."""
+        """Return the server's name for this version."""
         name = f"{self._prefix}{version}"
         self._known[name] = version
         return name
 
     def of(self, meta: Json, count: int, address: str) -> list[int]:
-        """The version of each of an answer's `count` tokens. Raises EngineError if the answer does not say, or if the server has
-        other weights than this engine gave it."""
+        """Return the weight version of each of `count` tokens. Raises EngineError if the answer has no versions, or names
+        weights that this engine did not publish."""
         spans = meta.get("weight_versions")
         if not spans and count:
             raise EngineError(f"{address} does not say which weights sampled which token (meta_info.weight_versions)")
@@ -291,7 +291,7 @@ class Versions:
 # A turn
 
 WHOLE, PARTS = 256, 16
-"""Tokens between two parts of a streamed answer: if each part repeats all tokens so far, and if it has only the new ones."""
+"""Tokens per part of a streamed answer, if each part repeats all tokens so far, and if it has only the new ones."""
 
 BOTH = (
     "SGLang takes top_p of the probability of all tokens, and the other engines of that which top_k leaves: together they would "
@@ -301,7 +301,7 @@ BOTH = (
 
 @dataclass(slots=True)
 class TurnRequests:
-    """A turn's samples in its requests so far, and in the current one. `address`: of the server, for messages."""
+    """Samples of a turn, from its finished requests and the current one. `address`: the server, for messages."""
 
     address: str
     prompt: list[int]
@@ -316,13 +316,13 @@ class TurnRequests:
     finish: Finish | None = None
     rid: str = ""
     _from: int = 0
-    """Tokens of earlier requests."""
+    """Number of tokens from earlier requests."""
 
     def request(self, interval: int, seeds: bool) -> dict[str, Any]:
-        """The body of its next request. `interval`: see WHOLE; `seeds`: whether the server's noise takes them."""
-        # Of one length: SGLang aborts each request whose id begins with the one that is to be aborted.
+        """Return the body of the next request. `interval`: see WHOLE; `seeds`: the server uses seeds."""
+        # All ids have the same length: SGLang aborts every request whose id starts with the aborted one.
         self.rid, self._from = uuid.uuid4().hex, len(self.token_ids)
-        # A server that draws with seeds gives all requests without one the same.
+        # A server that uses seeds gives all requests without one the same seed.
         seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed
         options = {"stream_interval": interval, "sampling_seed": seed % 2**63 if seeds else None}
         return {
@@ -336,12 +336,12 @@ class TurnRequests:
 
     @property
     def in_scheduler(self) -> bool:
-        """True if the current request has sampled: before, an abort may come to the scheduler ahead of it and have no effect."""
+        """True if the current request has sampled; earlier, an abort could reach the scheduler first and have no effect."""
         return len(self.token_ids) > self._from
 
     def add(self, part: Json, known: Versions) -> None:
-        """Take a part of the answer; the last one sets `finish`, unless the turn goes on in another request. Raises EngineError
-        for an answer that cannot be trained on."""
+        """Add a part of the answer; the last part sets `finish`, unless the turn continues in another request. Raises
+        EngineError for an answer that cannot be trained on."""
         meta = part["meta_info"]
         count = int(meta.get("completion_tokens", 0))
         entries = meta.get("output_token_logprobs") or []  # (logprob, id, text)
@@ -349,9 +349,9 @@ class TurnRequests:
             raise EngineError(f"{self.address}: a sampled token has no finite logprob")
         ids, logprobs = [int(entry[1]) for entry in entries], [float(entry[0]) for entry in entries]
         if lost := self.unused.intersection(ids):
-            # A bias would forbid them, and be in the logprobs: those would no longer be of the whole vocabulary.
+            # A logit bias could forbid these ids, but would change the logprobs of all other tokens.
             raise EngineError(f"{self.address} drew the id {min(lost)}, for which the tokenizer has no token")
-        # A part has all tokens so far, or the new ones: the last part of an aborted request may have all in either mode.
+        # A part has all tokens so far, or only new ones; the last part of an aborted request may have all in either mode.
         if len(ids) == count:
             del self.token_ids[self._from :], self.logprobs[self._from :]
         if self._from + count != len(self.token_ids) + len(ids):
@@ -361,14 +361,14 @@ class TurnRequests:
         reason = meta.get("finish_reason")
         if reason is not None:
             self.versions += known.of(meta, count, self.address)
-            # Of the first request: what the others find is their own turn.
+            # Only the first request counts: later ones find the turn itself in the cache.
             self.cached = self.cached if self._from else int(meta.get("cached_tokens", 0))
             self.finish = self._finish(reason)
 
     def _finish(self, reason: Json) -> Finish | None:
         kind, left = reason["type"], self.budget - len(self.token_ids)
         if kind == "abort":
-            # Requested aborts have no status; with one, the server says why it cannot answer.
+            # A requested abort has no status; otherwise the server could not answer.
             if reason.get("status_code"):
                 raise EngineError(f"{self.address}/generate: {reason['status_code']} {reason.get('message')}")
             return "abort"
@@ -388,7 +388,7 @@ class TurnRequests:
 
 
 def sampling_params(sampling: Sampling, tokens: int) -> dict[str, Any]:
-    """Everything that enters the draw, so that no default of the server or of the model's generation config does."""
+    """Return all sampling parameters, so that no default of the server or of the generation config applies."""
     return {
         "max_new_tokens": tokens,
         "temperature": sampling.temperature,
@@ -414,7 +414,7 @@ _KEYS_REMEMBERED = 65536
 
 
 class Servers:
-    """All servers of the config, from `start` to `close`."""
+    """Clients of all servers in the config."""
 
     def __init__(self, cfg: SglangConfig, key: str | None) -> None:
         self._cfg = cfg
@@ -425,13 +425,13 @@ class Servers:
         return [server for server in self.all if server.cause is None]
 
     async def look(self, server: Server, model_type: str | None) -> None:
-        """Ask a server what it is. Raises EngineError if it cannot be used."""
+        """Query and check a server's properties. Raises EngineError if it cannot be used."""
         facts = Facts.of(server.address, await server.call(MODEL), await server.call(SERVER))
         check(facts, self._cfg, model_type)
         server.facts = facts
 
     def route(self, key: str) -> Server:
-        """The server that has the episode's cache; for a new episode, or if that one died, the one with the fewest requests.
+        """Return the server with the episode's cache; for a new episode or after a death, the one with the fewest requests.
         Raises EngineError if all are dead."""
         server = self.home.pop(key, None)
         if server is None or server.cause is not None:
@@ -445,7 +445,7 @@ class Servers:
         return server
 
     async def lost(self, server: Server, cause: ServerDeadError) -> None:
-        """A request's connection broke: the server is dead, unless it answers another one."""
+        """Handle a broken connection: the server counts as dead unless it answers another request."""
         try:
             if server.cause is None:
                 await server.call(MODEL)
@@ -454,7 +454,7 @@ class Servers:
             self.died(server, cause)
 
     def died(self, server: Server, cause: ServerDeadError) -> None:
-        """Record a death once, however many requests report it."""
+        """Record a server's death once, also if several requests report it."""
         if server.cause is None:
             server.cause = str(cause)
             log.warning(
@@ -467,9 +467,9 @@ class Servers:
     async def post(
         self, servers: Sequence[Server], route: str, body: Mapping[str, Any], seconds: float | None = None
     ) -> list[Json]:
-        """Call each of them. One that turns out to be dead is left out. Raises EngineError if one refuses, or if none is left."""
+        """Call each server; leave out those found dead. Raises EngineError if one refuses, or if none is alive."""
         calls = [server.call(route, body, seconds) for server in servers]
-        # All answers before any error: raising at the first would leave the others' calls under way.
+        # Collect all answers before raising, so that no call is still in progress.
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, ServerDeadError):
