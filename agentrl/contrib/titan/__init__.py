@@ -1,1 +1,1 @@
-"""torchtitan as a training engine: its models and its parallelism, with agentrl's packed attention, head and weights."""
+"""torchtitan as a training engine: its models and parallelism, with agentrl's packed attention, head and weights."""

@@ -1,4 +1,4 @@
-"""A model of torchtitan as a training engine: its models and parallelism, with agentrl's packed attention, head and weights."""
+"""Training engine on torchtitan: its models and parallelism, with agentrl's packed attention, head and weights."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
 def require_torchtitan() -> None:
-    """Make torchtitan importable. Raises DependencyError if it is not installed, or is another version than it works with.
+    """Make torchtitan importable. Raises DependencyError if it is missing or of an unsupported version.
 
-    Its models import Triton kernels for one way to exchange tokens between experts, which is not used here. Without Triton,
-    which builds of torch for CPUs lack, a module that only refuses to be called is put in place of these kernels.
+    Its models import Triton kernels for a token exchange between experts that is not used here. Without Triton, which CPU
+    builds of torch lack, a module whose functions raise replaces these kernels.
     """
     if importlib.util.find_spec("torchtitan") is None:
         raise DependencyError("model.engine = \"titan\" needs torchtitan: pip install 'agentrl[titan]'")
@@ -45,7 +45,7 @@ def require_torchtitan() -> None:
 
 
 class _Missing(ModuleType):
-    """A module whose names are functions that raise."""
+    """Module whose attributes are functions that raise DependencyError."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -58,7 +58,7 @@ class _Missing(ModuleType):
 
 
 WRAPPER = "_checkpoint_wrapped_module."
-"""What torchtitan's checkpointing puts into names."""
+"""Part that torchtitan's activation checkpointing inserts into parameter names."""
 
 
 @TRAIN_ENGINES.register(
@@ -82,14 +82,14 @@ class TitanEngine(FsdpEngine):
     def __init__(
         self, path: str, cfg: ModelConfig, max_grad_norm: float, role: Role = "policy", device: torch.device | None = None
     ) -> None:
-        """Raises also DependencyError without torchtitan, and ModelError for a family that is not in titan/families.py."""
+        """Also raises DependencyError without torchtitan, and ModelError for a model type that is not in `FAMILIES`."""
         if role != "policy":
             raise ConfigError(f'model.engine = "titan" computes logprobs, and has no role "{role}"')
         require_torchtitan()
         from agentrl.contrib.moe.routers import Routing
         from agentrl.contrib.titan import model as titan
 
-        register_packed_attention()  # also for what it sets for this process
+        register_packed_attention()  # also for its process-wide settings
         self.path, self.cfg, self.max_grad_norm = path, cfg, max_grad_norm
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.compute_dtype, self.sharded, self._gathers = compute_dtype(cfg, self.device), True, dist.get_world_size() > 1
@@ -99,7 +99,7 @@ class TitanEngine(FsdpEngine):
         self._left_out = {"lm_head.weight"} if tied else set()
         self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in shell.parameters()))
         family = titan.family_of(path, self.config)
-        # transformers' own rotary embedding, made outside of the meta device: its frequencies are numbers.
+        # transformers' rotary embedding, created outside of the meta device, since its frequencies are read.
         made = titan.titan_config(family, self.config, type(shell.base_model.rotary_emb)(self.config), cfg.expert_parallel > 1)
         self.layout = Layout.of(cfg, self.device, dist.get_world_size())  # which ranks share tokens; the meshes are torchtitan's
         dims = titan.dims_of(cfg, self.device)
@@ -120,18 +120,18 @@ class TitanEngine(FsdpEngine):
 
             family_of(cfg.path, load_model_config(cfg.path))
         if cfg.tensor_parallel > 1 and cfg.expert_parallel > 1:
-            # torchtitan redistributes tokens between the two only with its own sequence parallelism.
+            # torchtitan redistributes tokens between tensor and expert parallelism only with its sequence parallelism.
             raise ConfigError(
                 'model.tensor_parallel with model.expert_parallel: model.engine = "titan" has one of them; "fsdp2" has both'
             )
         super().check(cfg, ranks)
 
     def _load(self, loader: Loader, tied: bool) -> None:
-        counts = [name for name, buffer in self.module.named_buffers() if buffer.is_meta]  # of the tokens of each expert
+        counts = [name for name, buffer in self.module.named_buffers() if buffer.is_meta]  # counters of tokens per expert
         materialize(self.module, self.device)
         for name in counts:
             self.module.get_buffer(name).zero_()
-        if tied:  # they came apart as each got its memory; FSDP2 keeps the first of them, which is the embedding's
+        if tied:  # allocation untied the weights; FSDP2 keeps the first one, the embedding's
             decoder = self.module
             decoder.lm_head.weight = decoder.tok_embeddings.weight  # type: ignore[union-attr, assignment]
         entries = {}
@@ -145,6 +145,6 @@ class TitanEngine(FsdpEngine):
     def hf_name(self, name: str) -> str:
         return self._names[name.replace(WRAPPER, "")]
 
-    # Not FsdpEngine's: the roles and the adapters that these need are not here.
+    # Undo FsdpEngine's overrides: this engine has neither these roles nor adapters.
     values, scores = BaseEngine.values, BaseEngine.scores
     adapter, frozen_base = BaseEngine.adapter, BaseEngine.frozen_base  # type: ignore[assignment]

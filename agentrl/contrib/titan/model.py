@@ -49,11 +49,11 @@ from agentrl.trainer.language_model import HeadRule, Micro, split_indices
 from agentrl.trainer.parallel import Ulysses, compute_divided
 from agentrl.utils.errors import ModelError
 
-# Parts that are agentrl's
+# Modules of agentrl
 
 
 class PackedAttention(Module):
-    """Causal attention within each row of `attention_masks`, which is agentrl's layout of the rows here."""
+    """Causal attention within each row. `attention_masks` holds agentrl's layout of the rows."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -62,7 +62,7 @@ class PackedAttention(Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
 
-    # Named as torchtitan's sharding of attention names them: batch (1), tokens, heads, width.
+    # Axis names as in torchtitan's sharding of attention: batch (1), tokens, heads, width.
     def forward(
         self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: PackedSequences, scale: float | None, **_: Any
     ) -> Tensor:
@@ -71,11 +71,11 @@ class PackedAttention(Module):
 
 
 class Rotary(CosSinRoPE):
-    """Rotary embeddings with the frequencies that transformers computes for a model's config, scaled or not.
+    """Rotary embeddings with transformers' frequencies for the model's config, including scaled ones.
 
-    torchtitan keeps angles of all positions in every layer; here they are made from the positions, as a model's context of
-    128k tokens would take 128 MiB a layer. The halves of a head are rotated as in transformers, so that no weight has to be
-    permuted, neither on loading nor on publishing.
+    torchtitan stores the angles of all positions in every layer, which takes 128 MiB per layer for 128k tokens; here they are
+    computed from the positions. The halves of a head are rotated as in transformers, so that no weight has to be permuted for
+    loading or publishing.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -93,20 +93,20 @@ class Rotary(CosSinRoPE):
         found: Tensor = (torch.cat([both.cos(), both.sin()], dim=-1) * self.config.scale)[:, :, None]
         if not isinstance(query, DTensor):
             return found
-        # All tensor-parallel ranks hold it alike.
+        # Replicated on all tensor-parallel ranks.
         return DTensor.from_local(found, query.device_mesh, [Replicate()] * query.device_mesh.ndim, run_check=False)
 
 
 class LogprobDecoder:
-    """Mixed into a torchtitan decoder: its forward returns log pi and entropy of chosen tokens.
+    """Mixin of torchtitan decoders whose forward returns log pi and entropy of chosen tokens.
 
-    The head is applied inside this forward, because only there a sharded weight is gathered.
+    The head runs inside this forward, because a sharded weight is gathered only there.
     """
 
     _skip_lm_head = True  # torchtitan's switch: its own forward ends with the last norm
 
     def forward(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Of the tokens `micro.targets`: two float32 [M]."""
+        """Return log pi and entropy of the tokens `micro.targets`, two float32 [M]."""
         group = micro.packed.ulysses
         part = slice(0, None) if group is None else group.slice_of(len(micro.input_ids))
         packed = micro.packed if micro.experts is None else replace(micro.packed, experts=micro.experts[part])
@@ -121,17 +121,17 @@ class LogprobDecoder:
 
 
 class LogprobHead(Linear):
-    """The output embedding; its forward returns log pi and entropy of given tokens, and never all logits at once."""
+    """Output embedding whose forward returns log pi and entropy of given tokens, never all logits at once."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         pass
 
     tensor: Ulysses | None = None
-    """The ranks of tensor parallelism, which divide the tokens among them."""
+    """Tensor-parallel ranks, which divide the tokens among them."""
 
     def forward(self, input: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-        """`input`: hidden states [M, E], which all tensor-parallel ranks have; `targets` int64 [M] -> two float32 [M]."""
+        """Map hidden states `input` [M, E], equal on all tensor-parallel ranks, and `targets` int64 [M] to two float32 [M]."""
 
         def compute(hidden: Tensor, head: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
             return HeadRule().logprobs(hidden, head, targets, temperature, entropy=entropy)
@@ -142,7 +142,7 @@ class LogprobHead(Linear):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that tensor-parallel ranks hold alike."""
+    """Return the local tensor of a DTensor that is replicated on the tensor-parallel ranks."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -150,8 +150,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Router(TokenChoiceTopKRouter):
-    """Sends tokens where `rows` says (`PackedSequences.experts`), and without an entry there to the experts with the highest
-    scores; a callback, if set, gets the choices. `layer`: which of the model's routers it is."""
+    """Routes tokens to the experts in `rows` (`PackedSequences.experts`), and tokens without an entry to the experts of highest
+    score. A callback, if set, gets the choices. `layer`: index among the model's routers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
@@ -164,7 +164,7 @@ class Router(TokenChoiceTopKRouter):
         self.told: Callable[[Tensor], None] | None = None
 
     def forward(self, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Gates and experts of the tokens, both [1, T, k], and the scores of all experts [1, T, E]."""
+        """Return gates and experts of the tokens, both [1, T, k], and the scores of all experts [1, T, E]."""
         gates, chosen, scores = super().forward(x_BLD, expert_bias_E)
         if self.rows is not None and self.rows.experts is not None:
             dictated = self.rows.experts[None, :, self.layer]
@@ -179,7 +179,7 @@ class Router(TokenChoiceTopKRouter):
 
 
 class RoutedBlock(Qwen3TransformerBlock):
-    """A layer that tells its router where the tokens are to go; also when it is computed again for the backward pass."""
+    """Layer that passes the experts to replay to its router, also when recomputed for the backward pass."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3TransformerBlock.Config):
@@ -192,7 +192,7 @@ class RoutedBlock(Qwen3TransformerBlock):
 
 
 class TitanRouters(Routers):
-    """The routers of a torchtitan model, in the order of its layers."""
+    """Routers of a torchtitan model, in layer order."""
 
     def __init__(self, decoder: nn.Module) -> None:
         self.problem = ""
@@ -208,14 +208,14 @@ NAMES = {
     f"layers.{{}}.moe.routed_experts.inner_experts.{name}": f"model.layers.{{}}.mlp.experts.{name}"
     for name in ("gate_up_proj", "down_proj")
 }
-"""The Hugging Face names of the experts' weights, which torchtitan's own table has one by one."""
+"""Hugging Face names of the stacked expert weights; torchtitan's table has a name per expert."""
 
 
 class Experts(GroupedExperts):
-    """All experts of a layer, with the two weights that transformers has for them; torchtitan has three.
+    """All experts of a layer, with two weights as in transformers; torchtitan has three.
 
-    They compute in the type of their weights; torchtitan's always compute in bfloat16, which in a float32 run is not what the
-    engine that sampled computed.
+    They compute in the type of the input; torchtitan's always compute in bfloat16, which in a float32 run differs from the
+    inference engine.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -229,7 +229,7 @@ class Experts(GroupedExperts):
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Tokens [R, D], sorted by expert, and their numbers per expert [E] -> [R, D]."""
+        """Map tokens [R, D], sorted by expert, and the number of tokens per expert [E] to outputs [R, D]."""
         offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
         gate_up, down = (local(weight).to(x_RD.dtype).transpose(-2, -1) for weight in (self.gate_up_proj, self.down_proj))
         gate, up = torch._grouped_mm(x_RD, gate_up, offs=offsets).chunk(2, dim=-1)
@@ -237,7 +237,7 @@ class Experts(GroupedExperts):
 
 
 def experts_config(config: Any) -> Any:
-    """torchtitan's config of the experts of one layer, without its balancing of their load, which is no part of the model."""
+    """Return torchtitan's config of one layer's experts, without load balancing, which the model does not have."""
     count, top = config.num_experts, config.num_experts_per_tok
     return make_moe_config(
         num_experts=count,
@@ -259,12 +259,12 @@ def experts_config(config: Any) -> Any:
 # Families
 
 ROPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose frequencies do not depend on the length of a row."""
+"""Types of rotary embeddings whose frequencies do not depend on the row length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Torchtitan's parts for one architecture; `qk_norm`: queries and keys are normalized; `sparse`: layers have experts."""
+    """torchtitan's classes for one architecture. `qk_norm`: queries and keys are normalized; `sparse`: layers have experts."""
 
     model: Any
     block: Any
@@ -295,11 +295,11 @@ FAMILIES: dict[str, Family] = {
         qk_norm=False,
     ),
 }
-"""By `model_type` of transformers."""
+"""Families by `model_type` of transformers."""
 
 
 def family_of(path: str, config: Any) -> Family:
-    """The family of a model. Raises ModelError for one that is not here, and for what its torchtitan model does not have."""
+    """Return a model's family. Raises ModelError for an unknown one, and for features that torchtitan's model lacks."""
     kind = config.model_type
     if kind not in FAMILIES:
         raise ModelError(f'{path}: model.engine = "titan" has models for {", ".join(FAMILIES)}, not for {kind}; "fsdp2" does')
@@ -320,8 +320,8 @@ def family_of(path: str, config: Any) -> Family:
 
 
 def titan_config(family: Family, config: Any, rotary: Any, expert_parallel: bool) -> Any:
-    """torchtitan's config of a model. `rotary`: transformers' rotary embedding of it, for the frequencies. `expert_parallel`: the
-    ranks have different experts."""
+    """Return torchtitan's config of a model. `rotary`: the model's rotary embedding in transformers, for the frequencies.
+    `expert_parallel`: experts are divided over the ranks."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
 
@@ -334,9 +334,9 @@ def titan_config(family: Family, config: Any, rotary: Any, expert_parallel: bool
         frequencies=tuple(rotary.inv_freq.tolist()),
         scale=float(rotary.attention_scaling),
     )
-    # Weights are loaded, never drawn: no initialization is given.
+    # No initialization, since weights are always loaded.
     sparse = [False] * config.num_hidden_layers
-    if family.sparse and config.num_experts > 0:  # as Qwen3-MoE says which layers have experts
+    if family.sparse and config.num_experts > 0:  # Qwen3-MoE's rule for layers with experts
         dense, each = config.mlp_only_layers or [], config.decoder_sparse_step
         sparse = [layer not in dense and (layer + 1) % each == 0 for layer in range(config.num_hidden_layers)]
     layers = [
@@ -375,15 +375,15 @@ def titan_config(family: Family, config: Any, rotary: Any, expert_parallel: bool
     family.shard(found)
     for layer in found.layers:
         if layer.moe is not None:
-            layout = {"gate_up_proj": spmd_types.R, "down_proj": spmd_types.R}  # over tensor-parallel ranks
+            layout = {"gate_up_proj": spmd_types.R, "down_proj": spmd_types.R}  # replicated over tensor-parallel ranks
             set_moe_sharding_config(layer.moe, enable_ep=expert_parallel, enable_sp=False, expert_param_layout=layout)
-    # The head gathers its weight itself, and takes and returns plain tensors.
+    # The head gathers its weight itself; its inputs and outputs are plain tensors.
     found.lm_head.sharding_config = ShardingConfig(state_shardings=found.lm_head.sharding_config.state_shardings)
     return found
 
 
 def hf_names(family: Family, config: Any, names: list[str]) -> dict[str, str]:
-    """The Hugging Face name of each of torchtitan's parameters, by its adapter's own table. Raises ModelError if it lacks one."""
+    """Map torchtitan's parameter names to Hugging Face names by its adapter's table. Raises ModelError for a missing one."""
     table = {titan: name for name, titan in family.adapter(config, None).from_hf_map.items() if titan is not None}
     table |= NAMES
     found = {}
@@ -399,13 +399,13 @@ def hf_names(family: Family, config: Any, names: list[str]) -> dict[str, str]:
 # Sharding
 
 BACKEND = "partial_dtensor"
-"""Parameters as DTensors, which can be gathered and saved like those of FSDP2; with torchtitan's default they are plain."""
+"""Keeps parameters as DTensors, which are gathered and saved as with FSDP2; torchtitan's default has plain tensors."""
 
 
 def dims_of(cfg: ModelConfig, device: torch.device) -> ParallelDims:
-    """torchtitan's meshes over all ranks."""
+    """Return torchtitan's meshes over all ranks."""
     world = dist.get_world_size()
-    # torchtitan takes the kind of accelerator that the machine has, and a GPU if it has none.
+    # torchtitan uses the machine's accelerator type, and assumes a GPU if there is none.
     torchtitan.distributed.parallel_dims.device_type = device.type
     set_spmd_backend(BACKEND)
     tensor, experts = cfg.tensor_parallel, cfg.expert_parallel
@@ -415,8 +415,8 @@ def dims_of(cfg: ModelConfig, device: torch.device) -> ParallelDims:
 
 
 def sharded_decoder(family: Family, config: Any, dims: ParallelDims, dtype: torch.dtype, checkpoints: bool) -> nn.Module:
-    """The model on the meta device, with torchtitan's names. Gradients are summed over the ranks, in float32. `dtype`: of the
-    computation; `checkpoints`: layers compute their activations twice."""
+    """Build the sharded model on the meta device, with torchtitan's names. Gradients are summed over the ranks in float32.
+    `dtype`: type of the computation; `checkpoints`: use activation checkpointing."""
     name = str(dtype).removeprefix("torch.")
     with torch.device("meta"):
         decoder: nn.Module = type("TitanDecoder", (LogprobDecoder, family.model), {})(config)
@@ -434,6 +434,6 @@ def sharded_decoder(family: Family, config: Any, dims: ParallelDims, dtype: torc
         head.tensor = Ulysses(dims.get_mesh("tp").get_group())
     for part in decoder.modules():
         if isinstance(part, FSDPModule):
-            # torchtitan asks for sums by the divide factor alone, which gloo does not support.
+            # torchtitan requests sums through the divide factor, which gloo does not support.
             part.set_force_sum_reduction_for_comms(True)
     return decoder
