@@ -1,7 +1,7 @@
-"""Models that take images in the embedded engine, over whole sequences.
+"""Vision-language models in the embedded engine, computed over whole sequences.
 
-In a slot the placeholders of an image have ids of their own, behind the vocabulary: the same image the same ones, another
-image others. So a prefix that is kept is only that of a prompt with the same images."""
+In a slot, the placeholders of each image have unique ids above the vocabulary, equal for equal images. So a cached prefix
+matches only prompts with the same images."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from agentrl.engines.embedded.embedded_model import RecomputedModel
 from agentrl.utils.errors import EngineError
 
 MOST_IDS = 1 << 24
-"""A slot keeps ids as float32, which holds integers up to here."""
+"""Largest id: a slot stores ids as float32, which is exact for integers up to this one."""
 
 
 class VisionModel(RecomputedModel):
-    """A model that takes images."""
+    """Vision-language model that recomputes whole sequences."""
 
     def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False, router_replay: bool = False) -> None:
         super().__init__(path, dtype, device, trust, router_replay)
@@ -47,11 +47,11 @@ class VisionModel(RecomputedModel):
         return ids
 
     def after(self, ids: Tensor) -> Tensor:
-        # An image's first id stands once for each time that it is shown.
+        # The first id of an image occurs once per occurrence of the image.
         shown = [(at, number) for at, number in enumerate(ids.tolist()) if number in self._images]
         places = [(at, self.vision.pixels(self._images[number])) for at, number in shown]
         for _, number in shown:
-            if number not in self._features:  # computed once per image, not again for each token
+            if number not in self._features:  # once per image, not per token
                 self._features[number] = features_of(self.module.model, [self.vision.pixels(self._images[number])], self.device)
         parts = zip(*(self._features[number] for _, number in shown), strict=True)
         plain, model = torch.where(ids >= self.vocab, self.vision.token, ids), self.module.model

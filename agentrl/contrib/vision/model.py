@@ -1,9 +1,9 @@
-"""Models that take images (Qwen2.5-VL, Qwen3-VL): images as their pixels and placeholder tokens, and the positions of all tokens.
+"""Vision-language models (Qwen2.5-VL, Qwen3-VL): pixels and placeholder tokens of images, and the positions of all tokens.
 
-An image is a run of placeholder tokens in a row, one for each patch that the vision tower merges; its features take the place of
-their embeddings, and in Qwen3-VL those of the tower's early layers are added to what the language model's first layers make of
-them (Meng et al. 2024, arXiv:2406.04334). Text counts positions one by one; the tokens of an image have a position in each of
-three dimensions (time, height, width: M-RoPE, Wang et al. 2024, arXiv:2409.12191, section 2.1), and what follows begins behind
+An image is a run of placeholder tokens in a row, one per merged patch of the vision tower; the image features replace their
+embeddings. In Qwen3-VL, features of the tower's early layers are also added to the hidden states of the language model's first
+layers (Meng et al. 2024, arXiv:2406.04334). Text tokens have consecutive positions; image tokens have a position in each of
+three dimensions (time, height, width: M-RoPE, Wang et al. 2024, arXiv:2409.12191, section 2.1), and the next text token follows
 the largest of them."""
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from agentrl.render.modality import MODALITIES, Inputs, Modality, Rows
 from agentrl.utils.errors import ConfigError, EngineError, ImageError, ModelError
 
 KEPT = 256
-"""Images whose pixels stay in memory, prepared."""
+"""Number of images whose prepared pixels are cached."""
 ARCHITECTURES = {"qwen2_5_vl": "AgentrlQwen2_5_VL", "qwen3_vl": "AgentrlQwen3_VL"}
-"""vLLM's names of the models' classes here (vllm_models.py), by the model's type."""
+"""Names in vLLM of the classes in vllm_models.py, by model type."""
 OWN = ("limit_mm_per_prompt", "language_model_only", "enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs")
-"""Arguments of vLLM, next to those that begin with `mm_`, of its own preparation of images, which has no part in it."""
+"""vLLM arguments of its image preprocessing, which is not used, in addition to those that start with `mm_`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """An image as the vision tower takes it: `values` float32 [patches, numbers of a patch], `grid` its patches in time, height
-    and width; `tokens` placeholders, in `rows` x `columns`."""
+    """Input of the vision tower for an image: `values` float32 [patches, values per patch], `grid` the number of patches in
+    time, height and width; `tokens` placeholders, in `rows` x `columns`."""
 
     values: Tensor
     grid: tuple[int, int, int]
@@ -47,7 +47,7 @@ class Pixels:
 @MODALITIES.register("qwen2_5_vl", traits={"tiny"})
 @MODALITIES.register("qwen3_vl")
 class Vision(Modality):
-    """A model's treatment of images, by its config."""
+    """Image processing of a model, by its config."""
 
     auto_class = "AutoModelForImageTextToText"
     embedded_model = "agentrl.contrib.vision.embedded:VisionModel"
@@ -56,8 +56,8 @@ class Vision(Modality):
     tiny_tokens = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 
     def __init__(self, path: str, config: Any) -> None:
-        """`path`: the model's folder, whose preprocessor_config.json says how images are resized and normalized; without that
-        file Qwen2.5-VL's own numbers. Raises ModelError if it cannot be read."""
+        """`path`: model folder; its preprocessor_config.json defines resizing and normalization (default: Qwen2.5-VL's values).
+        Raises ModelError if it cannot be read."""
         vision, self.kind = config.vision_config, str(config.model_type)
         self.token = int(config.image_token_id)
         self.begin, self.end = int(config.vision_start_token_id), int(config.vision_end_token_id)
@@ -81,7 +81,7 @@ class Vision(Modality):
     @classmethod
     def check(cls, config: TrainConfig, trains: bool) -> None:
         rollout, model, algorithm = config.rollout, config.model, config.algorithm
-        # Obstacles to sampling and to training, each with the key and its value.
+        # Settings that prevent sampling or training, each with the key and its value.
         obstacles = [
             (rollout.workers > 0, f"rollout.workers = {rollout.workers}"),
             (config.agent is not None, "[agent], whose endpoint takes no images,"),
@@ -123,12 +123,12 @@ class Vision(Modality):
                 )
 
     def freeze(self, model: Any) -> None:
-        """Freeze the vision tower, which attends by transformers' own function: packed rows are those of the text."""
+        """Freeze the vision tower and give it transformers' attention, since only text rows are packed."""
         model.model.visual.set_attn_implementation("sdpa")
         model.model.visual.requires_grad_(False)
 
     def inputs(self, ids: Tensor, rows: Rows) -> Inputs:
-        """Three positions a token, and features of images in the places of their placeholders."""
+        """Prepare three positions per token, and embeddings with image features at the placeholders."""
         every, found, parts = ids.cpu().numpy(), [], []
         for start, stop, images in rows:
             places = self.places(every[start:stop], images)
@@ -144,7 +144,7 @@ class Vision(Modality):
 
     @classmethod
     def tiny(cls, cfg: InitModelConfig, text: Mapping[str, Any], tokenizer: Any) -> Any:
-        """A Qwen2.5-VL of that size, whose vision tower is one block, half as wide."""
+        """Build a Qwen2.5-VL of that size, whose vision tower is one block of half the width."""
         from transformers import Qwen2_5_VLConfig
 
         if cfg.hidden != cfg.heads * cfg.head_dim or cfg.head_dim % 16:
@@ -154,7 +154,7 @@ class Vision(Modality):
                 "head_dim = 16, for example"
             )
         begin, image, end, video = map(tokenizer.convert_tokens_to_ids, cls.tiny_tokens)
-        width = 3 * cfg.head_dim // 16  # of the frequencies of height and of width; the rest is of time, as in released models
+        width = 3 * cfg.head_dim // 16  # frequencies of height and of width; the rest belongs to time, as in released models
         text = {
             **text,
             "vocab_size": text["vocab_size"] + len(cls.tiny_tokens),
@@ -206,14 +206,14 @@ class Vision(Modality):
         return {
             "hf_overrides": overrides,
             "worker_extension_cls": "agentrl.contrib.vision.vllm_models.VisionReceiver",
-            # The replica keeps prepared images itself, and vLLM's cache has to see each in order.
+            # The replica caches prepared images itself, and vLLM's cache must see each one in order.
             "mm_processor_cache_gb": 0,
-            # They are normalized already: vLLM would do it again, without an error.
+            # Images are already normalized; vLLM would silently normalize them again.
             "mm_device_do_normalize": False,
         }
 
     def pixels(self, image: Image) -> Pixels:
-        """Raises ImageError for one that the processor refuses (a side 200 times the other)."""
+        """Prepare an image. Raises ImageError if the processor refuses it (one side 200 times the other)."""
         found = self._kept.get(image.sha256)
         if found is None:
             try:
@@ -230,23 +230,23 @@ class Vision(Modality):
 
     @property
     def most_tokens(self) -> int:
-        """Placeholders of the largest image, as it is resized."""
+        """Return the number of placeholders of the largest resized image."""
         return int(self.processor.size["longest_edge"]) // self._side**2
 
     def blank(self, tokens: int) -> Pixels:
-        """An image of that many placeholders."""
+        """Return a blank image of that many placeholders."""
         rows = next(rows for rows in range(isqrt(tokens), 0, -1) if tokens % rows == 0)
         columns = tokens // rows
         values = torch.zeros(tokens * self.merge**2, self._patch)
         return Pixels(values, (1, rows * self.merge, columns * self.merge), tokens, rows, columns)
 
     def tokens(self, image: Image) -> int:
-        """Number of placeholders for it."""
+        """Return the number of an image's placeholders."""
         return self.pixels(image).tokens
 
     def places(self, ids: Sequence[int] | np.ndarray, images: Sequence[Image]) -> list[tuple[int, Pixels]]:
-        """Positions in a row at which the placeholders of its images begin, in order. Raises ImageError unless each has its
-        own."""
+        """Return the start of each image's placeholders in a row, in order. Raises ImageError if images and placeholders do not
+        match."""
         at = np.flatnonzero(np.asarray(ids) == self.token)
         found, done = [], 0
         for image in images:
@@ -261,7 +261,7 @@ class Vision(Modality):
         return found
 
     def match(self, ids: Sequence[int], images: Sequence[Image]) -> list[tuple[Image, tuple[int, Pixels]]]:
-        """The images of a prompt, each with its place. Raises EngineError unless they are those of its placeholders."""
+        """Pair the images of a prompt with their places. Raises EngineError if they do not match the placeholders."""
         if not images and self.token in ids:
             raise EngineError("a prompt has placeholders of images, and its images did not come with it")
         try:
@@ -270,7 +270,7 @@ class Vision(Modality):
             raise EngineError(str(problem)) from None
 
     def positions(self, length: int, places: Sequence[tuple[int, Pixels]]) -> Tensor:
-        """Positions of a row's tokens in time, height and width, int64 [3, length]."""
+        """Return the positions of a row's tokens in time, height and width, int64 [3, length]."""
         parts, done, after = [], 0, 0
         for start, pixels in places:
             parts.append(torch.arange(after, after + start - done).expand(3, -1))
@@ -285,17 +285,17 @@ class Vision(Modality):
 
 
 def features_of(model: Any, images: Sequence[Pixels], device: torch.device) -> list[Tensor]:
-    """Features of the images from the vision tower: features [placeholders, E], and in some models as many again for each of
-    the language model's first layers. `model`: the one with the tower."""
+    """Compute the images' features in the vision tower of `model`: [placeholders, E], and in some models one more such tensor
+    for each of the language model's first layers."""
     values = torch.cat([pixels.values for pixels in images]).to(device)
-    with torch.no_grad():  # it is frozen: its features need no graph
+    with torch.no_grad():  # the tower is frozen
         found = model.get_image_features(values, torch.tensor([pixels.grid for pixels in images]).to(device), return_dict=True)
     return [torch.cat(part) for part in (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))]
 
 
 def embed_images(model: Any, ids: Tensor, places: Sequence[tuple[int, Pixels]], features: Sequence[Tensor]) -> dict[str, Any]:
-    """The language model's arguments for the ids [T]: their embeddings [1, T, E], with the `features` of images (`features_of`)
-    in their `places`."""
+    """Return the language model's arguments for the ids [T]: embeddings [1, T, E], with image `features` (`features_of`) at
+    their `places`."""
     embeddings: Tensor = model.get_input_embeddings()(ids)
     if not places:
         return {"inputs_embeds": embeddings[None]}

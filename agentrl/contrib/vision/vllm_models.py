@@ -1,10 +1,10 @@
-"""Runs inside vLLM: its Qwen2.5-VL and Qwen3-VL for requests whose images are prepared already (model.py).
+"""Qwen2.5-VL and Qwen3-VL inside vLLM, for requests whose images are already prepared (model.py).
 
-Of vLLM's own preparation only what it asks at the start is left: how large an image may be, and one of that size, by which it
-measures what it needs. Whoever imports this file makes its classes known to the vLLM of the process.
+vLLM's image processor only answers its questions at the start: the size of the largest image, and a blank image of that size,
+by which vLLM measures its memory. Importing this file registers its classes in vLLM.
 
-vLLM's module of Qwen2-VL takes one function of transformers' image processor that needs torchvision, which has no build
-for every torch; the processor without it has the same function."""
+vLLM's module of Qwen2-VL imports a function of transformers' image processor that needs torchvision, which is not built for
+every torch; the processor without torchvision has the same function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from agentrl.engines.vllm.vllm_worker import WeightReceiver
 
 
 def with_images(token_ids: list[int], images: Sequence[tuple[str, int, Pixels]]) -> Any:
-    """A prompt as vLLM takes it once all is prepared. `images`: of each its hash, and where its placeholders begin."""
+    """Return a vLLM prompt with prepared images. `images`: hash, start of the placeholders, and pixels of each."""
     items = []
     for _, _, pixels in images:
         grid = torch.tensor([pixels.grid])
@@ -51,13 +51,13 @@ def with_images(token_ids: list[int], images: Sequence[tuple[str, int, Pixels]])
 
 
 def prompt_of(vision: Vision, ids: list[int], images: Sequence[Image]) -> Any:
-    """A prompt as vLLM takes it without looking for text. Its cache of prefixes knows an image by the digest of its file."""
+    """Return a vLLM prompt of token ids. Its prefix cache identifies an image by the digest of its file."""
     named = [(image.sha256, start, pixels) for image, (start, pixels) in vision.match(ids, images)]
     return with_images(ids, named) if named else tokens_input(ids)
 
 
 class PreparedInfo:
-    """Limits of prompts: images, as many as there is room for. Mixed into vLLM's own of a model."""
+    """Mixin of vLLM's processing info: a prompt may have as many images as fit."""
 
     ctx: Any
 
@@ -69,18 +69,18 @@ class PreparedInfo:
         return {"image": None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-        """Of the largest image that a prompt of `seq_len` tokens has room for."""
+        """Return the tokens of the largest image that fits into a prompt of `seq_len` tokens."""
         return {"image": max(1, min(self.vision.most_tokens, seq_len))}
 
 
 class PreparedProcessor:
-    """Asked for a blank image only. Mixed into vLLM's own of a model."""
+    """Mixin of vLLM's processor, which only makes blank images."""
 
     requires_tokenizer = False
     info: Any
 
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **_: Any) -> Any:
-        """As many blank images of that size."""
+        """Return that many blank images of the largest size."""
         config = self.info.ctx.model_config
         [most] = self.info.get_mm_max_tokens_per_item(config.max_model_len, mm_counts).values()
         blank, count = self.info.vision.blank(most), mm_counts.get("image", 0)
@@ -89,7 +89,7 @@ class PreparedProcessor:
 
 
 def prepare(module: Any, name: str) -> Any:
-    """vLLM's own class of a model, computed as it is, for images that are prepared already."""
+    """Return a subclass of vLLM's class of a model, for images that are already prepared."""
     info = type(f"{name}Info", (PreparedInfo, getattr(module, f"{name}ProcessingInfo")), {})
     processor = type(f"{name}Processor", (PreparedProcessor, getattr(module, f"{name}MultiModalProcessor")), {})
     model = type(f"Prepared{name}", (getattr(module, f"{name}ForConditionalGeneration"),), {})
@@ -98,8 +98,8 @@ def prepare(module: Any, name: str) -> Any:
 
 
 for _kind, _model in {"qwen2_5_vl": prepare(qwen2_5_vl, "Qwen2_5_VL"), "qwen3_vl": prepare(qwen3_vl, "Qwen3VL")}.items():
-    ModelRegistry.register_model(ARCHITECTURES[_kind], _model)  # the class, not its name, of which vLLM would ask another process
+    ModelRegistry.register_model(ARCHITECTURES[_kind], _model)  # the class, since vLLM would inspect a name in another process
 
 
 class VisionReceiver(WeightReceiver):
-    """Mixed into vLLM's worker in place of WeightReceiver: its processes import this file for it."""
+    """Mixin of vLLM's worker in place of WeightReceiver; it makes vLLM's processes import this file."""
