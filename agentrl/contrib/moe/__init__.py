@@ -1,1 +1,1 @@
-"""Router replay: a mixture of experts is trained with the experts that the engine sent its tokens to."""
+"""Router replay: train a mixture of experts with the experts that the engine chose for each token."""

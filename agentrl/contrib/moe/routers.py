@@ -1,10 +1,10 @@
-"""Experts of each token in a transformers mixture-of-experts model: reported, counted, or dictated.
+"""Report, count or dictate the experts of each token in a transformers mixture-of-experts model.
 
 A router scores all experts for each token and takes the `k` with the highest scores, by one `torch.topk` over a [tokens, experts]
-tensor; what it does with the scores before and after differs between families (softmax over all or over the chosen ones,
-sigmoids, a bias for the choice alone, groups, renormalization). `Routers` stands in for that one call and leaves all else as it
-is: if choices are dictated, the values that it returns are the scores of the dictated experts, so that their gates are
-computed from the current scores, and their gradient flows to the router.
+tensor; the processing of scores before and after differs between families (softmax over all or over the chosen ones, sigmoids,
+a bias for the choice alone, groups, renormalization). `Routers` replaces only that call: for dictated choices it returns the
+scores of the dictated experts, so that their gates are computed from the current scores, and their gradient flows to the
+router.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ NOT_REPLAYED = (
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
-"""Arguments of vLLM with which a step's tokens are spread over processes, computed in vain, or come from elsewhere."""
+"""vLLM arguments that spread a step's tokens over processes, discard computed ones, or take some from elsewhere."""
 
 
 class _Router(TorchFunctionMode):
-    """One layer's router, which stands in for its topk while its forward runs. `asked` returns what all routers are to choose,
-    [tokens, routers, k], or None; `told` is called with what it chose; `strict`: it is an error if that cannot be seen."""
+    """Intercepts one router's topk during its forward pass. `asked` returns the dictated experts of all routers, [tokens,
+    routers, k], or None; `told` gets the chosen experts; `strict`: raise ModelError if the choice cannot be seen."""
 
     def __init__(self, name: str, module: nn.Module, layer: int, experts: int, asked: Asked) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Router(TorchFunctionMode):
         self._masked: tuple[Tensor, Tensor] | None = None
 
     def wrap(self) -> None:
-        """Let the module's forward pass run under this object from now on."""
+        """Replace the module's forward by one that runs under this object."""
         plain = self.module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ class _Router(TorchFunctionMode):
             self._choices = 0
             with self:
                 out = plain(*args, **kwargs)
-            self._masked = None  # else it would hold the pass's graph
+            self._masked = None  # release the graph of the pass
             if self._choices != 1 and (self.dictated is not None or self.strict):
                 raise ModelError(
                     f"{self.name}: a {type(self.module).__name__} does not choose experts by one topk: its choices cannot be "
@@ -82,7 +82,7 @@ class _Router(TorchFunctionMode):
         if func in (torch.topk, torch.Tensor.topk) and self._over_experts(args[0]):
             scores = args[0]
             if self._masked is not None and scores is self._masked[0]:
-                scores = self._masked[1]  # a mask says what may be chosen; the score of a dictated expert is the one before it
+                scores = self._masked[1]  # the mask limits the choice; a dictated expert has its unmasked score
             return self.chose(scores, out)
         if func in (torch.Tensor.masked_fill, torch.masked_fill) and self._over_experts(args[0]):
             self._masked = (out, args[0])
@@ -92,7 +92,7 @@ class _Router(TorchFunctionMode):
         return isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[-1] == self.experts
 
     def chose(self, scores: Tensor, own: Any) -> Any:
-        """Result of the router's topk: `own`, or the dictated experts with their `scores`."""
+        """Return the result of the router's topk: `own`, or the dictated experts with their `scores`."""
         self._choices += 1
         indices = own.indices
         if self.dictated is not None:
@@ -109,11 +109,11 @@ class _Router(TorchFunctionMode):
 
 
 class Routers:
-    """The routers of a model, in the order of its layers; a dense model has none. Make it before modules are wrapped or sharded;
-    it stays valid then. `problem`: why the choices of this mixture of experts can be neither reported nor dictated, or "".
+    """Routers of a model, in layer order; a dense model has none. Create it before modules are wrapped or sharded; it stays
+    valid afterwards. `problem`: why the choices of this mixture of experts can be neither reported nor dictated, or "".
 
-    `asked`: called whenever a router computes, also when a checkpointed layer is computed again for the backward pass; returns
-    what all routers are to choose, [tokens, routers, k] uint8 or int16, or None."""
+    `asked`: called whenever a router computes, also for the recomputation of a checkpointed layer; returns the dictated experts
+    of all routers, [tokens, routers, k] uint8 or int16, or None."""
 
     def __init__(self, model: nn.Module, asked: Asked = lambda: None) -> None:
         self.asked = asked
@@ -132,13 +132,13 @@ class Routers:
 
     @property
     def experts(self) -> int:
-        """The most experts that a layer has."""
+        """Largest number of experts in a layer."""
         return max(router.experts for router in self._routers)
 
     @contextmanager
     def tell(self, told: Callable[[int, Tensor], None], strict: bool = True) -> Iterator[None]:
-        """Call `told(router, indices [tokens, k])` for each router's choice meanwhile. Raises ModelError in a pass in which
-        that cannot be seen, if `strict`."""
+        """Call `told(router, indices [tokens, k])` for each choice of a router inside the context. With `strict`, a pass raises
+        ModelError if its choices cannot be seen."""
         for router in self._routers:
             router.told, router.strict = partial(told, router.layer), strict
         try:
@@ -148,7 +148,7 @@ class Routers:
                 router.told, router.strict = None, False
 
     def probe(self) -> None:
-        """Raise ModelError if choices can be neither reported nor dictated. For a model on the meta device: computes nothing."""
+        """Raise ModelError if choices can be neither reported nor dictated. The model must be on the meta device."""
         if self.problem:
             self.check(torch.empty(0))
         with self.tell(lambda *_: None):
@@ -157,7 +157,7 @@ class Routers:
                 router.module(torch.empty(2, width, device="meta"))
 
     def check(self, dictated: Tensor) -> None:
-        """Raise ModelError for choices of another model, [tokens, routers, k], and for a model whose choices cannot be
+        """Raise ModelError for choices [tokens, routers, k] of a different model, and for a model whose choices cannot be
         dictated."""
         if self.problem:
             raise ModelError(f"{self.problem}: its choices cannot be repeated; set rollout.router_replay = false")
@@ -166,14 +166,14 @@ class Routers:
 
 
 def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, int]]:
-    """Name, router and number of experts of each mixture of experts; a router that is not known is None."""
+    """Yield name, router and number of experts of each mixture of experts; an unrecognized router is None."""
     for name, block in model.named_modules():
         stacked = [child for child in block.children() if _experts(child)]
         if len(stacked) != 1:
             continue
         experts = _experts(stacked[0])
         others = [(key, child) for key, child in block.named_children() if child is not stacked[0]]
-        # A router scores that many experts, by one row of a matrix each.
+        # A router has a matrix with one row per expert.
         routers = [(k, one) for k, one in others if any(p.dim() == 2 and p.shape[0] == experts for p in one.parameters())]
         if len(routers) == 1:
             yield f"{name}.{routers[0][0]}", routers[0][1], experts
@@ -182,7 +182,7 @@ def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, int]]:
 
 
 def _experts(module: nn.Module) -> int:
-    """Number of experts that a module holds in one tensor [experts, out, in]; 0 if it is something else."""
+    """Return the number of experts in a module's tensors [experts, out, in]; 0 for any other module."""
     if not type(module).__name__.endswith("Experts"):
         return 0
     counts = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3}
@@ -190,7 +190,7 @@ def _experts(module: nn.Module) -> int:
 
 
 class RouterWatch:
-    """Notes which experts the tokens of a pass go to."""
+    """Records the experts of each token in a forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         """Raises ModelError for a dense model."""
@@ -203,20 +203,20 @@ class RouterWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note those of the pass inside."""
+        """Record the experts of the pass inside the context."""
         self._seen = []
         with self.routers.tell(lambda _, indices: self._seen.append(indices)):
             yield
 
     def experts(self) -> npt.NDArray[Any]:
-        """Those of the pass that was watched last: [tokens, routers, k], uint8 or int16."""
+        """Return the experts of the last recorded pass: [tokens, routers, k], uint8 or int16."""
         return torch.stack(self._seen, dim=1).to(narrow(self.routers.experts)).cpu().numpy()
 
 
 def load_metrics(counts: np.ndarray) -> dict[str, float]:
-    """Evenness of the experts' use, means over layers of `counts` [routers, experts]: `experts_max_violation`, the largest load
-    over the mean load less 1 (MaxVio, Wang et al. 2024, arXiv:2408.15664; 0: even); `experts_entropy`, the entropy of the
-    shares over that of even ones (1: even); `experts_unused`, the share of experts that no token went to."""
+    """Return the load balance of experts, averaged over the layers of `counts` [routers, experts]: `experts_max_violation`, the
+    largest load / mean load - 1 (MaxVio, Wang et al. 2024, arXiv:2408.15664; 0: even); `experts_entropy`, the entropy of the
+    load shares / that of even shares (1: even); `experts_unused`, the share of experts without tokens."""
     total = counts.sum(axis=1, keepdims=True)
     if counts.shape[1] < 2 or not (total > 0).all():
         return {}
@@ -230,7 +230,7 @@ def load_metrics(counts: np.ndarray) -> dict[str, float]:
 
 
 class Routing:
-    """One rank's routers. `counts`: choices of each expert of each router, float64 [routers, experts], on the routers' device."""
+    """Routers of one rank. `counts`: choices per router and expert, float64 [routers, experts], on the routers' device."""
 
     def __init__(self, routers: Routers, group: Ulysses | None) -> None:
         self._routers, self._group = routers, group
@@ -238,16 +238,16 @@ class Routing:
 
     @contextmanager
     def passing(self, micro: Micro) -> Iterator[None]:
-        """Around a forward pass over `micro`, as the caller gave it. Passes with gradient are counted, unless nothing in them is
-        trained, as in the dummy of a rank that has no more rows. Raises ModelError if choices to repeat do not fit the model."""
+        """Wrap a forward pass over `micro`, and count the choices of a pass with gradient, unless it has no trained tokens (the
+        dummy of a rank without rows). Raises ModelError if the choices to replay do not fit the model."""
         if micro.experts is not None:
             self._routers.check(micro.experts)
         if torch.is_grad_enabled() and len(micro.targets):
             first, stop = 0, (tokens := len(micro.input_ids))
-            if self._group is not None:  # those of this rank; what pads its share comes after them
+            if self._group is not None:  # this rank's tokens, without the padding at the end
                 local = self._group.slice_of(tokens + -tokens % self._group.size)
                 first, stop = min(tokens, local.start), min(tokens, local.stop)
-            # A shared prefix counts for each of its rows: how often it is computed hangs on ranks and micro-batches.
+            # A shared prefix counts once per row, since how often it is computed depends on ranks and micro-batches.
             with self.counting(stop - first, None if micro.row_counts is None else micro.row_counts[first:stop]):
                 yield
         else:
@@ -255,8 +255,8 @@ class Routing:
 
     @contextmanager
     def counting(self, tokens: int, times: Tensor | None = None) -> Iterator[None]:
-        """Count the chosen experts of the first `tokens` tokens of a pass; the rest is padding. `times` int64 [tokens]: how often
-        each counts; None: once."""
+        """Count the chosen experts of the first `tokens` tokens of a pass; the rest is padding. `times` int64 [tokens]: weight of
+        each token; None: 1."""
 
         def count(layer: int, indices: Tensor) -> None:
             if self.counts is None:
@@ -264,15 +264,15 @@ class Routing:
             chosen = indices[:tokens]
             once = torch.ones_like(chosen, dtype=torch.float64)
             weights = once if times is None else once * times[:, None]
-            # Not bincount, which makes the host wait for a GPU.
+            # Not bincount, which synchronizes the host with the GPU.
             self.counts[layer].scatter_add_(0, chosen.reshape(-1), weights.reshape(-1))
 
         with self._routers.tell(count, strict=False):
             yield
 
     def take_load(self) -> Tensor:
-        """Number of choices of each expert since the last call: float64 [routers, experts] on the host, over the ranks that
-        share tokens."""
+        """Return and reset the number of choices per expert since the last call, summed over the ranks that share tokens:
+        float64 [routers, experts] on the host."""
         counts, self.counts = self.counts, None
         if counts is None:
             counts = torch.zeros(len(self._routers), self._routers.experts, dtype=torch.float64)
@@ -282,14 +282,14 @@ class Routing:
 
 
 def routing_of(model: nn.Module, group: Ulysses | None) -> Routing | None:
-    """The model's routers, if it has any. Make it before sharding: the routers stay valid."""
-    # The routers read the request of the current pass, or of its recomputation.
+    """Return the model's routing, or None for a dense model. Call it before sharding; the routers stay valid."""
+    # The routers read the dictated experts of the current pass, or of its recomputation.
     routers = Routers(model, lambda: None if (packed := layout()) is None else packed.experts)
     return Routing(routers, group) if len(routers) else None
 
 
 def check_model(model: nn.Module, name: str) -> None:
-    """Raise ConfigError for a model on the meta device whose choices cannot be repeated."""
+    """Raise ConfigError for a model (on the meta device) whose choices cannot be replayed."""
     routers = Routers(model)
     if not len(routers) and not routers.problem:
         raise ConfigError(f"rollout.router_replay: {name} is a dense model, which has no routers; set it to false")
@@ -300,7 +300,7 @@ def check_model(model: nn.Module, name: str) -> None:
 
 
 def check_vllm(vllm: VllmConfig) -> None:
-    """Raise ConfigError for keys of vLLM with which choices are not all seen."""
+    """Raise ConfigError for vLLM arguments that hide some choices."""
     for name in NOT_REPLAYED:
         if name in vllm.args:
             raise ConfigError(
@@ -311,26 +311,26 @@ def check_vllm(vllm: VllmConfig) -> None:
 
 @ROUTERS.register("topk")
 def topk_routers() -> RouterCode:
-    """The code for routers that choose by one `torch.topk`."""
+    """Return the code for routers that choose by one `torch.topk`."""
     receiver = "agentrl.contrib.moe.vllm_worker.ExpertReceiver"
     return RouterCode(check_model, check_vllm, receiver, RouterWatch, routing_of, load_metrics)
 
 
-# Experts of each token of a request, as the steps of an engine report them
+# Experts of each token of a request, as reported by the steps of an engine
 #
-# A request keeps the choices of each of its tokens as they were computed *first*: a recomputation, after a publish or a
-# preemption, may go elsewhere, and later tokens were sampled with the first. Tokens that the prefix cache gave were computed for
-# an earlier request; theirs are found by the cache's slots, where they lie next to the keys and values.
+# A request keeps the choices of the *first* computation of each token: a recomputation, after a publish or a preemption, may
+# choose differently, and later tokens were sampled with the first choices. Tokens from the prefix cache were computed for an
+# earlier request; their choices are stored per cache slot, like the keys and values.
 
 
 Rows = npt.NDArray[Any]
-"""[tokens, routers, k], uint8 or int16."""
+"""Experts [tokens, routers, k], uint8 or int16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step's result for one request: `count` tokens from position `start` on, and the cache slots of all its tokens up to
-    there. `asked`: whether its choices will be asked for."""
+    """Part of a step for one request: `count` tokens from position `start` on, and the cache slots of all its tokens up to
+    their end. `asked`: the choices will be requested."""
 
     request: str
     start: int
@@ -341,7 +341,7 @@ class Computed:
 
 @dataclass(slots=True)
 class ExpertLog:
-    """The choices of requests. `slots`: of the whole KV cache; `unread`: how many ended requests are kept for whoever asks."""
+    """Choices of requests. `slots`: size of the KV cache; `unread`: number of ended requests that are kept until read."""
 
     slots: int
     unread: int = 1024
@@ -350,8 +350,8 @@ class ExpertLog:
     _ended: OrderedDict[str, list[Rows]] = field(default_factory=OrderedDict)
 
     def add(self, step: Sequence[Computed], rows: Rows) -> None:
-        """The choices of one step's tokens, in the order of its requests."""
-        if self._by_slot is None:  # pages that are never written take no memory
+        """Add the choices of one step's tokens, in the order of its requests."""
+        if self._by_slot is None:  # unwritten pages take no memory
             self._by_slot = np.zeros((self.slots, *rows.shape[1:]), rows.dtype)
         at = 0
         for part in step:
@@ -369,16 +369,16 @@ class ExpertLog:
                     kept.append(new)
 
     def end(self, requests: Sequence[str]) -> None:
-        """These requests are over."""
+        """Mark requests as ended; their choices stay until read."""
         for request in requests:
             if (kept := self._running.pop(request, None)) is not None:
                 self._ended[request] = kept
-        while len(self._ended) > self.unread:  # of requests that were cancelled
+        while len(self._ended) > self.unread:  # cancelled requests are never read
             self._ended.popitem(last=False)
 
     def take(self, request: str, start: int, stop: int) -> Rows | None:
-        """The choices of a request's tokens [start, stop), or as many as were computed; None if it is not known. vLLM calls a
-        request `request-SUFFIX`."""
+        """Remove a request and return the choices of its tokens [start, stop), as far as computed; None if unknown. vLLM's name
+        of a request is `request-SUFFIX`."""
         for held in (self._ended, self._running):
             name = next((name for name in reversed(held) if name.rpartition("-")[0] == request or name == request), None)
             if name is not None:

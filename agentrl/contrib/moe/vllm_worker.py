@@ -1,8 +1,8 @@
-"""Runs inside vLLM's worker processes, if routers are replayed: notes which experts each token of a request went to.
+"""Record the experts of each token in vLLM's worker processes, for router replay.
 
-vLLM 0.32's own way (`enable_return_routed_experts`) is for its second model runner, in which the log probabilities of truncated
-sampling cannot be had (logprobs.py). Of it, the part that looks into the layers is used here: its capturer writes the choices
-of a step to a buffer, in graphs too. What a step computed for which request is read from the runner afterwards.
+vLLM 0.32's option for this (`enable_return_routed_experts`) needs its second model runner, which cannot return the log
+probabilities of truncated sampling (logprobs.py). Only its capturer is used here, which writes the choices of a step to a
+buffer, also in CUDA graphs. The requests and tokens of the step are then read from the runner.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Plain = tuple[bytes, list[int], str]
 
 
 class _Watched:
-    """A model runner whose steps are noted. `group`: the KV cache group by whose blocks tokens are found."""
+    """Model runner whose steps are recorded. `group`: KV cache group whose blocks locate the tokens."""
 
     def __init__(self, runner: Any, kv_cache_config: Any) -> None:
         full = [isinstance(group.kv_cache_spec, FullAttentionSpec) for group in kv_cache_config.kv_cache_groups]
@@ -43,17 +43,17 @@ class _Watched:
         self.log = ExpertLog(kv_cache_config.num_blocks * self._block)
         self._runner, self.step = runner, runner.execute_model
         self._copied: tuple[list[Computed], torch.Tensor, Any] | None = None
-        self.first = get_tp_group().is_first_rank  # all ranks choose the same
+        self.first = get_tp_group().is_first_rank  # all ranks make the same choices
         if self.first:
             runner.execute_model = self.execute_model
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """The runner's step, and a note of it."""
+        """Run a step and record its choices."""
         self.settle()
         self.log.end(sorted(scheduler_output.finished_req_ids))
         out = self.step(scheduler_output, *args, **kwargs)
         if scheduler_output.total_num_scheduled_tokens:
-            # The step's requests, in the order of their tokens in it
+            # Requests in the order of their tokens in the step
             batch, step = self._runner.input_batch, []
             for row, name in enumerate(batch.req_ids):
                 if name not in scheduler_output.num_scheduled_tokens:
@@ -64,7 +64,7 @@ class _Watched:
                 slots = (blocks[:, None] * self._block + np.arange(self._block)).reshape(-1)[:stop]
                 asked = bool((getattr(state.sampling_params, "extra_args", None) or {}).get(EXPERTS_KEY))
                 step.append(Computed(name, start, scheduler_output.num_scheduled_tokens[name], slots, asked))
-            # Not waited for: the host would stand still until the step is computed. The next step comes after the copy.
+            # Copy without waiting, which would block the host until the step is computed. The next step runs after the copy.
             rows, done = self._capturer.snapshot_routing_data(sum(part.count for part in step)), None
             if rows.device.type == "cuda":
                 host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
@@ -75,7 +75,7 @@ class _Watched:
         return out
 
     def settle(self) -> None:
-        """Log the last step."""
+        """Add the last step to the log once its copy is complete."""
         if self._copied is None:
             return
         step, rows, done = self._copied
@@ -86,10 +86,10 @@ class _Watched:
 
 
 class ExpertReceiver(WeightReceiver):
-    """Mixed into vLLM's worker in place of WeightReceiver."""
+    """Mixin of vLLM's worker in place of WeightReceiver."""
 
     def agentrl_experts(self, request: str, start: int, stop: int) -> Plain | None:
-        """A request's choices as plain values: bytes, shape, type. None if they are not known here."""
+        """Return a request's choices as bytes, shape and type; None if this worker does not know them."""
         watched: _Watched = self.model_runner.agentrl_watched
         if not watched.first:
             return None
@@ -102,13 +102,13 @@ _initialize = GPUModelRunner.initialize_kv_cache
 
 
 def initialize_kv_cache(runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's own, after which the runner is watched: before it captures graphs, in which its layers do what they did then.
-    Nothing that vLLM calls in a worker is called as early."""
+    """Initialize vLLM's KV cache, then watch the runner. This is the only hook in a worker before vLLM captures CUDA graphs,
+    which replay the layers as captured."""
     out = _initialize(runner, kv_cache_config, *args, **kwargs)
-    if hasattr(runner, "agentrl_watched"):  # vLLM makes a small cache first, to measure graphs with
+    if hasattr(runner, "agentrl_watched"):  # vLLM first makes a small cache, to measure the memory of graphs
         runner.execute_model = runner.agentrl_watched.step
     runner.agentrl_watched = _Watched(runner, kv_cache_config)
     return out
 
 
-GPUModelRunner.initialize_kv_cache = initialize_kv_cache  # vLLM imports this module in its workers alone, for the class above
+GPUModelRunner.initialize_kv_cache = initialize_kv_cache  # only vLLM's workers import this module, for ExpertReceiver
