@@ -1,4 +1,4 @@
-"""`agentrl test`: run test files on the cards that they declare."""
+"""Command `agentrl test`: run test files on the cards that they declare."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The pytest plugin: the mark `gpus`, and the journal of a session that `agentrl test` started.
+"""Pytest plugin: the mark `gpus`, and the journal of a session that `agentrl test` started.
 
-A scheduled session appends one JSON object per line to its journal (`--agentrl-journal`): its process id, what was collected,
-each test's start, and its case after each phase. So all that is known of a session survives its death.
+A scheduled session appends one JSON object per line to its journal (`--agentrl-journal`): its process id, the collected tests,
+each test's start, and its result after each phase. So the results survive a crash of the session.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ MARK = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option that a scheduler passes."""
+    """Add the option that the scheduler passes."""
     group = parser.getgroup("agentrl test", "what `agentrl test` passes to the sessions that it starts")
     group.addoption("--agentrl-journal", metavar="FILE", help="where to write what happens")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known."""
+    """Register the mark."""
     config.addinivalue_line("markers", MARK)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Before any conftest.py is loaded, since one may hang."""
+    """Open the journal before any conftest.py is loaded, since one may hang."""
     known = early_config.known_args_namespace
-    # A worker of pytest-xdist has its session's options, and its reports arrive in that session.
+    # A pytest-xdist worker has the options of its session, which also receives its reports.
     if known.agentrl_journal is not None and "PYTEST_XDIST_WORKER" not in os.environ:
         writer = JournalWriter(Path(known.agentrl_journal), early_config)
         early_config.pluginmanager.register(writer, "agentrl-journal")
 
 
 def declared(item: pytest.Item) -> tuple[int, float | None]:
-    """The cards and the time limit of a test's marks. Raises ValueError for a mark with other arguments."""
+    """Return the cards and the time limit of a test's marks. Raises ValueError for invalid arguments of a mark."""
     gpus, limit = 0, None
     for mark in item.iter_markers("gpus"):
         if len(mark.args) > 1 or mark.kwargs.keys() - {"count", "timeout"}:
@@ -63,7 +63,7 @@ class JournalWriter:
         self._pid, self._config = os.getpid(), config
         self._cases: dict[str, dict[str, Any]] = {}
         self._file = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        # The scheduler ends a session that hangs by SIGABRT, at which pytest writes its stacks; no core is needed.
+        # The scheduler ends a hanging session by SIGABRT, at which pytest writes its stacks; no core dump is needed.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         self._write(pid=self._pid)
 
@@ -73,18 +73,18 @@ class JournalWriter:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Generator[None, Any, Any]:
-        """A file that cannot be collected, or that skips itself."""
+        """Record a file that cannot be collected or skips itself."""
         report = yield
         if report.outcome != "passed":
             reason = _skip_reason(report)
-            if report.failed:  # the error at the end of the traceback
+            if report.failed:  # the error is at the end of the traceback
                 lines = [line for line in report.longreprtext.splitlines() if line.strip()]
                 reason = lines[-1].removeprefix("E").strip() if lines else ""
             self._write(file=str(collector.path), outcome=report.outcome, reason=reason)
         return report
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """The tests that will run, with the cards that each needs."""
+        """Record the tests to run, with the cards of each."""
         tests = []
         for item in session.items:
             try:
@@ -96,11 +96,11 @@ class JournalWriter:
         self._write(collected=tests)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A test begins."""
+        """Record the start of a test."""
         self._write(start=_name(nodeid))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One of its phases has ended: setup, call, teardown. The setup of a test that is run again begins its case anew."""
+        """Record the result of a phase (setup, call, teardown). The setup of a rerun test starts a new result."""
         name = _name(report.nodeid)
         if report.when == "setup" or name not in self._cases:
             self._cases[name] = {"name": name, "outcome": "passed", "seconds": 0.0, "reason": "", "phase": ""}

@@ -26,7 +26,7 @@ from agentrl.utils.terminal import say
 
 
 async def run_tests(options: argparse.Namespace) -> int:
-    """Run test files on cards and slots; returns the exit code. Raises UserError for what cannot be right."""
+    """Run test files on cards and slots, and return the exit code. Raises UserError for invalid options."""
     began, out = time.monotonic(), options.out
     stream = sys.stderr if options.json else sys.stdout
 
@@ -66,7 +66,7 @@ async def run_tests(options: argparse.Namespace) -> int:
             jobs, pool, lambda job, cards: FileSession(job, cards, out, options.passed_on),
             slots=options.slots or max(usable_cpus() // 2, 1), wait=options.wait, say=line, ended=ended,
         )  # fmt: skip
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Ctrl-C, and what a terminal or a CI sends to end a job
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Ctrl-C, and the signals of a terminal or CI that ends a job
             asyncio.get_running_loop().add_signal_handler(number, scheduler.stop)
         results += await scheduler.run()
         code = exit_code(results, scheduler.interrupted)
@@ -78,7 +78,7 @@ async def run_tests(options: argparse.Namespace) -> int:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The folder of logs and records for this run alone. Raises UserError if another one has it."""
+    """Lock the folder of logs and records. Raises UserError if another run uses it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
         try:
@@ -89,7 +89,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def exit_code(results: Sequence[FileResult], interrupted: bool) -> int:
-    """0: every test that was asked for ran, and none failed. 130: interrupted. 1: anything else, also no test at all."""
+    """Return 0 if every requested test ran and none failed, 130 if interrupted, else 1 (also without any test)."""
     if interrupted:
         return 130
     whole = all(not result.failed and not result.counts["not run"] for result in results)
@@ -100,7 +100,7 @@ def exit_code(results: Sequence[FileResult], interrupted: bool) -> int:
 
 
 def verdict(result: FileResult) -> str:
-    """One word on a file."""
+    """Return a file's result in one word."""
     if result.failed and result.seconds is not None:
         return "FAILED"
     if result.counts["interrupted"] or (result.counts["not run"] and result.seconds is not None):
@@ -111,7 +111,7 @@ def verdict(result: FileResult) -> str:
 
 
 def report(results: Sequence[FileResult], seconds: float) -> str:
-    """The end of a run: every test that did not pass, with why; every problem of a file; the totals."""
+    """Return the final report: each test that did not pass, with the reason; problems of files; totals."""
     worth = [one for one in results if one.problem is not None or any(case.outcome in NOT_PASSED for case in one.cases)]
     lines = ["", "== did not pass =="] if worth else [""]
     for result in sorted(worth, key=lambda one: one.file):
@@ -121,7 +121,7 @@ def report(results: Sequence[FileResult], seconds: float) -> str:
         for case in result.cases:
             if case.outcome in NOT_PASSED:
                 where = f" in {case.phase}" if case.phase in ("setup", "teardown") else ""
-                known = case.reason and case.reason in (result.problem or "")  # said in the line above
+                known = case.reason and case.reason in (result.problem or "")  # already in the line above
                 lines.append(f"    {case.outcome}{where}  {case.name}{'' if known else f': {case.reason}'}")
     files = f"{len(results)} file{'s' if len(results) != 1 else ''}"
     lines.append(f"== {files} in {clock(seconds)}: {count_text(_totals(results))} ==")
@@ -129,7 +129,7 @@ def report(results: Sequence[FileResult], seconds: float) -> str:
 
 
 def as_json(results: Sequence[FileResult], seconds: float, code: int) -> dict[str, Any]:
-    """The same for a program."""
+    """Return the report as JSON data."""
     files = [
         {
             "file": result.file, "verdict": verdict(result).lower(), "gpus": result.gpus, "cards": list(result.cards),
@@ -145,10 +145,10 @@ def as_json(results: Sequence[FileResult], seconds: float, code: int) -> dict[st
 
 
 def count_text(counts: dict[str, int]) -> str:
-    """ "3 passed, 1 failed" """
+    """Format the counts of outcomes, for example "3 passed, 1 failed"."""
     return ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts.get(outcome)) or "no tests"
 
 
 def _totals(results: Sequence[FileResult]) -> dict[str, int]:
-    """Number of tests per outcome, over all files."""
+    """Count the tests per outcome, over all files."""
     return dict(sum((result.counts for result in results), Counter[str]()))

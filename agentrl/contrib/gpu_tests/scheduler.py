@@ -1,4 +1,4 @@
-"""The cards of this machine, and a scheduler that starts test files as cards come free, largest first."""
+"""Cards of this machine, and a scheduler that starts test files as cards become free, largest first."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from agentrl.run.display import clock
 from agentrl.utils.errors import ResourceError
 
 READ_S = 1.0
-"""Seconds between two readings of the cards."""
+"""Seconds between readings of the cards' memory."""
 HEARTBEAT_S = 30.0
-"""Seconds between two lines that say what runs."""
+"""Seconds between status lines."""
 
 
 class Scheduler:
-    """Runs `jobs` on the pool's cards, and files without cards on `slots`. `wait`: seconds to wait for cards that are not free
-    while nothing of ours runs on cards. `say` gets lines for the terminal, `ended` each result."""
+    """Runs `jobs` on the pool's cards, and files without cards on `slots`. `wait`: seconds to wait for busy cards while no file
+    of this run uses cards. `say` gets lines for the terminal, `ended` gets each result."""
 
     def __init__(
         self,
@@ -40,16 +40,16 @@ class Scheduler:
     ) -> None:
         self.pool, self._slots, self._wait = pool, slots, wait
         self._start, self._say, self._ended = start, say, ended
-        # By cards, then by name.
+        # Most cards first, then by name.
         self.waiting = {job.file: job for job in sorted(jobs, key=lambda job: (-job.gpus, job.file))}
         self.running: dict[asyncio.Task[FileResult], tuple[FileSession, float]] = {}
-        """Sessions, and when they began."""
+        """Sessions with their start times."""
         self.interrupted = False
         self.results: list[FileResult] = []
         self._blocked_since: float | None = None
 
     def stop(self) -> None:
-        """Ctrl-C: once, running files get it too and nothing more starts; twice, everything is killed."""
+        """Handle Ctrl-C: the first is passed to running files and starts no more; the second kills everything."""
         if not self.interrupted:
             self.interrupted = True
             self._say(f"stopping: {STOP_S:.0f} s to end (Ctrl-C again: none); {len(self.waiting)} files will not be run")
@@ -59,7 +59,7 @@ class Scheduler:
             session.stop("interrupted")
 
     async def run(self) -> list[FileResult]:
-        """Run all files; their results, in the order in which they ended."""
+        """Run all files and return their results in order of completion."""
         now = asyncio.get_running_loop().time
         said_at = now()
         try:
@@ -74,18 +74,18 @@ class Scheduler:
                     await asyncio.sleep(READ_S)
                 for task in [task for task in self.running if task.done()]:
                     session, _ = self.running.pop(task)
-                    if session.why != "stuck":  # else its cards stay taken
+                    if session.why != "stuck":  # the cards of a stuck session stay taken
                         self.pool.give_back(session.cards)
                     self.results.append(task.result())
                     self._ended(task.result())
         finally:
-            for task in self.running:  # after an error in here
+            for task in self.running:  # after an error in this method
                 task.cancel()
             await asyncio.gather(*self.running, return_exceptions=True)
         return self.results
 
     def _start_files(self, now: float) -> None:
-        """Start what can be started now, and report what cannot be started at all."""
+        """Start the files that can start now, and report those that never can."""
         if any(job.gpus for job in self.waiting.values()):
             self.pool.refresh()
         for job in list(self.waiting.values()):
@@ -97,7 +97,7 @@ class Scheduler:
                     self._begin(job, (), now)
             elif len(free := self.pool.free()) >= job.gpus and self.pool.take(cards := tuple(free[: job.gpus]), job.file):
                 self._begin(job, cards, now)
-        # Files that wait too long for cards, but only while nothing of ours runs on cards: its end changes what is free.
+        # Files wait too long only while no file of this run uses cards, since its end would free some.
         blocked = [job for job in self.waiting.values() if job.gpus]
         if not blocked or any(session.cards for session, _ in self.running.values()):
             self._blocked_since = None
@@ -122,7 +122,7 @@ class Scheduler:
         self._ended(result)
 
     def state(self, now: float) -> str:
-        """One line on what runs and what waits."""
+        """Return a status line on running and waiting files."""
         running = []
         for session, began in self.running.values():
             test = f" ({session.current})" if session.current else ""
@@ -136,7 +136,7 @@ def _needs(job: FileJob) -> str:
 
 
 def on_cards(cards: Sequence[int]) -> str:
-    """ " on cards 0,1" """
+    """Format cards, for example " on cards 0,1"."""
     return f" on card{'s' if len(cards) > 1 else ''} {','.join(map(str, cards))}" if cards else ""
 
 
@@ -144,16 +144,16 @@ def on_cards(cards: Sequence[int]) -> str:
 
 
 IN_USE_MIB = 256
-"""A card with more than this in use is not free; a driver alone takes a few MiB, a display 100 to 200."""
+"""Memory in use above which a card is busy; a driver alone takes a few MiB, a display 100 to 200."""
 _CARDS = "--query-gpu=index,uuid,name,memory.used,memory.total"
 _HOLDERS = "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
 _LONGEST = 30.0
-"""Seconds that nvidia-smi may take."""
+"""Timeout of nvidia-smi in seconds."""
 
 
 @dataclass(frozen=True)
 class CardMemory:
-    """One card, and its memory in MiB. `number`: as nvidia-smi counts, in the order of the PCI bus."""
+    """A card and its memory in MiB. `number`: index in nvidia-smi, in the order of the PCI bus."""
 
     number: int
     uuid: str
@@ -163,7 +163,7 @@ class CardMemory:
 
 
 def _ask(query: str) -> list[list[str]]:
-    """The table that nvidia-smi prints. Raises ResourceError."""
+    """Run a query of nvidia-smi and return its table. Raises ResourceError if that fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise ResourceError("there is no nvidia-smi on the PATH, hence no card that agentrl test could use")
@@ -178,7 +178,7 @@ def _ask(query: str) -> list[list[str]]:
 
 
 def read_cards() -> list[CardMemory]:
-    """All cards. Raises ResourceError if nvidia-smi is missing, fails, or does not say which are in use."""
+    """Read all cards. Raises ResourceError if nvidia-smi is missing, fails, or does not report memory in use."""
     found = []
     for parts in _ask(_CARDS):
         if len(parts) != 5 or not all(parts[at].isdigit() for at in (0, 3, 4)):
@@ -188,12 +188,12 @@ def read_cards() -> list[CardMemory]:
 
 
 def choose_cards(cards: Sequence[CardMemory], asked: Sequence[int] | None, visible: str | None) -> list[CardMemory]:
-    """The cards to use: those that `asked` names (None: all) among those that `visible`, the value of CUDA_VISIBLE_DEVICES
-    (None: not set), leaves.
+    """Return the cards that `asked` names (None: all) among those in `visible`, the value of CUDA_VISIBLE_DEVICES (None: not
+    set).
 
-    Raises ResourceError for a card that is not there or hidden, and for a part of one (MIG), whose memory is not known by itself.
+    Raises ResourceError for a missing or hidden card, and for a MIG instance, whose memory nvidia-smi does not list separately.
     """
-    # As CUDA reads the variable: numbers or the beginnings of UUIDs; the first that names no card hides the rest.
+    # As in CUDA: numbers or prefixes of UUIDs; the first entry that names no card hides the rest.
     seen = list(cards) if visible is None else []
     for word in () if visible is None else map(str.strip, visible.split(",")):
         if word.startswith("MIG-"):
@@ -211,10 +211,10 @@ def choose_cards(cards: Sequence[CardMemory], asked: Sequence[int] | None, visib
 
 
 class CardPool:
-    """The cards of a run. A card is free if no file has it, no other `agentrl test` holds its lock, and the last reading found
-    at most `limit` MiB in use: so also a file's memory must be back before another file gets the card.
+    """Cards of a run. A card is free if no file has it, no other `agentrl test` holds its lock, and the last reading found at
+    most `limit` MiB in use; so the memory of one file must be released before the next gets the card.
 
-    `missing`: the reason why there is no card at all. `locks`: the folder of the files that keep two schedulers apart.
+    `missing`: reason why there is no card at all. `locks`: folder of the lock files that separate two schedulers.
     """
 
     def __init__(
@@ -222,19 +222,19 @@ class CardPool:
     ) -> None:
         self.cards, self.missing = {card.number: card for card in cards}, missing
         self._limit, self._folder = limit, locks
-        self._locks: dict[int, int] = {}  # of those that a file has
-        self._busy = dict.fromkeys(self.cards, "not read yet")  # of the others: why they are not free
+        self._locks: dict[int, int] = {}  # open lock files of the cards in use by files
+        self._busy = dict.fromkeys(self.cards, "not read yet")  # reasons why other cards are not free
         self._given: dict[int, str] = {}
 
     def refresh(self) -> None:
-        """Read the cards' memory, and whether another scheduler has them. Without an answer no card is free."""
+        """Read the cards' memory and locks. If nvidia-smi fails, no card is free."""
         try:
             used = {card.number: card.used for card in read_cards()}
         except ResourceError as error:
             self._busy = dict.fromkeys(self.cards.keys() - self._locks.keys(), str(error))
             return
         own = self.cards.keys() - self._locks.keys()
-        self._busy = dict.fromkeys(own - used.keys(), "nvidia-smi does not list it")  # one that fell off the bus
+        self._busy = dict.fromkeys(own - used.keys(), "nvidia-smi does not list it")  # for example fallen off the bus
         for card in own & used.keys():
             if used[card] > self._limit:
                 self._busy[card] = f"{used[card]} MiB in use (free: at most {self._limit})"
@@ -242,11 +242,11 @@ class CardPool:
                 os.close(self._locks.pop(card))
 
     def free(self) -> list[int]:
-        """Cards that can be given now, as in the last reading."""
+        """Return the cards that were free in the last reading."""
         return [card for card in self.cards if card not in self._locks and card not in self._busy]
 
     def take(self, cards: Sequence[int], file: str) -> bool:
-        """Give cards to a file; False if another scheduler of this machine has just taken one."""
+        """Assign cards to a file; return False if another scheduler has just taken one."""
         if not all(map(self._lock, cards)):
             self._release(cards)
             return False
@@ -254,7 +254,7 @@ class CardPool:
         return True
 
     def give_back(self, cards: Sequence[int]) -> None:
-        """A file has ended: its cards are free once a new reading finds their memory back."""
+        """Release the cards of an ended file; they are free once a reading finds their memory released."""
         self._release(cards)
         self._busy |= dict.fromkeys(cards, "not read yet")
 
@@ -264,13 +264,13 @@ class CardPool:
                 os.close(self._locks.pop(card))
 
     def _lock(self, card: int) -> bool:
-        """Lock a card; whether it worked. The kernel drops a lock with the process that has it."""
+        """Lock a card and return True on success. The kernel releases the lock when this process ends."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         path = self._folder / f"agentrl-card-{re.sub(r'[^A-Za-z0-9-]', '_', self.cards[card].uuid)}.lock"
         try:
             file = os.open(path, flags)
         except FileNotFoundError:
-            # Only now with O_CREAT: in a sticky folder the kernel refuses it for a file of another user.
+            # O_CREAT only now: in a sticky folder the kernel refuses it for an existing file of another user.
             file = os.open(path, flags | os.O_CREAT, 0o444)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -282,8 +282,8 @@ class CardPool:
         return True
 
     def not_free(self) -> str:
-        """The cards that others use, or whose memory a file has not given back, and their known state."""
-        try:  # no process is seen from inside most containers
+        """Describe the cards that are busy outside this run, or whose memory a file did not release."""
+        try:  # most containers hide other processes
             rows = [row for row in _ask(_HOLDERS) if len(row) >= 3]
         except ResourceError:
             rows = []

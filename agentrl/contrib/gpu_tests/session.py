@@ -1,7 +1,7 @@
-"""A pytest session of its own for each test file: its processes, its limits, its end, and the outcome of each test.
+"""Separate pytest session per test file: its processes, limits and end, and the outcome of each test.
 
-The session is started by `agentrl.contrib.toolkit.keeper`, which adopts everything that the session leaves behind, double forks
-included, and ends all of it when the session ends, on request, and when the scheduler dies in whatever way.
+`agentrl.contrib.toolkit.keeper` starts the session, adopts all of its orphaned processes (also double forks), and ends them when
+the session ends, on request, and when the scheduler dies for any reason.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from agentrl.utils.files import shown_path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ENV = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""Added to a file's environment: CUDA itself counts the fastest card first, where cards differ."""
+"""Environment of each session; by default CUDA numbers the fastest card first."""
 OUTCOMES = ("passed", "failed", "skipped", "xfailed", "xpassed", "interrupted", "not run")
 NOT_PASSED = ("failed", "interrupted", "not run")
 COLLECT_S = 300.0
-"""Seconds until all test files are collected."""
+"""Timeout in seconds for collecting all test files."""
 DUMP_S, STOP_S = 2.0, 15.0
-"""Seconds that a session has to write its stacks before it is ended, and to end by itself after the first Ctrl-C."""
+"""Seconds for a session to write its stacks after a timeout, and to end after the first Ctrl-C, before it is killed."""
 STUCK_S = 30.0
-"""Seconds after which processes that do not end are given up, with their cards."""
+"""Seconds after which processes that do not end are abandoned with their cards."""
 _NO_TESTS = 5
-"""pytest's exit code of a session without tests."""
+"""Exit code of pytest without tests."""
 _END = 1_000_000
-"""Bytes at the end of a log that are looked at."""
+"""Number of bytes read from the end of a log."""
 NOT_FOR_CHILDREN = (
     "RAY_ADDRESS",
     "PYTEST_XDIST_WORKER",
@@ -45,13 +45,13 @@ NOT_FOR_CHILDREN = (
     "PYTEST_XDIST_TESTRUNUID",
     "PYTEST_CURRENT_TEST",
 )
-"""Variables that a session does not get: another cluster's address, and what an outer pytest says of itself."""
+"""Environment variables withheld from a session: another cluster's address, state of an outer pytest."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One test. `name`: as pytest has it behind the file, "[file]" for a file whose tests are not known. `seconds`: of all its
-    phases. `phase`: the one that failed."""
+    """Result of a test. `name`: its pytest id after the file, or "[file]" for a file whose tests are unknown. `seconds`: time
+    of all phases. `phase`: the failed phase."""
 
     name: str
     outcome: str
@@ -62,8 +62,8 @@ class Case:
 
 @dataclass(frozen=True)
 class FileJob:
-    """One file to run. `targets`: what pytest gets, the file or some of its tests. `timeout`: seconds for all of it. `tests`:
-    the names that were collected."""
+    """A file to run. `targets`: arguments of pytest, the file or some of its tests. `timeout`: seconds for the whole file.
+    `tests`: collected names."""
 
     file: str
     targets: tuple[str, ...]
@@ -74,8 +74,8 @@ class FileJob:
 
 @dataclass(frozen=True)
 class FileResult:
-    """One file. `problem`: the fault of the file as a whole, or None. `seconds`: from its start to the end of its last process;
-    None if it was not started."""
+    """Result of a file. `problem`: fault of the file as a whole, or None. `seconds`: time from its start to the end of its last
+    process; None if it was not started."""
 
     file: str
     cases: tuple[Case, ...]
@@ -87,19 +87,19 @@ class FileResult:
 
     @property
     def failed(self) -> bool:
-        """True if it is to blame: a test failed, or the file as a whole."""
+        """True if a test failed, or the file as a whole."""
         return self.problem is not None or any(case.outcome == "failed" for case in self.cases)
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of tests per outcome."""
+        """Count the tests per outcome."""
         return Counter(case.outcome for case in self.cases)
 
 
 @dataclass
 class Journal:
-    """All that a session has said so far. `running`: tests that have begun and not ended: one, but for pytest-xdist. `collected`:
-    rows of tests, None before they are known. `uncollected`: files and parts of them that failed or skipped themselves."""
+    """State of a session from its journal. `running`: tests in progress, at most one without pytest-xdist. `collected`: rows of
+    tests, None before collection ends. `uncollected`: files, or parts of them, that failed or skipped themselves."""
 
     pid: int = 0
     collected: list[dict[str, Any]] | None = None
@@ -109,7 +109,7 @@ class Journal:
 
     @classmethod
     def read(cls, path: Path) -> Journal:
-        """All whole lines; the last one may not be."""
+        """Read all complete lines; the last line may be incomplete."""
         said = cls()
         for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
             match json.loads(line):
@@ -132,8 +132,8 @@ Why = Literal["by itself", "timeout", "interrupted", "stuck"]
 
 
 class PytestSession:
-    """A pytest process and all that it starts. `folder` has its log, its journal and pytest's cache. `why` it ended, and the exit
-    `code`: -1 if its processes do not end, as one that is stuck in the kernel."""
+    """A pytest process and its descendants. `folder` has its log, its journal and pytest's cache. `why`: reason of its end;
+    `code`: exit code, -1 if its processes do not end (for example, stuck in the kernel)."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.log, self._journal = folder, folder / "log.txt", folder / "journal.jsonl"
@@ -148,13 +148,13 @@ class PytestSession:
         return Journal.read(self._journal)
 
     def stop(self, why: Why) -> None:
-        """End it: after a "timeout" it may write where it is; "interrupted" as by Ctrl-C, it tears its fixtures down. The second
-        time it ends at once."""
+        """End the session. After a "timeout" it writes its stacks first; "interrupted", like Ctrl-C, lets it tear down its
+        fixtures. A second call kills it at once."""
         if not (asked := self._at_once if self._asked.done() else self._asked).done():
             asked.set_result(why)
 
     async def run(self, arguments: Sequence[str], env: Mapping[str, str], seconds: float) -> None:
-        """Run pytest until none of its processes is left, at most for so long."""
+        """Run pytest until all of its processes have ended, for at most `seconds`."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._journal.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", "-p", "agentrl.contrib.gpu_tests.plugin"]
@@ -163,7 +163,7 @@ class PytestSession:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", keeper.__file__, *command, *arguments,
                 stdin=asyncio.subprocess.PIPE, stdout=log, stderr=asyncio.subprocess.STDOUT, env=env,
-                start_new_session=True,  # away from the terminal's Ctrl-C: the scheduler passes it on
+                start_new_session=True,  # no Ctrl-C from the terminal: the scheduler passes it on
             )  # fmt: skip
         ended: asyncio.Future[Any] = asyncio.ensure_future(process.wait())
         timer = asyncio.get_running_loop().call_later(seconds, self.stop, "timeout")
@@ -174,28 +174,28 @@ class PytestSession:
                 timer.cancel()
                 number, grace = (signal.SIGABRT, DUMP_S) if self.why == "timeout" else (signal.SIGINT, STOP_S)
                 pid = self.journal.pid
-                if pid and keeper.stat_of(pid)[1] == process.pid:  # it has begun and not ended
+                if pid and keeper.stat_of(pid)[1] == process.pid:  # pytest is running
                     with suppress(ProcessLookupError):
                         os.kill(pid, number)
                     await asyncio.wait({ended, self._at_once}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         finally:
             timer.cancel()
             assert process.stdin is not None
-            process.stdin.close()  # tells the keeper, which ends all: SIGTERM, then SIGKILL
-            await asyncio.wait({ended}, timeout=STUCK_S)  # also if cancelled: asyncio kills a keeper that it lets go of
+            process.stdin.close()  # makes the keeper end all processes: SIGTERM, then SIGKILL
+            await asyncio.wait({ended}, timeout=STUCK_S)  # also if cancelled: asyncio would kill an abandoned keeper
         if ended.done():
             self.code = ended.result()
         else:
             self.why = "stuck"
 
     def last_line(self) -> str:
-        """The last line of the log that says something."""
+        """Return the last line of the log that is neither empty nor a rule."""
         lines = [line.strip() for line in self._end_of_log().splitlines() if line.strip(" =-\r")]
         return lines[-1] if lines else ""
 
     def place(self, file: str) -> str:
-        """Place of a crash, or of a test that was stopped, by the stacks that pytest's faulthandler wrote: in the current thread
-        the innermost line of the file, else of any file; "" if not known."""
+        """Return the location of a crash or a stopped test from the stacks of pytest's faulthandler: the current thread's
+        innermost line in `file`, else in any file; "" if unknown."""
         _, crashed, report = self._end_of_log().rpartition("Fatal Python error: ")
         thread = re.search(r"^Current thread [^\n]*\n((?:  .*\n?)*)", report, re.MULTILINE) if crashed else None
         frames = re.findall(r'^\s*File "(.+)", line (\d+) in (.+)$', thread[1], re.MULTILINE) if thread else []
@@ -209,7 +209,7 @@ class PytestSession:
 
 
 class FileSession(PytestSession):
-    """One file's."""
+    """Session of one test file."""
 
     def __init__(self, job: FileJob, cards: tuple[int, ...], out: Path, args: Sequence[str]) -> None:
         super().__init__(file_folder(out, job.file))
@@ -217,11 +217,11 @@ class FileSession(PytestSession):
 
     @property
     def current(self) -> str:
-        """The test that runs, or ""."""
+        """Return the running test, or ""."""
         return next(reversed(self.journal.running), "")
 
     async def result(self) -> FileResult:
-        """Run the file: every test with its outcome, and the fault of the file as a whole."""
+        """Run the file; return the outcome of each test, and the fault of the file as a whole."""
         began = asyncio.get_running_loop().time()
         await self.run([*self._args, *self.job.targets], child_env(os.environ, self.cards), self.job.timeout)
         return self._read(asyncio.get_running_loop().time() - began)
@@ -258,7 +258,7 @@ class FileSession(PytestSession):
         if self.why == "stuck":
             problem = how
         elif self.why == "interrupted" or said.running:
-            pass  # the test says it
+            pass  # the test's result has the reason
         elif problems:
             problem = f"cannot be collected: {problems[0]}"
         elif self.why == "timeout" or code not in (0, 1, _NO_TESTS):
@@ -269,22 +269,22 @@ class FileSession(PytestSession):
 
 
 def file_folder(out: Path, file: str) -> Path:
-    """Folder of a file's session, below `out` as the file is below the working directory: no two files have one place."""
+    """Return the unique folder of a file's session: below `out` as the file is below the working directory."""
     path = Path(file)
     return out / "files" / (Path("elsewhere", *path.parts[1:]) if path.is_absolute() else path)
 
 
 def child_env(outer: Mapping[str, str], cards: Sequence[int] | None = None) -> dict[str, str]:
-    """The environment of a file's session that has these cards alone, None: those that the scheduler sees."""
+    """Return the environment of a session that sees only these cards; None: the cards visible to the scheduler."""
     kept = {name: value for name, value in outer.items() if name not in NOT_FOR_CHILDREN}
     shown = {} if cards is None else {VISIBLE: ",".join(map(str, cards))}
     return {**kept, **ENV, **shown, "PYTHONUNBUFFERED": "1"}
 
 
 async def collect(words: Sequence[str], args: Sequence[str], out: Path, timeout: float) -> tuple[list[FileJob], list[FileResult]]:
-    """Collect the tests in one pytest session: the files to run, and the results of those that failed or skipped themselves.
+    """Collect the tests in one pytest session; return the files to run, and results of those that failed or skipped themselves.
 
-    `timeout`: for a file whose mark has none. Raises UserError if pytest cannot collect at all.
+    `timeout`: limit of a file whose mark has none. Raises UserError if pytest cannot collect at all.
     """
     session = PytestSession(out / "collection")
     await session.run(["--collect-only", "-q", *args, *words], child_env(os.environ), COLLECT_S)
@@ -312,6 +312,6 @@ async def collect(words: Sequence[str], args: Sequence[str], out: Path, timeout:
         path = Path(file).resolve()
         whole = any("::" not in word and path.is_relative_to(Path(word).resolve()) for word in words)
         named = [word for word in words if "::" in word and Path(word.partition("::")[0]).resolve() == path]
-        targets = (file,) if whole or not named else tuple(dict.fromkeys(named))  # named tests of a file, or all of it
+        targets = (file,) if whole or not named else tuple(dict.fromkeys(named))  # the named tests of a file, or the whole file
         jobs.append(FileJob(file, targets, max(row["gpus"] for row in tests), limit, names))
     return jobs, list(results.values())
