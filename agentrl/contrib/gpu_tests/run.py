@@ -66,7 +66,7 @@ async def run_tests(options: argparse.Namespace) -> int:
             jobs, pool, lambda job, cards: FileSession(job, cards, out, options.passed_on),
             slots=options.slots or max(usable_cpus() // 2, 1), wait=options.wait, say=line, ended=ended,
         )  # fmt: skip
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Ctrl-C, and the signals of a terminal or CI that ends a job
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Ctrl-C, and the end of a terminal or CI job
             asyncio.get_running_loop().add_signal_handler(number, scheduler.stop)
         results += await scheduler.run()
         code = exit_code(results, scheduler.interrupted)
