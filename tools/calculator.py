@@ -26,7 +26,7 @@ _MAX_DIGITS = 300
 
 
 def _round(value: Number, digits: int | None = None) -> Number:
-    # round(5, -n) works out 10**n
+    # round(5, -n) computes 10**n
     if digits is not None and abs(digits) > _MAX_DIGITS:
         raise ValueError(f"round: more than {_MAX_DIGITS} digits")
     return round(value, digits)
@@ -74,7 +74,7 @@ def _value(node: ast.expr) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    # Python's integers grow without bound: refuse before computing, not after.
+    # Python's integers are unbounded, so refuse before computing.
     digits = abs(exponent) * math.log10(max(abs(base), 1))
     if digits > _MAX_DIGITS:
         raise ValueError("the result is too large")

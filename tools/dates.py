@@ -1,4 +1,4 @@
-"""Calendar arithmetic on ISO dates. No tool reads the clock, since an episode must not depend on the day it runs."""
+"""Calendar arithmetic on ISO dates. No tool reads the clock, so that an episode does not depend on its date."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import WithJsonSchema
 from agentrl.env import tool
 from agentrl.utils.errors import ToolError
 
-Date = Annotated[  # "0" alone would be taken for seconds since 1970
+Date = Annotated[  # without the pattern, "0" would be read as Unix seconds
     datetime.date, WithJsonSchema({"type": "string", "format": "date", "pattern": r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$"})
 ]
 

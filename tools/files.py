@@ -1,4 +1,4 @@
-"""Text files in a folder of the episode's own, kept in memory: no path leads out of it, and there is nothing to clean up."""
+"""Text files in a separate in-memory folder per episode. No path leads out of it, and nothing has to be cleaned up."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from agentrl.utils.threads import by_size
 
 Place = Annotated[str, Field(min_length=1, max_length=400)]
 _DEEPEST = 16
-_HITS = 50  # lines that a search shows
+_HITS = 50  # lines per search result
 
 
 class Files(ToolSet):
-    """Files by path. A subclass may keep them elsewhere (`load`, `store`, `paths`, `drop`)."""
+    """Files by path. A subclass may store them elsewhere by overriding `load`, `store`, `paths` and `drop`."""
 
     name = "files"
 
@@ -43,19 +43,19 @@ class Files(ToolSet):
             raise ConfigError(f"tools.args.{self.name}.folder = {folder!r}: {problem}")
 
     def state(self) -> Json:
-        """Texts by path; of what is no text, its bytes in base64, after "base64:"."""
+        """Return texts by path; a binary file is "base64:" and its bytes in base64."""
         return {path: _shown(content) for path, content in sorted(self.files.items())}
 
-    # -- where files are -----------------------------------------------------------------------------
+    # -- storage -------------------------------------------------------------------------------------
 
     async def load(self, path: str) -> bytes:
-        """A file's content. Raises ToolError if there is none."""
+        """Return a file's content. Raises ToolError if it does not exist."""
         if path not in self.files:
             raise ToolError(f"no file {path!r}")
         return self.files[path]
 
     async def store(self, path: str, content: bytes) -> None:
-        """Write a file whole. Raises ToolError if something is in the way or there is no room."""
+        """Write a whole file. Raises ToolError if the path is blocked or a limit is exceeded."""
         parents = [path[:at] for at, letter in enumerate(path) if letter == "/"]
         if any(parent in self.files for parent in parents) or any(other.startswith(f"{path}/") for other in self.files):
             raise ToolError(f"{path!r}: a file has the name of a folder")
@@ -64,16 +64,16 @@ class Files(ToolSet):
         self.files[path] = content
 
     async def paths(self) -> dict[str, int]:
-        """The bytes of every file, by path."""
+        """Return the size of every file in bytes, by path."""
         return {path: len(content) for path, content in self.files.items()}
 
     async def drop(self, path: str) -> None:
-        """Remove a file. Raises ToolError if there is none."""
+        """Remove a file. Raises ToolError if it does not exist."""
         if self.files.pop(path, None) is None:
             raise ToolError(f"no file {path!r}")
 
     def over(self, lengths: Iterable[int]) -> str:
-        """Which limit files of so many bytes exceed, in words; "" if none."""
+        """Describe the limit that files of these sizes exceed; "" if none."""
         sizes = list(lengths)
         if len(sizes) > self.most:
             return f"{len(sizes)} files, and {self.most} are allowed"
@@ -166,7 +166,7 @@ class Files(ToolSet):
 
 
 def inside(path: str, file: bool = False) -> str:
-    """The path from the folder's root, which is "" itself. Raises ToolError for one that leads out of it, or is none."""
+    """Normalize a path relative to the folder's root (""). Raises ToolError for an invalid path or one that leaves the root."""
     clean = posixpath.normpath(path.strip() or ".")
     parts = clean.split("/")
     if ".." in parts or clean.startswith("/"):
@@ -206,7 +206,7 @@ def _shown(content: bytes) -> str:
 
 @lru_cache(maxsize=64)
 def _below(folder: str) -> Mapping[str, bytes]:
-    """The regular files below a folder, read once a process. Raises ConfigError if there is no such folder."""
+    """Read the regular files below a folder, once per process. Raises ConfigError if the folder does not exist."""
     root = Path(folder)
     if not root.is_dir():
         raise ConfigError(f"tools.args: folder = {folder!r}: no such folder (from {Path.cwd()})")

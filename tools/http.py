@@ -1,12 +1,12 @@
-"""Requests answered from a recording, never from the network: a cassette in the JSON format of VCR.py (serializer "json").
+"""HTTP requests answered from a recording, never from the network: a cassette in VCR.py's JSON format (serializer "json").
 
     {"version": 1, "interactions": [
       {"request": {"method": "GET", "uri": "https://api.example/items?page=1", "body": null},
        "response": {"status": {"code": 200, "message": "OK"}, "headers": {}, "body": {"string": "[1, 2]"}}}]}
 
-https://vcrpy.readthedocs.io says how to record one. Requests are matched by method, URI (its query in any order) and, if the
-recorded one has a body, by that (as JSON, if both are). A request that was recorded several times is answered in that order, and
-then by the last of its answers.
+https://vcrpy.readthedocs.io describes how to record one. Requests are matched by method, URI (query in any order) and, if the
+recorded request has one, body (as JSON if both are JSON). A request that was recorded several times gets its responses in that
+order, and then repeats the last one.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ _SCHEMA = {
 
 
 class Http(ToolSet):
-    """One episode's player of a cassette: what was asked so far decides which of several answers comes next."""
+    """Plays a cassette for one episode; earlier requests decide which of several responses comes next."""
 
     name = "http"
 
     def __init__(self, *, cassette: str) -> None:
-        """`cassette`: a file. Raises ConfigError, naming the interaction, if it is none."""
+        """`cassette`: path of a file. Raises ConfigError, naming the interaction, if it is invalid."""
         self.cassette = cassette
         self.asked: list[Key] = []
         _recorded(cassette)
 
     def state(self) -> Json:
-        """The requests that were answered, in order."""
+        """Return the answered requests, in order."""
         return [{"method": key[0], "url": key[1], "query": _query(key[2]), "body": key[3]} for key in self.asked]
 
     @tool(inline=True, parallel=False)
@@ -87,7 +87,7 @@ class Http(ToolSet):
             body: text to send, such as JSON
         """
         recorded = _recorded(self.cassette)
-        # A recording without a body stands for any body.
+        # A recorded request without a body matches any body.
         keys = [_key(method, url, body), _key(method, url, "")]
         key = next((key for key in keys if key in recorded), None)
         if key is None:
@@ -101,7 +101,7 @@ class Http(ToolSet):
 
 
 def _query(pairs: tuple[tuple[str, str], ...]) -> dict[str, Json]:
-    """The parameters by name: a text, or the sorted texts if a name is there several times."""
+    """Return the query parameters by name: a text, or the sorted texts of a repeated name."""
     found: dict[str, list[str]] = {}
     for name, value in pairs:
         found.setdefault(name, []).append(value)
@@ -110,7 +110,7 @@ def _query(pairs: tuple[tuple[str, str], ...]) -> dict[str, Json]:
 
 @lru_cache(maxsize=64)
 def _recorded(path: str) -> dict[Key, list[tuple[int, str]]]:
-    """(status, text) of the answers to each request, in order."""
+    """Read the responses (status, text) to each request, in order."""
     try:
         found: Any = read_json(Path(path).read_text(encoding="utf-8"))
         jsonschema.validate(found, _SCHEMA)
@@ -139,7 +139,7 @@ def _key(method: str, url: str, body: str) -> Key:
 
 
 def _plain(body: str) -> str:
-    """The body, if it is JSON in one form of several."""
+    """Return the body, in a canonical form if it is JSON."""
     try:
         return json.dumps(read_json(body), sort_keys=True)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Notes that a policy keeps for itself. They are no part of the conversation, so no context policy removes them."""
+"""Notes of a policy, stored outside of the conversation, so that no context policy removes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Title = Annotated[str, Field(min_length=1, max_length=80)]
 
 
 class Notes(ToolSet):
-    """Texts by title, of one episode."""
+    """Notes of one episode, texts by title."""
 
     name = "notes"
 

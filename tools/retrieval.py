@@ -1,4 +1,4 @@
-"""Search in a folder of documents: passages ranked by BM25, and documents to read."""
+"""Search and read a folder of documents, with passages ranked by BM25."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SUFFIXES = (".txt", ".md", ".rst", ".json", ".jsonl", ".csv", ".html")
 
 @dataclass(frozen=True)
 class Library:
-    """The documents of a folder by path, and their passages as (path, line, text), indexed. Never changed, and shared by all
-    episodes of the process."""
+    """Documents of a folder by path, and the index of their passages (path, line, text). Immutable, and shared by all episodes
+    of the process."""
 
     texts: dict[str, str]
     passages: tuple[tuple[str, int, str], ...]
@@ -29,7 +29,7 @@ class Library:
 
 
 class Retrieval(ToolSet):
-    """Reads only, so that its one state is the folder."""
+    """Read-only search; its only state is the folder."""
 
     name = "retrieval"
 
@@ -41,9 +41,9 @@ class Retrieval(ToolSet):
         passage: Annotated[int, Field(ge=100)] = 1000,
         shown: Annotated[int, Field(ge=100)] = 4000,
     ) -> None:
-        """`folder`: of text files (.txt, .md, .rst, .json, .jsonl, .csv, .html), cut at empty lines into passages of about
-        `passage` characters. A search shows at most `results`, a read at most `shown` characters. Raises ConfigError if there
-        is no document."""
+        """`folder`: folder of text files (.txt, .md, .rst, .json, .jsonl, .csv, .html), split at empty lines into passages of
+        about `passage` characters. A search shows at most `results` passages, a read at most `shown` characters. Raises
+        ConfigError if there is no document."""
         self.folder, self.passage, self.results, self.shown = folder, passage, results, shown
         _library(folder, passage)
 
@@ -78,7 +78,7 @@ class Retrieval(ToolSet):
         text = "".join(lines[line - 1 :])
         if len(text) <= self.shown:
             return text
-        if self.shown < len(lines[line - 1]):  # to go on at this line would show the same again
+        if self.shown < len(lines[line - 1]):  # continuing at this line would show the same again
             said = f"line {line} has {len(lines[line - 1])} characters; only its first {self.shown} are shown"
             return f"{text[: self.shown]}\n({said}{f', go on at line {line + 1}' if line < len(lines) else ''})"
         return f"{text[: self.shown]}\n(cut; go on at line {line + text[: self.shown].count(chr(10))})"
@@ -86,7 +86,7 @@ class Retrieval(ToolSet):
 
 @lru_cache(maxsize=16)
 def _library(folder: str, passage: int) -> Library:
-    """Read and indexed once a process."""
+    """Read and index a folder, once per process."""
     root = Path(folder)
     paths = sorted(path for path in root.rglob("*") if path.suffix in _SUFFIXES and path.is_file() and not path.is_symlink())
     if not paths:
@@ -97,10 +97,10 @@ def _library(folder: str, passage: int) -> Library:
 
 
 def _passages(text: str, size: int) -> Iterator[tuple[int, str]]:
-    """(first line, text) of pieces that end at the first empty line after `size` characters, or after twice as many."""
+    """Yield (first line, text) of passages that end at the first empty line after `size` characters, or at twice that."""
     held, start = "", 1
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
-        for at in range(0, len(line), 2 * size):  # one line may be the whole file
+        for at in range(0, len(line), 2 * size):  # a line may be as long as the file
             if not held.strip():
                 held, start = "", number
             held += line[at : at + 2 * size]

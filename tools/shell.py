@@ -1,4 +1,4 @@
-"""Commands in a sandbox of the episode's own, and the tools of `files` on the same folder (agentrl/contrib/sandboxes)."""
+"""Shell commands in a separate sandbox per episode, and the tools of `files` on its folder (agentrl/contrib/sandboxes)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENDS = {
 
 
 class Shell(Files):
-    """Files in a sandbox, started by the first call that needs it."""
+    """Files in a sandbox, which starts at the first call that needs it."""
 
     name = "shell"
 
@@ -41,8 +41,8 @@ class Shell(Files):
         memory_mb: Annotated[int, Field(ge=64)] = 512,
         sandbox: dict[str, Any] | None = None,
     ) -> None:
-        """As `files`; a command may take `seconds` of wall-clock time and `memory_mb`. `sandbox`: as `[env.sandbox]`, by default
-        this machine's own. Raises ConfigError for an unfit one, ResourceError if this machine does not have it."""
+        """As `files`; limits of a command: `seconds` of wall-clock time, `memory_mb`. `sandbox`: as `[env.sandbox]`, by default
+        a local one. Raises ConfigError for an unsuitable sandbox, ResourceError if this machine does not have it."""
         super().__init__(folder=folder, file_bytes=file_bytes, total_bytes=total_bytes, most=most)
         self.seconds, config = seconds, sandbox_config(sandbox)
         try:
@@ -60,10 +60,10 @@ class Shell(Files):
         return self.held.queued
 
     def state(self) -> Json:
-        """Nothing: its files are where only awaiting reaches them."""
+        """Return no state, since only awaited calls can read the files in the sandbox."""
         return None
 
-    # -- where files are -----------------------------------------------------------------------------
+    # -- storage -------------------------------------------------------------------------------------
 
     async def load(self, path: str) -> bytes:
         try:
@@ -91,7 +91,7 @@ class Shell(Files):
             raise ToolError(f"no file {path!r}")
         await self.held.use(lambda box: box.remove([path]))
 
-    # The sandbox ends a command in time; the tool's timeout only catches a machine that hangs.
+    # The sandbox enforces the time limit of commands; the tool's timeout only covers a hanging machine.
     @tool(timeout=600, parallel=False, concurrency=8)
     async def run_command(self, command: Annotated[str, Field(min_length=1, max_length=4000)]) -> str:
         """Run a shell command in the folder; returns what it prints, errors too, and its exit status if that is not 0.

@@ -1,4 +1,4 @@
-"""A SQLite database of the episode's own: queries, and changes unless it is read-only (limits: contrib/toolkit/sqlite.py)."""
+"""Separate SQLite database per episode, with queries, and changes unless read-only (limits: contrib/toolkit/sqlite.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sql = Annotated[str, Field(min_length=1)]
 
 
 class Sqlite(ToolSet):
-    """The database is bytes, and every call opens a copy of its own: no connection stays open, and a fork costs nothing."""
+    """Holds the database as bytes, and opens a copy for each call: no connection stays open, and forks are free."""
 
     name = "sqlite"
 
@@ -32,9 +32,9 @@ class Sqlite(ToolSet):
         most_bytes: Annotated[int, Field(ge=1 << 16)] = 8 << 20,
         characters: Annotated[int, Field(ge=100)] = 20_000,
     ) -> None:
-        """Each episode begins with a copy of `database`, a SQLite file or a script of SQL, or with an empty one. A query shows at
-        most `rows`, a call takes at most `seconds`, a statement and a value have at most `characters`, and the database may grow
-        to `most_bytes`. Raises ConfigError for a file that is neither."""
+        """Each episode starts with a copy of `database` (a SQLite file or SQL script), by default empty. Limits: `rows` shown by
+        a query, `seconds` per call, `characters` of a statement and of a value, `most_bytes` of the database. Raises ConfigError
+        for any other file."""
         self.read_only, self.most_bytes = read_only, most_bytes
         self.limits = QueryLimits(rows=rows, steps=1 << 40, seconds=seconds, characters=characters)
         self.image = b"" if database is None else _image(database)
@@ -42,7 +42,7 @@ class Sqlite(ToolSet):
             raise ConfigError(f"tools.args.sqlite.database = {database!r}: {len(self.image)} bytes, more than most_bytes")
 
     def state(self) -> Json:
-        """The rows of every table, by the tables' names."""
+        """Return the rows of every table, by table name."""
         return contents(self.image)
 
     @tool(read_only=True, concurrency=4, timeout=120)
@@ -69,7 +69,7 @@ class Sqlite(ToolSet):
 
 @lru_cache(maxsize=64)
 def _image(path: str) -> bytes:
-    """The database at a path, read once a process."""
+    """Read the database at a path, once per process."""
     try:
         content = Path(path).read_bytes()
     except OSError as problem:
