@@ -22,14 +22,14 @@ HEAD = """# The versions that the suite is run with (.ci/constraints.py writes t
 
 
 def needed(name: str, extras: frozenset[str], versions: dict[str, str]) -> None:
-    """Add to `versions` the distribution `name` and its dependencies on this platform; what is not installed is skipped."""
+    """Add distribution `name` and its dependencies on this platform to `versions`, except those not installed."""
     key = canonicalize_name(name)
     try:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return
-    seen = key in versions and not extras  # extras bring further dependencies, also for a distribution that is known already
-    # Without the local part: 2.13.0+cpu satisfies ==2.13.0, and other machines may have another build of it.
+    seen = key in versions and not extras  # extras add dependencies also to a known distribution
+    # Without the local part: 2.13.0+cpu satisfies ==2.13.0, and other machines may have another build.
     versions[key] = distribution.version.partition("+")[0]
     if seen:
         return

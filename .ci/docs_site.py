@@ -1,12 +1,12 @@
-"""The documentation site: pages of this repository as they are, staged, built by Zensical, and every link of the result checked.
+"""Stage the repository's pages, build the documentation site with Zensical, and check every link.
 
-    python .ci/docs_site.py build              build/site; fails on a warning, a broken link or anchor, a page without a place
-    python .ci/docs_site.py serve [PORT]       the same on 127.0.0.1, built again when a page changes
-    python .ci/docs_site.py external           asks every address outside that a page links to (needs a network)
+    python .ci/docs_site.py build              build/site; fails on warnings, broken links or anchors, and unlisted pages
+    python .ci/docs_site.py serve [PORT]       serve it on 127.0.0.1, and rebuild when a page changes
+    python .ci/docs_site.py external           check every external address in the pages (needs a network)
 
-Pages are written for a forge: plain Markdown, relative links, also to files of the source. They are staged under the same
-paths, so that links hold, and docs/README.md, the table of contents that a forge shows, is the site's navigation too. The site
-asks nobody for a font, a script or an image.
+Pages are plain Markdown for a forge, with relative links, also to source files. They are staged under the same paths, so that
+links stay valid, and docs/README.md, the table of contents on a forge, is also the site's navigation. The site loads no font,
+script or image from other servers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ CONTENTS = ROOT / "docs" / "README.md"
 PAGES = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md", "envs/*/README.md")
 IMAGES = ("docs/**/*.png", "docs/**/*.svg", "benchmarks/*.png")
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
-# A code fence's second word is the file that it shows; Zensical wants it as a title.
+# The second word of a code fence is the name of the shown file; Zensical expects it as a title.
 FENCE = re.compile(r"^(```\w+) ([\w./-]+)$", re.MULTILINE)
 SHIM = '<script src="https://unpkg.com/iframe-worker/shim" type="text/javascript"></script>'
-"""What Zensical's offline search loads from elsewhere: browsers start no worker for a page without a server."""
+"""External script of Zensical's offline search: browsers start no worker for a page from a file."""
 WORKER = """<script>
 if (location.protocol === "file:") window.Worker = class extends EventTarget {
   constructor(url) {
@@ -62,25 +62,25 @@ if (location.protocol === "file:") window.Worker = class extends EventTarget {
   }
 };
 </script>"""
-"""Stands in its place: the same script in a frame."""
+"""Replacement of SHIM: the same script in a frame."""
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 
 
 class SiteError(SystemExit):
-    """What is wrong with the site, for whoever called."""
+    """A problem with the site, as the command's error."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join([*problems, f"site: {len(problems)} problems"]))
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """Every page, relative to the root."""
+    """List every page, relative to the root."""
     found = {path for pattern in PAGES for path in root.glob(pattern) if path.is_file()}
     return sorted(path.relative_to(root) for path in found)
 
 
 def stage() -> None:
-    """Copy the pages with their images, and the files of the source that they link to, as text that a browser shows."""
+    """Copy the pages and their images, and linked source files as text that a browser shows."""
     shutil.rmtree(STAGE, ignore_errors=True)
     for page in pages():
         text = LINK.sub(partial(_link, page), (ROOT / page).read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ def stage() -> None:
 
 
 def _link(page: Path, found: re.Match[str]) -> str:
-    """A link of a page as the site has it: a folder's README for the folder, and `.txt` behind a file of the source."""
+    """Convert a link for the site: a folder becomes its README, a source file gets the suffix `.txt`."""
     before, target, after = found.groups()
     path = (ROOT / page.parent / target).resolve()
     if "://" in target or not path.exists() or not path.is_relative_to(ROOT):
@@ -112,8 +112,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def navigation(text: str) -> list[dict[str, object]]:
-    """The sections of docs/README.md (`## Title`, then `- [title](page)` lines, deeper ones indented) as Zensical's `nav`, the
-    front page first. A line that leads to an anchor has no page of its own: it is the title of those under it."""
+    """Convert the sections of docs/README.md (`## Title`, then nested `- [title](page)` lines) to Zensical's `nav`, with the
+    front page first. A line that links to an anchor has no page; it is the title of the lines below it."""
     nav: list[dict[str, object]] = [{"agentrl": "README.md"}]
     for title, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL):
         inside: list[dict[str, object]] = []
@@ -129,7 +129,7 @@ def navigation(text: str) -> list[dict[str, object]]:
 
 
 def listed(nav: object) -> list[str]:
-    """The pages of a navigation, in its order."""
+    """List the pages of a navigation in order."""
     if isinstance(nav, str):
         return [nav]
     values = nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ()
@@ -137,7 +137,7 @@ def listed(nav: object) -> list[str]:
 
 
 def misplaced(nav: list[dict[str, object]]) -> list[str]:
-    """Pages that docs/README.md does not list, and those that it lists twice."""
+    """List the pages that docs/README.md omits or has twice."""
     there = listed(nav)
     want = {page.as_posix() for page in pages()} - {CONTENTS.relative_to(ROOT).as_posix()}
     gone = [f"docs/README.md: {page} is not listed: give it a place" for page in sorted(want - set(there))]
@@ -145,7 +145,7 @@ def misplaced(nav: list[dict[str, object]]) -> list[str]:
 
 
 def build() -> None:
-    """Stage, build strictly, check. Raises SiteError."""
+    """Stage and check the pages, and build the site in strict mode. Raises SiteError."""
     nav = navigation(CONTENTS.read_text(encoding="utf-8"))
     if problems := misplaced(nav):
         raise SiteError(problems)
@@ -162,7 +162,7 @@ def build() -> None:
 
 
 class Page(HTMLParser):
-    """What a built page has: anchors, links, and addresses from which a browser loads something."""
+    """Collects a built page's anchors, links, and addresses from which a browser loads files."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -181,11 +181,11 @@ class Page(HTMLParser):
 
 
 def check(site: Path) -> list[str]:
-    """What is wrong with the links of a built site: pages and anchors that are not there, and what is loaded from elsewhere."""
+    """List the faults of a built site: missing pages and anchors, and files loaded from other servers."""
     parsed = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     problems = []
     for path, page in parsed.items():
-        if path.name == "404.html":  # served for any address: its links are from the root
+        if path.name == "404.html":  # served for any address, so its links start at the root
             continue
         where = path.relative_to(site)
         problems += [f"{where}: it loads {link} from elsewhere" for link in page.loads if urlsplit(link).netloc]
@@ -203,7 +203,7 @@ def check(site: Path) -> list[str]:
 
 
 def serve(port: int) -> None:
-    """Serve the site, and build it again when a page or an image changes."""
+    """Serve the site, and rebuild it when a page or image changes."""
     build()
     handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(SITE))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
@@ -226,7 +226,7 @@ def serve(port: int) -> None:
 
 
 def outside() -> dict[str, list[str]]:
-    """Every address elsewhere that a page links to or names, and the pages."""
+    """Return the pages of every external address that they link to or name."""
     found: dict[str, list[str]] = {}
     for page in pages():
         text = re.sub(r"^```.*?^```|`[^`]*`", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
@@ -237,7 +237,7 @@ def outside() -> dict[str, list[str]]:
 
 
 def external() -> None:
-    """Ask each of them. Raises SiteError for those that are not there; who refuses a program is only said."""
+    """Request every external address. Raises SiteError for missing ones; a refusal of automated requests is only printed."""
     problems = []
     for link, where in sorted(outside().items()):
         try:
@@ -256,7 +256,7 @@ def external() -> None:
 
 
 def main(words: list[str]) -> None:
-    """The command line."""
+    """Run the command line."""
     if words[:1] == ["serve"]:
         serve(int(words[1]) if words[1:] else 8123)
     elif words == ["external"]:

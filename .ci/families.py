@@ -1,10 +1,9 @@
 """Probe every causal language model of transformers, into docs/families.json (`make docs` prints it).
 
     python .ci/families.py                    all families (some minutes)
-    python .ci/families.py --only lfm2 llama  these alone; the others stay as recorded
+    python .ci/families.py --only lfm2 llama  only these; the others keep their record
 
-The record has an entry for each family: columns that are not measured here (template, parser, vllm) stay as they are, for the
-commands that measure them.
+The record has an entry per family. Columns that other commands measure (template, parser, vllm) stay unchanged.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ from agentrl.utils.errors import ModelError  # noqa: E402
 RECORD = ROOT / "docs" / "families.json"
 OTHERS = ("template", "parser", "vllm")
 LIMIT = 120
-"""Seconds for one family; a model that takes longer is not tried."""
+"""Timeout per family in seconds."""
 Entry = dict[str, Any]
 
 
 def families() -> dict[str, str]:
-    """Every causal language model of transformers: its model_type, and its class."""
+    """Map the model_type of every causal language model of transformers to its class."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
     return dict(sorted(names.items()))
 
 
 def measured(family: str) -> Entry:
-    """What the probe finds of a family: errors of each way to compute its rows, and what a run would do."""
+    """Probe a family: the error of each way to compute its rows, and the mode of a run."""
     try:
         config = specimen(family)
     except Exception as error:
@@ -74,7 +73,7 @@ def measured(family: str) -> Entry:
 
 
 def mode_of(found: Probed) -> str:
-    """What a run with `model.packing = "auto"` does with such a model."""
+    """Return the mode of a run with `model.packing = "auto"` on such a model."""
     if found.packed.right:
         return "packed" if found.shared.right else "packed, no sharing"
     if found.one_row is not None and found.one_row.right:
@@ -83,7 +82,7 @@ def mode_of(found: Probed) -> str:
 
 
 def embedded(family: str) -> str:
-    """Whether the embedded engine serves the family, or why not."""
+    """Describe whether the embedded engine serves the family, or why not."""
     from agentrl.engines.embedded.embedded_model import EmbeddedModel
 
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +95,7 @@ def embedded(family: str) -> str:
 
 
 def on_two_ranks(names: list[str], answers: Path) -> None:
-    """Errors of logprobs and gradients if two ranks share the tokens, for each family: a line each in `answers`."""
+    """Measure the errors of logprobs and gradients if two ranks share the tokens; write a line per family to `answers`."""
     store = answers.with_suffix(".store")
     children = []
     for rank in range(2):
@@ -118,7 +117,7 @@ def on_two_ranks(names: list[str], answers: Path) -> None:
 
 
 def _shared_tokens(name: str) -> str:
-    """On each rank: the larger of the logprobs' and the gradients' largest error, relative to the largest gradient."""
+    """Return, on each rank, the larger of the largest errors of logprobs and gradients (relative to the largest gradient)."""
     try:
         sample = Sample(specimen(name))
         module = sample.module(PACKED)
@@ -149,14 +148,14 @@ def _short(found: Measured | None) -> str:
 
 
 def _plain(message: str, family: str) -> str:
-    """A refusal without what is the same in all of them."""
+    """Return an error message without the parts that all of them share."""
     for part in (f": the family {family} ", ": the family ", "; take another model"):
         message = message.split(part)[-1] if part.startswith(":") else message.split(part)[0]
     return message[:240]
 
 
 def in_time(call: Callable[[], Any]) -> Any:
-    """The call's result; raises TimeoutError after LIMIT seconds."""
+    """Return the call's result. Raises TimeoutError after LIMIT seconds."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"not done in {LIMIT} s")
@@ -170,7 +169,7 @@ def in_time(call: Callable[[], Any]) -> Any:
 
 
 def measure(names: list[str], record: dict[str, Entry]) -> None:
-    """Bring the entries of those families up to date."""
+    """Update the entries of these families."""
     classes = families()
     for name in names:
         began = time.monotonic()
@@ -197,7 +196,7 @@ def measure(names: list[str], record: dict[str, Entry]) -> None:
 
 
 def write(record: dict[str, Entry]) -> None:
-    """The record into its file, in the order of the families' names."""
+    """Write the record to its file, sorted by family."""
     RECORD.write_text(json.dumps({name: record[name] for name in families() if name in record}, indent=1) + "\n")
 
 

@@ -1,14 +1,14 @@
-"""`python .ci/family_runs.py`: three updates of a tiny model of each family, with each engine, for docs/families.md.
+"""Run three updates of a tiny model of each family with each engine, for docs/families.md.
 
     python .ci/family_runs.py                                   all families, both engines (about an hour on two cores)
-    python .ci/family_runs.py --engine vllm --only qwen3 lfm2   these alone; the others stay as recorded
-    python .ci/family_runs.py --engine vllm --ray               vLLM in Ray actors, as `agentrl train` has it, and slower
+    python .ci/family_runs.py --engine vllm --only qwen3 lfm2   only these; the others keep their record
+    python .ci/family_runs.py --engine vllm --ray               vLLM in Ray actors, as in `agentrl train`; slower
 
-Each is a run from a config, as `agentrl train` does it, in float32, at temperature 0.8, with shared prefixes. Recorded (in
-docs/family_runs.json) is for each step what the run logs: the largest difference between the engine's logprob of a sampled token
-and the trainer's (`mismatch_max`). Two numbers are computed here, by transformers alone and each row by itself, with the weights
-that the run began with: `alone`, the largest difference to the engine's logprobs in the first step, where there should be none;
-and `stale`, that in the last, which is how large a mismatch would be if no weights were published.
+Each run starts from a config, as with `agentrl train`, in float32, at temperature 0.8, with shared prefixes. The record
+(docs/family_runs.json) has the run's metric `mismatch_max` of each step: the largest difference between the engine's and the
+trainer's logprob of a sampled token. Two more numbers come from transformers alone, row by row, with the initial weights:
+`alone`, the largest difference to the engine's logprobs in the first step, which should be 0; and `stale`, the same in the last
+step, the mismatch to expect if no weights were published.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # of Ray's workers
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # for Ray's workers
 sys.path[:0] = [str(ROOT)]
 
 import families  # noqa: E402
@@ -43,7 +43,7 @@ RECORD = ROOT / "docs" / "family_runs.json"
 ENGINES = ("embedded", "vllm")
 STEPS, TEMPERATURE = 3, 0.8
 BOUND = {"embedded": 1e-4, "vllm": 1e-3}
-"""On a mismatch. Both compute in float32; the order of their sums is their own."""
+"""Largest accepted mismatch. Both sides compute in float32, but sum in different orders."""
 TEMPLATES = {
     "qwen2": "Qwen2.5", "qwen3": "Qwen3", "qwen3_moe": "Qwen3", "qwen3_5": "Qwen3.5 (think)", "qwen3_5_text": "Qwen3.5 (think)",
     "qwen3_5_moe": "Qwen3.5 (think)", "qwen3_5_moe_text": "Qwen3.5 (think)", "llama": "Llama 3.1", "llama4": "Llama 4",
@@ -53,14 +53,14 @@ TEMPLATES = {
     "phi3": "Phi-4", "lfm2": "LFM2", "lfm2_moe": "LFM2 8B", "granite": "Granite 3.3", "granitemoehybrid": "Granite 4.0",
     "nemotron_h": "Nemotron 3 Nano",
 }  # fmt: skip
-"""Which template of docs/templates.json a released model of a family comes with; there may be others."""
+"""Template in docs/templates.json of a released model of the family; other models may have others."""
 LIMIT = {"embedded": 120, "vllm": 400}
-"""Seconds for one run, after which it counts as failed."""
+"""Timeout of a run in seconds; then it counts as failed."""
 Entry = dict[str, Any]
 
 
 def table(family: str, engine: str, path: str, out: str, cache: bool = True) -> dict[str, Any]:
-    """The run's config."""
+    """Return the config of a run."""
     return {
         "name": f"{family}-{engine}",
         "out": out,
@@ -87,7 +87,7 @@ def table(family: str, engine: str, path: str, out: str, cache: bool = True) -> 
 
 
 def measured(family: str, engine: str, cache: bool = True) -> Entry:
-    """What a run of the family logs. Raises what the run raises."""
+    """Return the figures of a run of the family. Raises any error of the run."""
     from agentrl.config.load import config_from
     from agentrl.run.checks import check_config
     from agentrl.run.driver import execute
@@ -115,7 +115,7 @@ def measured(family: str, engine: str, cache: bool = True) -> Entry:
 
 @torch.inference_mode()
 def off(path: str, folder: Any, step: int) -> float:
-    """The largest difference of a step's sampled logprobs to those of the first weights, by transformers alone."""
+    """Return the largest difference of a step's sampled logprobs to transformers' with the initial weights."""
     from transformers import AutoModelForCausalLM
 
     from agentrl.data.trajectory import Trajectory
@@ -134,7 +134,7 @@ def off(path: str, folder: Any, step: int) -> float:
 
 
 def tried(family: str, engine: str) -> Entry:
-    """`measured`, without the embedded engine's cache if that is what it asks for; or why there is no run."""
+    """Call `measured`, without the embedded engine's cache if its error asks for that; else return why it failed."""
     for cache in (True, False):
         try:
             return measured(family, engine, cache)
@@ -146,13 +146,13 @@ def tried(family: str, engine: str) -> Entry:
 
 
 def first_line(error: Exception) -> str:
-    """An error's first line; a class only for those that are not of agentrl."""
+    """Return an error's first line, with its class unless it is agentrl's."""
     text = (str(error).strip().splitlines() or [""])[0][:300]
     return text if isinstance(error, AgentrlError) else f"{type(error).__name__}: {text}"
 
 
 def in_child(family: str, engine: str, ray: bool) -> Entry:
-    """`tried` in a forked process, for at most LIMIT seconds."""
+    """Call `tried` in a forked process, for at most LIMIT seconds."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         child = os.fork()
@@ -161,13 +161,13 @@ def in_child(family: str, engine: str, ray: bool) -> Entry:
             signal.alarm(LIMIT[engine])
             with nullcontext() if ray or engine != "vllm" else inside.in_process():
                 answer.write_text(json.dumps(tried(family, engine)))
-            os.killpg(0, signal.SIGKILL)  # what the run has left
+            os.killpg(0, signal.SIGKILL)  # processes that the run left behind
         os.waitpid(child, 0)
         return json.loads(answer.read_text()) if answer.exists() else {"why": f"not done in {LIMIT[engine]} s"}
 
 
 def run(names: Sequence[str], engines: Sequence[str], ray: bool) -> None:
-    """The runs one after the other, each into the record."""
+    """Run all one after the other, and record each."""
     for engine in engines:
         for family in names:
             began = time.monotonic()
@@ -182,18 +182,18 @@ def run(names: Sequence[str], engines: Sequence[str], ray: bool) -> None:
 
 
 def read() -> dict[str, Entry]:
-    """The record."""
+    """Read the record."""
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 def write(record: dict[str, Entry]) -> None:
-    """The record into its file, in the order of `MODELS`."""
+    """Write the record to its file, in the order of `MODELS`."""
     ordered = {name: {e: record[name][e] for e in ENGINES if e in record[name]} for name in MODELS if name in record}
     RECORD.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
 def fill(record: dict[str, Entry], found: dict[str, Entry]) -> None:
-    """The columns of docs/families.json that are not the probe's: template and parser, and what vLLM is off by."""
+    """Fill the columns of docs/families.json that the probe does not measure: template, parser, vLLM's mismatch."""
     templates = {entry["family"]: entry for entry in json.loads((ROOT / "docs" / "templates.json").read_text())}
     for family, entry in found.items():
         template = templates.get(TEMPLATES.get(family, ""))

@@ -1,7 +1,7 @@
-"""Tiny models of families that people train, with random weights: their configs, and how their folders are made.
+"""Build tiny models with random weights of commonly trained families.
 
-Sizes are such that vLLM's CPU build has kernels for them (heads of 32 numbers). What sets a family apart is on: windows shorter
-than a prompt, sinks, soft caps, scales of logits and of attention, latent attention, groups of experts, recurrent layers.
+vLLM's CPU build has kernels for their sizes (head dimension 32). The special features of a family are on: windows shorter than
+a prompt, sinks, soft caps, scales of logits and attention, latent attention, groups of experts, recurrent layers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from agentrl.contrib.families import perturb
 from agentrl.trainer.pretrained import VOCABULARY, packaged_tokenizer
 
 WINDOW = 32
-"""Of sliding attention; prompts are longer."""
+"""Window of sliding attention in tokens; prompts are longer."""
 TOP = 6.0
-"""How far the largest logit is above their mean, about: distributions that are neither flat nor of one token."""
+"""Approximate distance of the largest logit to the mean, for distributions neither flat nor one-hot."""
 PLAIN: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -138,14 +138,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str) -> Any:
-    """The config of the family's tiny model, with the ids of the packaged tokenizer."""
+    """Return the config of the family's tiny model, with the token ids of the packaged tokenizer."""
     tokenizer = packaged_tokenizer(1024)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     return without_dropout(AutoConfig.for_model(family, **{**PLAIN, **ends, **MODELS[family]}))
 
 
 def build(family: str, folder: Path) -> str:
-    """The model and the packaged tokenizer in a folder; its path. No parameter is without effect (`perturb`)."""
+    """Write the model and the packaged tokenizer to a folder; return its path. Every parameter has an effect (`perturb`)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32)

@@ -39,7 +39,7 @@ class Fault:
     tests: tuple[str, ...]
 
     def changed(self, text: str) -> str:
-        """The file's text with the fault. Raises ValueError if the list is older than the code."""
+        """Return the file's text with the fault. Raises ValueError if the list is older than the code."""
         count = text.count(self.old)
         if count != 1:
             raise ValueError(f"{self.name}: its text is {count} times in {self.file}, expected once; {UPDATE}")
@@ -47,7 +47,7 @@ class Fault:
 
 
 def faults() -> list[Fault]:
-    """The list. Raises ValueError for a fault that no longer applies, or whose tests do not exist."""
+    """Read the list. Raises ValueError for a fault that no longer applies, or whose tests do not exist."""
     listed = [Fault(**{**row, "tests": tuple(row["tests"])}) for row in tomllib.loads(LIST.read_text())["fault"]]
     for fault in listed:
         if not (ROOT / fault.file).is_file():
@@ -96,7 +96,7 @@ def main() -> int:
     warm()
     clean = [Trial(None, tests) for tests in sorted({fault.tests for fault in chosen})]
     run(clean, trees)
-    # First without faults: a test that fails anyway would see every fault.
+    # First without faults: a test that always fails would detect every fault.
     red = [f"{' '.join(trial.tests)}: red without a fault (exit {trial.code})" for trial in clean if trial.code]
     if red:
         print("\n".join(red))
@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def warm() -> None:
-    """Import libraries that tests need. Nothing of agentrl: the forked processes must import it from their tree."""
+    """Import libraries that tests need, but not agentrl, which the forked processes must import from their tree."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["AGENTRL_SLOW"] = "1"
     sys.dont_write_bytecode = True
@@ -118,8 +118,8 @@ def warm() -> None:
 
 
 def run(trials: list[Trial], trees: list[Path]) -> None:
-    """pytest -x for each trial, in forked processes, as many at the same time as there are trees. One that takes too long is
-    killed with all its children, and counts as red."""
+    """Run pytest -x for each trial in forked processes, one per tree at a time. A trial that takes too long is killed with all
+    of its children, and counts as failed."""
     # One trial per tree at a time, since its fault is in the tree's files.
     waiting, running, free = list(reversed(trials)), dict[int, tuple[Trial, Path]](), list(trees)
     try:
@@ -150,7 +150,7 @@ def fork_trial(trial: Trial, tree: Path) -> int:
 
 
 def poll(child: int, trial: Trial) -> int | None:
-    """The exit code of a process, LATE if it had to be killed, None while it runs."""
+    """Return the exit code of a process, LATE if it had to be killed, None while it runs."""
     done, status = os.waitpid(child, os.WNOHANG)
     if done:
         return os.waitstatus_to_exitcode(status)
@@ -162,10 +162,10 @@ def poll(child: int, trial: Trial) -> int | None:
 
 
 def run_pytest(tree: Path, tests: tuple[str, ...]) -> int:
-    """In the forked process: pytest on the tree's own files."""
+    """Run pytest on the files of the tree, in the forked process."""
     os.setsid()  # its own group, so that the processes that tests start can be killed with it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job ignores it
-    sys.modules["__main__"] = ModuleType("__main__")  # a process that a test spawns runs this file first, and finds no `scratch`
+    sys.modules["__main__"] = ModuleType("__main__")  # else processes spawned by tests run this file, without `scratch`
     os.chdir(tree)
     os.environ["PYTHONPATH"] = str(tree)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"

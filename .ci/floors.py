@@ -1,10 +1,10 @@
 """Measure the reward of agents that solve nothing, into docs/floors.json (`make docs` prints it).
 
-    python .ci/floors.py                   everything that can be played here; the other rows stay, with their date and version
-    python .ci/floors.py --only bfcl tau2  these alone
+    python .ci/floors.py                   all that is installed; the other rows stay, with their date and version
+    python .ci/floors.py --only bfcl tau2  only these
 
-A suite is found as everywhere: AGENTRL_HOME, or its package. Environments of which nothing can be said without a program or a
-server of the user's are left out.
+A suite is found as usual, through AGENTRL_HOME or its package. Environments that need a program or server of the user are left
+out.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from agentrl.contrib.suites.measures import headline  # noqa: E402
 from agentrl.utils.errors import AgentrlError  # noqa: E402
 
 RECORD = ROOT / "docs" / "floors.json"
-LEFT_OUT = {"mcp"}  # the tools and tasks are a server's
+LEFT_OUT = {"mcp"}  # its tools and tasks come from a server
 VARIANTS: dict[str, list[list[str]]] = {}
-"""Parameters with which an environment is measured, where one row would hide what matters; others are measured without any."""
+"""Parameter sets of environments that need several rows; others are measured with their defaults."""
 SHOWN = 8
 Row = dict[str, Any]
 
 
 def measured(only: list[str]) -> list[Row]:
-    """The rows of what is there."""
+    """Measure the available environments, a row each."""
     from agentrl.contrib.suites.commands import floor_of
     from agentrl.env.catalog import list_envs
 
@@ -55,7 +55,7 @@ def measured(only: list[str]) -> list[Row]:
 
 
 def page(rows: list[Row]) -> str:
-    """Table of the scripts' rewards per environment, then the tasks that pay."""
+    """Return a table of the scripts' rewards per environment, then the tasks that give a reward."""
     agents = list(rows[0]["agents"])
     head = ["environment", "version, date", "tasks", *agents, "any of them"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]

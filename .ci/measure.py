@@ -43,14 +43,14 @@ ARTICLE = re.compile(r"(a|an|the|what|who|of|that|whether|where|if|when|which|it
 
 
 def listed(*patterns: str) -> list[Path]:
-    """Files that git knows and that exist."""
+    """List existing files that git tracks."""
     out = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [path for name in out.splitlines() if (path := ROOT / name).is_file()]
 
 
 @cache
 def sources() -> dict[str, tuple[str, ast.Module]]:
-    """Path in the project -> text and syntax tree, per file of the library."""
+    """Map each file of the library to its text and syntax tree."""
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in listed("agentrl/*.py")}
     return {name: (text, ast.parse(text)) for name, text in texts.items()}
 
@@ -65,7 +65,7 @@ def is_contrib(path: str) -> bool:
 
 
 def top_level_imports() -> dict[str, set[str]]:
-    """Module -> modules of agentrl that it imports when it is imported."""
+    """Map each module to the modules of agentrl that it imports at import time."""
     names = {re.sub(r"\.__init__$", "", path[:-3].replace("/", ".")): path for path in sources()}
     graph: dict[str, set[str]] = {}
     for module, path in names.items():
@@ -86,7 +86,7 @@ def top_level_imports() -> dict[str, set[str]]:
 
 
 def import_depth(graph: dict[str, set[str]]) -> int:
-    """Modules on the longest chain of imports."""
+    """Count the modules on the longest chain of imports."""
     sys.setrecursionlimit(10_000)
     known: dict[str, int] = {}
 
@@ -103,7 +103,7 @@ def words_in(paths: list[Path]) -> int:
 
 
 def config_keys() -> int:
-    """Keys of a config that have a value."""
+    """Count the config keys that hold a value."""
     sys.path.insert(0, str(ROOT))
     from agentrl.config.keys import all_keys
 
@@ -111,7 +111,7 @@ def config_keys() -> int:
 
 
 def figures() -> dict[str, int]:
-    """Name -> figure. Lines and files are also counted per room."""
+    """Return all figures by name. Lines and files are also counted per room."""
     files = sources()
     lines = {path: text.count("\n") for path, (text, _) in files.items()}
     core = [path for path in files if not is_contrib(path)]
@@ -165,7 +165,7 @@ def figures() -> dict[str, int]:
 
 
 def traced_step() -> dict[str, list[str]]:
-    """File -> functions that the third of three small updates enters, in the order of their first call."""
+    """Return the functions that the third of three small updates enters, by file, in order of their first call."""
     sys.path.insert(0, str(ROOT))
     import agentrl
 
@@ -180,7 +180,7 @@ def traced_step() -> dict[str, list[str]]:
     def end_step(row: Mapping[str, object], _: object) -> None:
         steps.append({file: list(names) for file, names in entered.items()})
         entered.clear()
-        if len(steps) == 2:  # not from the start, of which the imports alone would take 20 s; other threads trace theirs
+        if len(steps) == 2:  # not earlier, since tracing the imports would take 20 s; other threads trace themselves
             sys.setprofile(profile)
 
     def reward(episode: Trajectory) -> float:
@@ -203,7 +203,7 @@ def traced_step() -> dict[str, list[str]]:
 
 
 def check_message(text: str) -> str | None:
-    """Problem with a commit's subject, or None."""
+    """Return the problem with a commit's subject, or None."""
     subject = text.partition("\n")[0]
     if len(subject) > 72:
         return f"commit subject: {len(subject)} characters. Use at most 72; the reason goes into the body."
@@ -213,7 +213,7 @@ def check_message(text: str) -> str | None:
 
 
 def main(words: list[str]) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     if words[:1] == ["--message"]:
         problem = check_message(Path(words[1]).read_text(encoding="utf-8"))
         print(problem or "", end="\n" if problem else "")

@@ -1,4 +1,4 @@
-"""Tables of measurements as pages of the manual, from the records in docs/ and benchmarks/results. `make docs` writes them."""
+"""Pages of the manual with tables of measurements, from docs/ and benchmarks/results. `make docs` writes them."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def probe_table(record: dict[str, Entry]) -> str:
 
 
 def _reason(entry: Entry) -> str:
-    """Why a family is not packed, without marks that a page gives a meaning."""
+    """Return why a family is not packed, without characters that are markup in a page."""
     return str(entry["why"]).replace("`", "'").replace("*", "")
 
 
 def _error(text: str) -> str:
-    """An error in a cell; a text, which a list below the table has, is a dash."""
+    """Format an error for a cell; a text is a dash, and listed below the table."""
     try:
         return f"{float(text):.0e}"
     except ValueError:
@@ -142,7 +142,7 @@ def _code(items: list[str]) -> str:
 
 
 def parser_table(rows: list[Entry]) -> str:
-    """Table of the parsers' seconds of one core and megabytes."""
+    """Table of the parsers' core seconds and megabytes."""
     table = ["| syntax | shapes | 1 MB, s | 10 MB, s | growth | memory beyond the text, MB |", "|---|---|---|---|---|---|"]
     for row in rows:
         assert row["megabytes"] == 10

@@ -30,7 +30,7 @@ from pathlib import Path
 from scratch import ROOT, copy_tree, environment
 
 WORK = ROOT / "build" / "mutate"
-# The tests, as folders and files, that may kill a mutant of a room. Those that do not call it cost nothing.
+# Tests (folders and files) that may kill a mutant of a room. Those that do not call it cost nothing.
 TESTS = {
     "agentrl/trainer/algorithms": ["tests/algorithm", "tests/trainer/test_learner.py", "tests/run/test_estimator_inputs.py"],
     "agentrl/data": ["tests/data", "tests/trainer"],
@@ -106,7 +106,7 @@ def rooms_of(only: list[str]) -> list[str]:
 
 
 def configure(tree: Path, rooms: list[str]) -> None:
-    """mutmut's settings, in the copy's pyproject.toml."""
+    """Write mutmut's settings to the copy's pyproject.toml."""
     tests = sorted({test for room in rooms for test in TESTS[room] if (tree / test).exists()})
     tests = [test for test in tests if not any(test.startswith(other + "/") for other in tests)]
     mutate = [room if room.endswith(".py") else f"{room}/*" for room in rooms]
@@ -150,13 +150,13 @@ def generate(jobs: int) -> None:
 
 
 def mutated(paths: list[str]) -> list[str]:
-    """The files with mutants that are, or are below, one of the paths."""
+    """List the files with mutants at or below one of the paths."""
     metas = sorted(str(path.relative_to("mutants")).removesuffix(".meta") for path in Path("mutants/agentrl").rglob("*.py.meta"))
     return [file for file in metas if any(file == path or file.startswith(path.rstrip("/") + "/") for path in paths)]
 
 
 def sample(file: str, count: int, seed: int) -> list[Result]:
-    """`count` mutants of a file that change more than a message; the same for equal seed and file."""
+    """Draw `count` mutants of a file that change more than a message, a function of seed and file."""
     names = sorted(json.loads(Path(f"mutants/{file}.meta").read_text())["exit_code_by_key"])
     random.Random(f"{seed} {file}").shuffle(names)
     chosen: list[Result] = []
@@ -170,7 +170,7 @@ def sample(file: str, count: int, seed: int) -> list[Result]:
 
 
 def change_of(file: str, name: str) -> tuple[int, str, str] | None:
-    """(line, before, after) of a mutant; None if it only changes a message."""
+    """Return (line, before, after) of a mutant; None if it only changes a message."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
 
     rows = get_diff_for_mutant(name, path=file).splitlines()
@@ -186,7 +186,7 @@ def change_of(file: str, name: str) -> tuple[int, str, str] | None:
 
 
 def line_of(source: str, function: str, before: list[str], head: str) -> int | None:
-    """The number in the file of the first changed line, which is in a function named `function`."""
+    """Return the line number of the first changed line, which is in a function named `function`."""
     # mutmut's diff counts from the function's start, and a file may have several functions of that name.
     wanted = next((row.strip() for row in before if row.strip()), None)
     lines = source.splitlines()
@@ -201,7 +201,7 @@ def line_of(source: str, function: str, before: list[str], head: str) -> int | N
 
 
 def says_only(source: str, line: int) -> bool:
-    """Whether a line belongs to a raise, a log call or an assert's message."""
+    """Return True if a line belongs to a raise, a log call or the message of an assert."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or node.lineno):
             continue
@@ -215,13 +215,13 @@ def says_only(source: str, line: int) -> bool:
 
 
 def run(tree: Path, chosen: list[Result], jobs: int, budget: float) -> None:
-    """mutmut on the chosen mutants."""
+    """Run mutmut on the chosen mutants."""
     env = environment(tree / "mutants", ROOT / ".ci") | {
         "AGENTRL_SLOW": "1",
         "MUTATE_BUDGET": str(budget),
         "MUTATE_COSTS": str(tree / "test-costs.json"),
     }
-    env.pop("MUTANT_UNDER_TEST", None)  # the plugin would take the run for that of a mutant
+    env.pop("MUTANT_UNDER_TEST", None)  # else the plugin would treat the run as one of a mutant
     command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(jobs), *[mutant.name for mutant in chosen]]
     with (tree / "mutmut.log").open("w") as log:
         code = subprocess.run(command, cwd=tree, env=env, stdout=log, stderr=subprocess.STDOUT).returncode
@@ -242,7 +242,7 @@ def read(chosen: list[Result]) -> list[Result]:
 
 
 Counts = tuple[int, int, int, int]
-"""Mutants of a file, killed (a timeout is one), survived, called by no test."""
+"""Mutants of a file: all, killed (including timeouts), survived, called by no test."""
 
 
 def counted(results: list[Result]) -> dict[str, Counts]:
@@ -267,7 +267,7 @@ def table(rows: dict[str, tuple[Counts, str]]) -> list[str]:
 
 
 def write(results: list[Result], folder: Path, seed: int, sampled: str, seconds: float) -> None:
-    """Write survivors.md and the seed's results beside the copy, and print the table."""
+    """Write survivors.md and the seed's results next to the copy, and print the table."""
     alive = [result for result in results if result.status in ("survived", "no tests", "not run")]
     costs = json.loads((folder / "tree" / "test-costs.json").read_text())
     text = [f"# Mutants that no test sees ({sampled})", ""]

@@ -1,9 +1,9 @@
-"""A pytest plugin for mutation runs: cheap files first, and a budget of test seconds per mutant.
+"""Pytest plugin for mutation runs: cheap files first, and a budget of test seconds per mutant.
 
-In the run in which mutmut records which test calls which function, it measures what each test costs with its
-fixtures, and continues after a red test: one that fails without a mutant cannot kill one, so the costs file names it and
-later runs skip it. Under a mutant it orders the selected tests by the cost of their file, skips those beyond
-MUTATE_BUDGET seconds, and limits each to a multiple of its own time, so that an endless loop is noticed soon.
+In the run in which mutmut records which test calls which function, it measures the cost of each test with its
+fixtures, and continues after a failed test: a test that fails without a mutant cannot kill one, so the costs file lists it
+and later runs skip it. Under a mutant it orders the selected tests by the cost of their file, skips those beyond
+MUTATE_BUDGET seconds, and limits each to a multiple of its usual time, so that an endless loop ends soon.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     known: dict[str, float | None] = json.loads(COSTS.read_text())
     red = {nodeid for nodeid, cost in known.items() if cost is None}
     costs = {nodeid: cost for nodeid, cost in known.items() if cost is not None}
-    # The run without a mutant only shows that tests can run, so one is enough: the statistics run has seen each of them pass.
+    # The run without a mutant only shows that tests can run, so one is enough; the statistics run has run each of them.
     budget = float(os.environ.get("MUTATE_BUDGET", "30")) if mutant else 0.0
     of_file: dict[str, float] = defaultdict(float)
     for item in items:

@@ -1,7 +1,7 @@
-"""Pictures of the viewer's pages, light and dark, in docs/images: what README and docs/viewer.md show.
+"""Take pictures of the viewer's pages, light and dark, for README and docs/viewer.md, into docs/images.
 
-    python .ci/pictures.py                              trains the quickstart with two seeds first: some minutes
-    python .ci/pictures.py runs/quickstart runs/seed1   of these runs; the first one is looked into
+    python .ci/pictures.py                              train the quickstart with two seeds first (some minutes)
+    python .ci/pictures.py runs/quickstart runs/seed1   use these runs; details are of the first one
     python .ci/pictures.py --real examples/real_model/runs/real_model     that run's curve and one of its episodes, for README
 
 Needs Chromium and the package playwright (the extra `test`).
@@ -46,7 +46,7 @@ def main() -> int:
     given = asked.runs
     with tempfile.TemporaryDirectory() as folder:
         runs = [run.absolute() for run in given] or [_train(Path(folder), seed) for seed in (0, 1)]
-        shutil.copy(runs[0] / "curve.png", OUT / "curve.png")  # the run's own, for README
+        shutil.copy(runs[0] / "curve.png", OUT / "curve.png")  # as the run drew it, for README
         with _serving(runs) as base, _pages() as pages:
             for name, address in _views(base).items():
                 for scheme, page in pages.items():
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def _real(run: Path) -> int:
-    """The curve of a run, and an episode of its last update that succeeded."""
+    """Take pictures of a run's curve and of a successful episode of its last update."""
     shutil.copy(run / "curve.png", OUT / "real_model_curve.png")
     with _serving([run]) as base, _pages() as pages:
         name = _ask(base, "runs")[0]["run"]
@@ -68,7 +68,7 @@ def _real(run: Path) -> int:
 
 
 def _train(out: Path, seed: int) -> Path:
-    """A quickstart run; returns its folder."""
+    """Train a quickstart run and return its folder."""
     name = "quickstart" if seed == 0 else f"seed{seed}"
     command = [sys.executable, "-m", "agentrl", "train", str(ROOT / "configs" / "quickstart.toml"), f"name={name}", f"out={out}"]
     subprocess.run([*command, f"seed={seed}"], cwd=ROOT, check=True)
@@ -77,7 +77,7 @@ def _train(out: Path, seed: int) -> Path:
 
 @contextmanager
 def _serving(runs: list[Path]) -> Iterator[str]:
-    """The viewer as its user starts it; yields its address with a / at the end."""
+    """Run the viewer by its command; yield its address with a trailing slash."""
     command = [sys.executable, "-m", "agentrl", "view", "--port", "0", "--no-browser", *map(str, runs)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -92,7 +92,7 @@ def _serving(runs: list[Path]) -> Iterator[str]:
 
 @contextmanager
 def _pages() -> Iterator[dict[str, Any]]:
-    """A page of the browser for each color scheme."""
+    """Open a browser page for each color scheme."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
@@ -110,7 +110,7 @@ def _ask(base: str, path: str, **query: Any) -> Any:
 
 
 def _views(base: str) -> dict[str, str]:
-    """The addresses of the pictures: what is in them is looked for in the first run."""
+    """Return the addresses of the pictures, with contents of the first run."""
     runs = _ask(base, "runs")
     run = runs[0]["run"]
     files = _whole(base, run)
@@ -132,7 +132,7 @@ def _views(base: str) -> dict[str, str]:
 
 
 def _whole(base: str, run: str) -> list[Any]:
-    """The run's recorded steps, once all of their episodes are indexed."""
+    """Wait until all episodes of the run are indexed, and return its recorded steps."""
     while True:
         found = _ask(base, f"runs/{run}/episodes", limit=1)
         if found["indexed"] >= found["of"]:
@@ -141,11 +141,11 @@ def _whole(base: str, run: str) -> list[Any]:
 
 
 def _picture(page: Any, address: str) -> bytes:
-    page.goto("about:blank")  # an address that differs in its hash alone would be the same page, with its state
+    page.goto("about:blank")  # else an address with only another hash would keep the page and its state
     page.goto(address)
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(400)
-    if "view=tokens" in address:  # its end, where it went wrong
+    if "view=tokens" in address:  # scroll to the end, where the episode went wrong
         page.evaluate("document.querySelector('.ledger').scrollIntoView({ block: 'end' })")
         page.wait_for_timeout(400)
     found: bytes = page.screenshot()
@@ -153,7 +153,7 @@ def _picture(page: Any, address: str) -> bytes:
 
 
 def _write(path: Path, png: bytes) -> None:
-    """The picture with a palette: a third of the size, and nobody sees it."""
+    """Write the picture with a palette, which takes a third of the size without a visible difference."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(png)).convert("RGB")
@@ -171,8 +171,8 @@ def _write(path: Path, png: bytes) -> None:
 
 
 def _palette(colors: Any, counts: Any) -> Any:
-    """256 of the colors, [256, 3]: half of them the most frequent ones, so that grounds stay as they are; then always that
-    which is farthest from those there, so that the few pixels of a mark keep theirs."""
+    """Choose 256 colors, [256, 3]: half are the most frequent ones, to keep backgrounds; then repeatedly the color farthest from
+    those chosen, to keep the colors of small marks."""
     chosen = colors[np.argsort(-counts)[:128]]
     far = ((colors[:, None, :] - chosen[None]) ** 2).sum(axis=2).min(axis=1)
     while len(chosen) < 256 and far.max() > 0:

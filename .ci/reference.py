@@ -28,7 +28,7 @@ MADE = "<!-- written by `make docs` from the code -->\n"
 
 
 def pages() -> dict[str, Callable[[], str]]:
-    """File name under docs/ -> function that returns its text."""
+    """Map each file name under docs/ to the function that returns its text."""
     from measured_pages import benchmark_book, families_page, floors_page, gpu_page, templates_page
 
     from agentrl.run.metrics import as_markdown
@@ -61,7 +61,7 @@ def cli_page() -> str:
 
 
 def _children(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """The subcommands' parsers, in their order."""
+    """Return the subcommands' parsers, in order."""
     found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return list(dict.fromkeys(found[0].choices.values())) if found else []
 
@@ -82,7 +82,7 @@ def _command(parser: argparse.ArgumentParser, level: int) -> str:
 
 
 def _said_of(parser: argparse.ArgumentParser) -> str:
-    """The one line about a command that the help of the command above it has."""
+    """Return the one-line description of a command in its parent's help."""
     from agentrl.cli.main import build_parser
 
     def look(above: argparse.ArgumentParser) -> str | None:
@@ -158,7 +158,7 @@ def registries() -> list[Registry[Any]]:
 
 
 def names_page() -> str:
-    """What a config can name: components with their arguments, environments, reward specs, leaves, tool sets, parsers."""
+    """Every name for configs: components with their arguments, environments, reward specs, leaves, tool sets, parsers."""
     text = (
         "# Registered names\n\n" + MADE + "\nWhat a config names. An own one is a file in `plugins/` of your working directory "
     )
@@ -191,7 +191,7 @@ def _annotation(annotation: Any) -> str:
 
 
 def _content() -> str:
-    """What is found by id: environments, and the packaged files of other kinds."""
+    """Environments and packaged files that are found by id."""
     from agentrl.env.catalog import list_envs
     from agentrl.reward.leaf import LEAVES
     from agentrl.reward.nodes import GROUP_LEAVES
@@ -224,7 +224,7 @@ def _content() -> str:
 
 
 def _leaf_argument(name: str, schema: Mapping[str, Any]) -> str:
-    """An argument with its choices."""
+    """Format an argument with its choices."""
     choices = " / ".join(str(choice) for choice in schema.get("enum", ()) if choice is not None)
     return f"`{name}`" + (f" ({choices})" if choices else "")
 
@@ -253,7 +253,7 @@ def api_page() -> str:
 
 
 def public(module: Any) -> list[str]:
-    """The names that a module offers: its `__all__`, else what it defines itself without a leading underscore."""
+    """List a module's public names: its `__all__`, else the definitions without a leading underscore."""
     if hasattr(module, "__all__"):
         return [name for name in module.__all__ if not name.startswith("__")]
     own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__ and not n.startswith("_")]
@@ -275,7 +275,7 @@ def _object(room: str, name: str, found: Any) -> str:
 
 
 def _members(found: type) -> dict[str, Any]:
-    """What a class has by itself and by bases that its own package does not offer by name."""
+    """Return the members of a class, including those of bases that its package does not export."""
     room = sys.modules[found.__module__.rpartition(".")[0] or found.__module__]
     bases = [base for base in found.__mro__[:0:-1] if base.__module__.startswith(f"{room.__name__}.")]
     own = [base for base in bases if not hasattr(room, base.__name__)]
@@ -322,7 +322,7 @@ def _starred(parameters: list[inspect.Parameter], shown: list[str]) -> list[str]
 
 
 def _docstring(found: Any) -> str:
-    """A docstring as Markdown: indented code stays code, and no line becomes a heading."""
+    """Convert a docstring to Markdown: indented code stays code, and no line becomes a heading."""
     text = inspect.getdoc(found) or ""
     text = "" if inspect.isclass(found) and found.__doc__ is None else text
     return re.sub(r"^#", r"\\#", text, flags=re.MULTILINE).replace("<", "&lt;") + "\n" if text else ""
@@ -332,7 +332,7 @@ def _docstring(found: Any) -> str:
 
 
 def _first(text: str) -> str:
-    """The first sentence or paragraph."""
+    """Return the first sentence or paragraph."""
     return re.split(r"(?<=[.:])\s|\n\n", text.strip(), maxsplit=1)[0].rstrip(":").replace("\n", " ")
 
 

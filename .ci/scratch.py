@@ -1,4 +1,4 @@
-"""A copy of the working tree, in which files may be changed and tests run."""
+"""Copy of the working tree, in which files may be changed and tests run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def files() -> list[str]:
-    """The paths, relative to the root, of files that git tracks or would track."""
+    """List the files that git tracks or would track, relative to the root."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -38,7 +38,7 @@ def copy_tree(into: Path) -> bool:
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """This process's environment with `first` at the front of PYTHONPATH, one thread per process, and no bytecode files."""
-    # Python compares size and mtime in whole seconds: bytecode of the original could be used for a changed file.
+    """Return this process's environment with `first` at the front of PYTHONPATH, one thread per process, no bytecode files."""
+    # Python compares sizes and mtimes in whole seconds, so bytecode of the original could be used for a changed file.
     path = [*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -1,7 +1,7 @@
-"""The config of each family of transformers that its row in docs/families.md is about.
+"""Configs of transformers' model families, as tested for docs/families.md.
 
-It is the default config of the family's class, without dropout; and where that says nothing of a feature that released models of
-the family have, or builds no model at all, with their values (SPECIMENS, as in the config.json of the named models).
+Each is the default config of the family's class, without dropout. If the default lacks a feature of released models, or builds
+no model, it gets their values (SPECIMENS, from the config.json of the named models).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ DECODERS = (
     "bert", "bert-generation", "big_bird", "bigbird_pegasus", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
     "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
-"""Encoders that predict the next token only if their config asks for it."""
+"""Encoders that predict the next token only with this flag in their config."""
 
 
 def without_dropout(config: Any) -> Any:
-    """A copy in which nothing is dropped at random."""
+    """Return a copy of the config without dropout."""
     found = copy.deepcopy(config)
     for part in parts_of(found):
         for name in dropouts(part):
@@ -61,7 +61,7 @@ def without_dropout(config: Any) -> Any:
 
 
 def specimen(family: str) -> Any:
-    """The config. Raises whatever the family's code raises if it has none by default."""
+    """Return the family's config. Raises any error of the family's code if it has no default."""
     from transformers import CONFIG_MAPPING
 
     keys = {**SPECIMENS.get(family, {}), **({"is_decoder": True} if family in DECODERS else {})}

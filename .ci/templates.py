@@ -1,10 +1,10 @@
-"""Unpack chat templates of public models out of packages that carry them, for tests/render/test_real_templates.py.
+"""Unpack chat templates of public models from packages, for tests/render/test_real_templates.py.
 
     python .ci/templates.py          TRL's and axolotl's: two wheels of 2.5 MB together
     python .ci/templates.py all      llama.cpp's as well, from a source distribution of 77 MB
 
-The packages are those of the dependency group `templates` in pyproject.toml. Nothing of them is installed: only their `.jinja`
-files are unpacked, into `templates/` of the running environment, or into AGENTRL_TEMPLATES.
+The packages are those of the dependency group `templates` in pyproject.toml. They are not installed: only their `.jinja` files
+are unpacked, into `templates/` of the running environment, or into AGENTRL_TEMPLATES.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TARGET = Path(os.environ.get("AGENTRL_TEMPLATES") or Path(sys.prefix) / "templat
 
 
 def download(requirement: str, folder: str) -> Path:
-    """The archive of one package, alone."""
+    """Download the archive of one package without dependencies, and return its path."""
     print("+ pip download", requirement, flush=True)
     source = ["--no-binary", ":all:"] if requirement.startswith("llama") else []
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *source, "--dest", folder, requirement]
@@ -33,7 +33,7 @@ def download(requirement: str, folder: str) -> Path:
 
 
 def unpack(archive: Path) -> int:
-    """Write the templates of an archive below TARGET, wheels' under their own paths; returns how many there were."""
+    """Write an archive's templates below TARGET (a wheel's under their own paths), and return their number."""
     count = 0
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
