@@ -1,11 +1,11 @@
-"""The benchmark book: every claim of claims.toml measured by its command, compared with what was committed, and written to docs.
+"""Benchmark book: measure every claim of claims.toml by its command, compare it with a commit, and write it to docs.
 
     python benchmarks/book.py run [--only publish]          benchmarks/results/NAME.json of each claim
     python benchmarks/book.py compare [--against COMMIT]    names every figure that is worse than in that commit; exit code 1 then
 
-`make bench` runs. Each file is written as soon as its claim is measured, so Ctrl-C leaves those
-before it. A claim that fails or passes its limit keeps the file that it had; the others go on, it is named at the end, and the
-exit code is 1. A claim whose peer is not installed is skipped by name, with the command that installs it.
+`make bench` runs it. Each file is written as soon as its claim is measured, so Ctrl-C keeps the finished ones. A claim that
+fails or exceeds its time limit keeps its previous file; the others continue, the failed one is named at the end, and the exit
+code is 1. A claim whose peer is not installed is skipped with a message that has the install command.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ RESULTS = HERE / "results"
 INTEGRATIONS = ROOT / ".integrations"
 WORSE = 0.1
 GRACE_S = 15.0
-"""For a command that is told to end, to end its own processes (Ray), before all of its group are killed."""
+"""Seconds for a terminated command to end its processes (Ray), before its process group is killed."""
 BUSY = 0.2
-"""The share of the cores that others may use before a claim begins without a word about it."""
+"""Share of the cores in use by other programs above which a claim starts with a warning."""
 Claim = dict[str, Any]
 
 
@@ -50,11 +50,11 @@ def claims() -> list[Claim]:
 
 
 class Skipped(Exception):
-    """A claim cannot be measured here; the text says why and what to do."""
+    """A claim cannot be measured here; the text has the reason and the fix."""
 
 
 def measured(claim: Claim) -> dict[str, Any]:
-    """The result of a claim's command. Raises RuntimeError if it fails or takes longer than it may, Skipped without its peer."""
+    """Run a claim's command and return its result. Raises RuntimeError if it fails or times out, Skipped without its peer."""
     if missing := [name for name in claim.get("needs", []) if version(name) is None]:
         raise Skipped(f"needs {', '.join(missing)}: {claim['install']}")
     about, start = machine(), time.perf_counter()
@@ -74,11 +74,11 @@ def measured(claim: Claim) -> dict[str, Any]:
 
 
 def output(command: Sequence[str], seconds: float) -> dict[str, Any]:
-    """The JSON object in a command's last line; the lines before it are shown as they come. Raises RuntimeError with the end of
-    what it wrote as errors if it fails, or if it is not done within `seconds`: all its processes are ended then."""
+    """Return the JSON object in a command's last line, and print earlier lines as they arrive. Raises RuntimeError with the end
+    of its stderr if it fails, or takes longer than `seconds`; then all of its processes are ended."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile("w+") as errors:
-        # A session of its own, so that all of its processes can be ended, and Ctrl-C reaches it when this says so.
+        # A separate session, so that all of its processes can be ended, and Ctrl-C reaches it only through this process.
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
         )
@@ -105,7 +105,7 @@ def output(command: Sequence[str], seconds: float) -> dict[str, Any]:
 
 
 def _show(lines: IO[str], last: list[str]) -> None:
-    """Print each line once another one follows; the last one is put into `last`."""
+    """Print each line once another one follows; store the last one in `last`."""
     for line in lines:
         if last:
             print(f"  | {last[0][:150]}", flush=True)
@@ -113,7 +113,7 @@ def _show(lines: IO[str], last: list[str]) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a command and whatever it left of its process group."""
+    """End a command and the rest of its process group."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -124,15 +124,15 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def version(package: str) -> str | None:
-    """That of a package here or in the environment `.integrations/PACKAGE` (see .ci/integrations.py); None without it."""
+    """Return a package's version here or in `.integrations/PACKAGE` (see .ci/integrations.py); None if not installed."""
     places = [[str(folder)] for folder in INTEGRATIONS.glob(f"{package}/lib/python*/site-packages")]
     found = [each.version for place in [sys.path, *places] for each in importlib.metadata.distributions(name=package, path=place)]
     return found[0] if found else None
 
 
 def figures(claim: Claim, raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Label -> value, which way is better and the aim, of a command's JSON object. Raises RuntimeError for a path it lacks, or
-    that has no number."""
+    """Yield label, and value, better direction and aim, from a command's JSON object. Raises RuntimeError for a missing path, or
+    one without a number."""
     for figure in claim["figures"]:
         try:
             value = _at(raw, figure["at"])
@@ -147,7 +147,7 @@ def figures(claim: Claim, raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, 
 
 
 def _at(raw: dict[str, Any], path: str) -> Any:
-    """The value at a dotted path. A key may have dots itself: the longest one that is there is taken."""
+    """Return the value at a dotted path. A key may contain dots: the longest matching key is taken."""
     keys = path.split(".")
     for stop in range(len(keys), 0, -1):
         head = ".".join(keys[:stop])
@@ -157,8 +157,8 @@ def _at(raw: dict[str, Any], path: str) -> Any:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on: processors, memory, versions, and how busy the machine is before the command begins: the load
-    average, which claims before this one raise too, and the share of the cores in use now, while this process only waits."""
+    """Describe the machine: processors, memory, versions, and its load before the command starts: the load average, which
+    earlier claims also raise, and the share of the cores in use now, while this process only waits."""
     names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     before = _ticks()
@@ -175,10 +175,10 @@ def machine() -> dict[str, Any]:
 
 
 def _ticks() -> tuple[int, int]:
-    """Of all cores since the machine started: in use, and in all."""
+    """Return the clock ticks of all cores since boot: in use, and in total."""
     line = Path("/proc/stat").read_text().splitlines()[0]
     times = [int(number) for number in line.split()[1:9]]
-    return sum(times) - times[3] - times[4], sum(times)  # less idle, and waiting for a disk
+    return sum(times) - times[3] - times[4], sum(times)  # except idle and waiting for a disk
 
 
 def commit() -> str:
@@ -187,7 +187,7 @@ def commit() -> str:
 
 
 def run(only: Sequence[str]) -> int:
-    """Measure and write the files; 1 if a claim could not be measured, 130 after Ctrl-C."""
+    """Measure the claims and write the files. Returns 1 if a claim could not be measured, 130 after Ctrl-C."""
     todo = [claim for claim in claims() if not only or claim["name"] in only]
     if unknown := set(only) - {claim["name"] for claim in todo}:
         print(f"no claim {', '.join(sorted(unknown))}; there are {', '.join(claim['name'] for claim in claims())}")
@@ -205,9 +205,9 @@ def run(only: Sequence[str]) -> int:
 
 
 def _each(todo: Sequence[Claim], notes: dict[str, str]) -> None:
-    """Measure one claim after the other; in `notes` comes why one was not."""
+    """Measure one claim after the other; `notes` gets the reasons of unmeasured ones."""
     start, before = time.perf_counter(), results()
-    left = [before[c["name"]]["seconds"] if c["name"] in before else c["seconds"] for c in todo]  # as long as the last time
+    left = [before[c["name"]]["seconds"] if c["name"] in before else c["seconds"] for c in todo]  # as long as last time
     for at, claim in enumerate(todo):
         gone, rest = time.perf_counter() - start, sum(left[at:])
         print(f"[{at + 1}/{len(todo)}] {claim['name']}: python {claim['command']}")
@@ -232,7 +232,7 @@ def _clock(seconds: float) -> str:
 
 
 def worse(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """The figures of a claim that got worse by more than they may, or are gone, a line each."""
+    """List the figures of a claim that got worse by more than allowed, or are missing."""
     lines = []
     for label, old in before["figures"].items():
         new = now["figures"].get(label)
@@ -247,14 +247,14 @@ def worse(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
 
 
 def committed(name: str, at: str) -> dict[str, Any] | None:
-    """A claim's result in a commit; None if there is none."""
+    """Read a claim's result in a commit; None if there is none."""
     place = f"{at}:benchmarks/results/{name}.json"
     done = subprocess.run(["git", "show", place], cwd=ROOT, capture_output=True, text=True, check=False)
     return None if done.returncode else json.loads(done.stdout)
 
 
 def compare(at: str) -> int:
-    """Name what got worse between a commit and the files; 1 if anything did."""
+    """Print the figures that got worse since a commit; return 1 if there are any."""
     lines, compared = [], 0
     for name, now in results().items():
         before = committed(name, at)
@@ -277,7 +277,7 @@ def _place(result: dict[str, Any]) -> str:
 
 
 def results() -> dict[str, dict[str, Any]]:
-    """The files by claim, in the order of claims.toml."""
+    """Read the results by claim, in the order of claims.toml."""
     found = {}
     for claim in claims():
         if (file := RESULTS / f"{claim['name']}.json").is_file():
@@ -286,7 +286,7 @@ def results() -> dict[str, dict[str, Any]]:
 
 
 def page() -> str:
-    """The text of the book."""
+    """Return the text of the book."""
     text = [
         "# Benchmark book\n",
         "<!-- written by `make bench` from benchmarks/results -->\n",
@@ -326,7 +326,7 @@ def _table(title: str, result: dict[str, Any]) -> str:
 
 
 def shown(value: float) -> str:
-    """A number with what matters of it."""
+    """Format a number with its significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

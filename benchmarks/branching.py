@@ -1,23 +1,23 @@
-"""Branched episodes against plain ones, at equal sampled tokens; and what shared prefixes save of an update.
+"""Compare branched episodes with plain ones at equal sampled tokens, and the cost of updates with shared prefixes.
 
-    python benchmarks/branching.py                                        # all of it; what is done is not done again
+    python benchmarks/branching.py                                        # all of it; finished runs are skipped
     python benchmarks/branching.py --envs key_value --horizons 5 10 --seeds 0 --arms flat middle
-    python benchmarks/branching.py --cost                                 # the cost of updates alone
-    python benchmarks/branching.py --report                               # tables, CSV and PNG of what is there
+    python benchmarks/branching.py --cost                                 # only the cost of updates
+    python benchmarks/branching.py --report                               # tables, CSV and PNG of finished runs
     python benchmarks/branching.py --quick --horizons 5 --seeds 0         # a few updates, to try the script
 
-Tasks of one length, rewarded by the success of the whole episode alone, so that it is for the estimator to find the turns that
-decide it (`OTHER_REWARDS`: where there would be none).
-All runs of a task start from one warm start: that of `configs/long_horizon.toml`, on key_value with 10 calls that of
-`configs/recipes/horizon/key_value.toml`, which solves none of them (the other solves two in three), or that of
-`configs/workspace_ladder.toml`, on 10 and 20 calls with more learned from there (`LEARNED`, `LENGTHENED`). They have 8 members a
-group. `flat` begins all at the beginning, with GRPO; the others begin half of them there and branch one episode off each, with
-the advantage `tree`: `middle` before the turn in the middle of the gold solution, `entropy` before the one that was the least
-expected, `failure` before one with a failed call.
+Tasks of one length are rewarded only for the success of the whole episode, so that the estimator must find the decisive turns
+(`OTHER_REWARDS`: tasks that would give no reward).
+All runs of a task start from the same warm start: that of `configs/long_horizon.toml`; on key_value with 10 calls that of
+`configs/recipes/horizon/key_value.toml`, which solves none of them (the other solves two in three); or that of
+`configs/workspace_ladder.toml`, with further training on 10 and 20 calls (`LEARNED`, `LENGTHENED`). Groups have 8 members.
+`flat` starts all of them at the beginning, with GRPO; the other arms start half of them there and branch one episode off each,
+with the advantage `tree`: `middle` before the middle turn of the gold solution, `entropy` before the least expected turn,
+`failure` before a turn with a failed call.
 
-A branch samples only what follows, so an update of these arms has fewer tokens: curves are over sampled tokens, those thrown away
-included, and the table has held-out success (greedy, or sampled: `SAMPLED`) at the tokens that every run of the task has reached,
-and its mean until then.
+A branch samples only its own turns, so an update of these arms has fewer tokens: curves are over sampled tokens, including
+discarded ones, and the table has held-out success (greedy, or sampled: `SAMPLED`) at the tokens that every run of the task has
+reached, and its mean until then.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from agentrl.run.reader import load_run
 HORIZONS = (5, 10, 20)
 BASES = {"key_value": "long_horizon", "workspace": "workspace_ladder"}
 OTHER_STARTS = {("key_value", 10): LADDER}
-"""Of tasks whose runs do not start from the warm start of their base."""
+"""Warm starts of tasks that do not use the one of their base config."""
 LEARNED = {("workspace", 10): 10, ("workspace", 20): 10}
-"""Of tasks that a warm start never solves where it samples: so many updates of the base's own run come before."""
+"""Number of preceding updates of the base config, for tasks whose warm start never succeeds when sampled."""
 LENGTHENED = {
     ("workspace", 20): [
         "rollout.max_turns=44",
@@ -55,8 +55,8 @@ LENGTHENED = {
         "sft.gate_params={calls=[18,20],requests=[8,12]}",
     ]
 }
-"""Of tasks that are longer than any in those updates, after which none of them is solved: 300 supervised steps on transcripts of
-up to their length follow, of a teacher that leaves early in three of ten."""
+"""Tasks longer than any in these updates, and unsolved after them: 300 supervised steps follow, on transcripts up to their
+length of a teacher that stops early in three of ten."""
 APPS = 'apps = ["contacts"], offered = 0, distractors = 0, missing = 0.0, withheld = 0.0, questions = 0.0'
 TASKS: dict[str, dict[int, str]] = {
     "key_value": {calls: f"calls = {calls}, set_share = {calls % 2}.0, keys = 14, max_value = 4" for calls in HORIZONS},
@@ -68,9 +68,9 @@ TASKS: dict[str, dict[int, str]] = {
 }
 REWARDS = {"key_value": "key_value_exact", "workspace": "workspace"}
 OTHER_REWARDS = {("workspace", 10): "workspace_turns"}
-"""Of tasks that hardly a sampled episode of the start solves: half for the whole task, half for each right change."""
+"""Rewards of tasks that the start hardly solves when sampled: half for the whole task, half for right changes."""
 SAMPLED = {("key_value", 20), ("workspace", 5), ("workspace", 10), ("workspace", 20)}
-"""Tasks whose start does well if it takes the likeliest token, and badly if it samples: held-out success is at temperature 1."""
+"""Tasks whose start does well greedily and badly when sampled; their held-out success is at temperature 1."""
 SPEC = """base = "{base}"
 name = "branching"
 steps = {steps}
@@ -102,13 +102,13 @@ temperature = {temperature}
 ARMS = ("flat", "middle", "entropy", "failure")
 COLORS = {"flat": "k", "middle": "C0", "entropy": "C1", "failure": "C2"}
 STEPS = {"flat": 16, "middle": 22, "entropy": 24, "failure": 16}
-"""Updates: of arms whose updates have fewer tokens, more."""
+"""Number of updates by arm; more for arms with fewer tokens per update."""
 LONG = {("workspace", 10), ("workspace", 20)}
-"""Tasks of which an update takes a minute: five in eight of these updates."""
+"""Tasks whose updates take a minute; they run five eighths of the updates."""
 
 
 def overrides(arm: str, calls: int) -> list[str]:
-    """What an arm changes."""
+    """Return the overrides of an arm."""
     if arm == "flat":
         return ["algorithm.advantage={name='grpo'}"]
     place = f"at='depth', turns=[{calls // 2}]" if arm == "middle" else f"at='{arm}'"
@@ -116,7 +116,7 @@ def overrides(arm: str, calls: int) -> list[str]:
 
 
 def spec(env: str, calls: int, quick: bool) -> str:
-    """The config of all arms of a task, as a file."""
+    """Write the config of all arms of a task, and return its path."""
     path = work() / f"branching-{env}-{calls}.toml"
     long = {"key_value": 60, "workspace": 200}[env] * calls
     path.write_text(
@@ -129,7 +129,7 @@ def spec(env: str, calls: int, quick: bool) -> str:
             params=TASKS[env][calls],
             steps=2 if quick else 16,
             tasks=4 if quick else 64,
-            turns=2 * calls + 4 if env == "workspace" else calls + 4 + calls // 4,  # a user of `workspace` takes turns too
+            turns=2 * calls + 4 if env == "workspace" else calls + 4 + calls // 4,  # in `workspace` the user takes turns too
             tokens=600 + long,
         )
     )
@@ -137,7 +137,7 @@ def spec(env: str, calls: int, quick: bool) -> str:
 
 
 def start(env: str, calls: int, quick: bool) -> str:
-    """The warm start of a task's runs, as an override."""
+    """Return the warm start of a task's runs as an override."""
     config = OTHER_STARTS.get((env, calls), BASES[env])
     model = warm(quick, config, f"warm-{config.replace('/', '-')}")
     if (env, calls) not in LEARNED:
@@ -151,7 +151,7 @@ def start(env: str, calls: int, quick: bool) -> str:
 
 
 def train(args: argparse.Namespace) -> None:
-    """The wanted arms of every task and seed, one after the other."""
+    """Train the selected arms of every task and seed, one after the other."""
     for env in args.envs:
         for calls, seed, arm in ((c, s, a) for c in args.horizons for s in args.seeds for a in args.arms):
             model = start(env, calls, args.quick)
@@ -162,7 +162,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def cost(args: argparse.Namespace) -> None:
-    """A few updates of each arm with shared prefixes and without, one after the other, on the same episodes."""
+    """Run a few updates of each arm with and without shared prefixes on the same episodes."""
     env, calls = args.envs[0], max(args.horizons)
     model, steps = start(env, calls, args.quick), 1 if args.quick else 4
     for arm in ("flat", "middle"):
@@ -173,7 +173,7 @@ def cost(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    """A table and a picture of each task whose runs are done, every evaluation in a CSV, and the cost of updates."""
+    """Write a table and a picture of each finished task, a CSV of all evaluations, and the cost of updates."""
     done = [tuple(path.name.split("-")[1:]) for path in sorted(work().glob("runs/branching-*")) if finished(path)]
     curves = {key: curve("-".join(("branching", *key)), ["success"]) for key in done}
     if curves:
@@ -196,7 +196,7 @@ def seeds_of(curves: dict[Any, Any]) -> list[str]:
 
 
 def lines_of(env: str, calls: int, curves: dict[Any, list[list[float]]], seeds: Sequence[str]) -> list[list[str]]:
-    """The rows of a task, an arm each; and its picture."""
+    """Return the rows of a task, one per arm, and draw its picture."""
     budget = min(found[-1][1] for found in curves.values())
     rows, lines = [], {}
     for arm in ARMS:
@@ -213,14 +213,14 @@ def lines_of(env: str, calls: int, curves: dict[Any, list[list[float]]], seeds: 
 
 
 def mean(runs: Sequence[list[list[float]]]) -> list[tuple[float, float]]:
-    """(tokens, success) at each evaluation, over the seeds."""
+    """Return (tokens, success) at each evaluation, averaged over the seeds."""
     return [
         (statistics.mean(row[1] for row in rows), statistics.mean(row[2] for row in rows)) for rows in zip(*runs, strict=True)
     ]
 
 
 def report_cost() -> None:
-    """What went through the model in an update, and how long it took, as means over the updates."""
+    """Report the tokens that the model computes in an update and its seconds, averaged over the updates."""
     rows = []
     for path in sorted(work().glob("runs/branchcost-*")):
         if finished(path):

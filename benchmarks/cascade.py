@@ -1,8 +1,8 @@
-"""Decode attention of one layer with and without reading shared prompts once: processor microseconds, by the bytes saved.
+"""Measure decode attention of a layer with and without reading shared prompts once: processor microseconds, bytes saved.
 
     python benchmarks/cascade.py
 
-Rows are `groups` x 8, each with a prompt that its group shares and as many tokens of its own. `MIN_SAVED_BYTES` of
+There are `groups` x 8 rows, each with the prompt of its group and separate tokens. `MIN_SAVED_BYTES` of
 agentrl/engines/embedded/kv_cache.py is about where the ratio passes 1.
 """
 
@@ -28,7 +28,7 @@ MEMBERS, DIM, KV_HEADS = 8, 32, 2
 
 
 def seconds(call: Callable[[], object], repeats: int = 30) -> float:
-    """Median processor seconds, so that other work on the machine counts little."""
+    """Return median processor seconds, on which other load has little effect."""
     call()
     laps = []
     for _ in range(repeats):
@@ -39,7 +39,7 @@ def seconds(call: Callable[[], object], repeats: int = 30) -> float:
 
 
 def measure(groups: int, prompt: int, own: int, queries: int) -> tuple[int, float, float]:
-    """Bytes saved, microseconds plain and shared."""
+    """Return bytes saved, and microseconds without and with sharing."""
     shape = KvShape(1, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
     rows = groups * MEMBERS
     pool = Pool(shape, prompt + own + 32)

@@ -1,17 +1,16 @@
-"""Runs whose processes are killed or stopped at random moments: what comes of them, and what they leave behind.
+"""Kill or stop processes of runs at random moments, and check their results and leftovers.
 
     python benchmarks/chaos.py [--points 100] [--seed 0] [--kinds inline,workers,ray] [--limit 240] [--results] [--resume]
-    python benchmarks/chaos.py --point 17        one alone
+    python benchmarks/chaos.py --point 17        only this point
 
-A point is one tiny run. At a random moment of it one of its processes, the driver or any that it started, gets SIGKILL, or
-SIGSTOP for a random time. If the run does not end by itself it is resumed. It must have the metrics and the weights of the
-undisturbed run to the digit. `GRACE_S` after a run ended or its driver was killed, nothing of it may be left: no process (and so
-no socket), no shared memory, no temporary file. What a point does is drawn from the seed and its number: `--point` plays one
-again. With `--results` what came of them is written after each point; with `--resume` those that are written are not played
-again.
+A point is one tiny run. At a random moment one of its processes, the driver or any descendant, gets SIGKILL, or SIGSTOP for a
+random time. A run that does not finish is resumed. It must have exactly the metrics and weights of the undisturbed run.
+`GRACE_S` after a run ended or its driver was killed, it must have left nothing: no process (and so no socket), no shared memory,
+no temporary file. The action of a point is a function of the seed and its number, so `--point` repeats it. `--results` writes
+the results after each point; `--resume` skips the points with written results.
 
-Ray's folder of sessions, its logs, is not counted: Ray keeps it. Temporary files and, as root, /dev/shm are each run's own (a
-mount namespace), so that other programs are not counted.
+Ray's session folder with its logs is not counted, since Ray keeps it. Each run has separate temporary files and, as root, a
+separate /dev/shm (a mount namespace), so that other programs are not counted.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ keep = 2
 """
 KINDS = {
     "inline": ["cluster.backend=inline"],
-    # Which requests share a step depends on the workers' speed, and with the cache the last digits depend on that.
+    # The requests that share a step depend on the workers' speed, and with the cache the last digits depend on them.
     "workers": ["rollout.workers=2", "engine_args={cache=false}", "cluster.max_restarts=5"],
     "ray": ["cluster.max_restarts=5"],
 }
@@ -79,7 +78,7 @@ NOT_COMPARED = ("time/", "engine/", "throughput/", "loop/", "rollout/worker_")
 
 @dataclass(slots=True)
 class Point:
-    """What is done, and what came of it."""
+    """A disturbance and its result."""
 
     number: int
     kind: str
@@ -91,7 +90,7 @@ class Point:
 
 
 class Run:
-    """A command in a session of its own, forked from here, where the libraries are imported."""
+    """A command in a separate session, forked from this process, which has imported the libraries."""
 
     def __init__(self, words: list[str], said: Path, temporary: Path, tag: str) -> None:
         self.tag, self.said = tag, said
@@ -104,7 +103,7 @@ class Run:
     def _become(self, words: list[str], said: Path, temporary: Path) -> None:
         os.setsid()
         os.environ |= {"TMPDIR": str(temporary), TAG: self.tag, "RAY_TMPDIR": str(temporary)}
-        os.environ["AGENTRL_SURVEY"] = "0"  # that gold solutions have room in three turns is not what is tested
+        os.environ["AGENTRL_SURVEY"] = "0"  # skip the check that gold solutions fit into three turns
         tempfile.tempdir = None
         out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for descriptor in (1, 2):
@@ -125,7 +124,7 @@ class Run:
         os._exit(code)
 
     def poll(self) -> bool:
-        """Whether it has ended; `code` is then how."""
+        """Return True if the command has ended, and set `code`."""
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -139,7 +138,7 @@ class Run:
         return self.poll()
 
     def family(self) -> list[psutil.Process]:
-        """The driver and every process that it started, also those that have left its session or lost their parent."""
+        """Return the driver and all of its descendants, also those in other sessions or without a parent."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def _is_ours(self, process: psutil.Process) -> bool:
@@ -152,7 +151,7 @@ class Run:
 
 
 def name_of(process: psutil.Process, driver: int) -> str:
-    """What a victim is called."""
+    """Return a display name of a process."""
     if process.pid == driver:
         return "driver"
     line = " ".join(process.cmdline())
@@ -161,7 +160,7 @@ def name_of(process: psutil.Process, driver: int) -> str:
 
 
 def left_behind(run: Run, temporary: Path) -> list[str]:
-    """What is still there once `GRACE_S` have passed, or nothing as soon as nothing is."""
+    """List the leftovers after `GRACE_S`; return early once there are none."""
     until = time.monotonic() + GRACE_S
     while found := [*_processes(run), *_files(temporary), *_files(Path("/dev/shm")) * bool(os.environ.get(PRIVATE))]:
         if time.monotonic() > until:
@@ -183,7 +182,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    """Its metrics, without what a clock measured."""
+    """Read a run's metrics without times."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if not key.startswith(NOT_COMPARED)} for row in rows]
 
@@ -193,7 +192,7 @@ def result(folder: Path) -> tuple[list[dict[str, Any]], bytes]:
 
 
 def play(out: Path, point: Point, seed: int, undisturbed: tuple[Any, float], limit: float) -> None:
-    """One point, into it."""
+    """Play a point, and store the result in it."""
     draw = random.Random(f"{seed}/{point.number}")
     expected, seconds = undisturbed
     place = out / f"p{point.number:03d}"
@@ -223,7 +222,7 @@ def play(out: Path, point: Point, seed: int, undisturbed: tuple[Any, float], lim
 
 
 def strike(run: Run, point: Point, draw: random.Random, stopped: float) -> None:
-    """Send the signal to one of the run's processes; one that was stopped goes on after `stopped` seconds."""
+    """Send the signal to one of the run's processes; a stopped one continues after `stopped` seconds."""
     family = sorted(run.family(), key=lambda process: process.pid)
     process = draw.choice(family) if family else run.process
     try:
@@ -232,12 +231,12 @@ def strike(run: Run, point: Point, draw: random.Random, stopped: float) -> None:
         if point.signal == "SIGSTOP":
             time.sleep(stopped)
             process.send_signal(signal.SIGCONT)
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         point.victim += " (gone)"
 
 
 def ended(run: Run, point: Point, place: Path, temporary: Path, limit: float) -> None:
-    """Wait for the end of a command, and look what it left."""
+    """Wait for the end of a command, and record its leftovers."""
     if not run.wait(limit):
         point.faults.append(f"it did not end within {limit:g} s")
     elif "Traceback" in (said := (place / "said.txt").read_text()):
@@ -249,7 +248,7 @@ def ended(run: Run, point: Point, place: Path, temporary: Path, limit: float) ->
 
 
 def undisturbed_run(out: Path, kind: str, limit: float) -> tuple[Any, float]:
-    """Its result and seconds."""
+    """Run without disturbance, and return result and seconds."""
     began, place = time.monotonic(), out / f"w_{kind}"
     (place / "t").mkdir(parents=True)
     run = Run(
@@ -267,7 +266,7 @@ def undisturbed_run(out: Path, kind: str, limit: float) -> tuple[Any, float]:
 
 
 def import_first() -> None:
-    """What a run imports, once for all that are forked."""
+    """Import a run's libraries once for all forked runs."""
     import transformers  # noqa: F401
     from torch.utils.tensorboard.writer import SummaryWriter  # noqa: F401
 
@@ -275,7 +274,7 @@ def import_first() -> None:
 
 
 def in_private_mounts() -> None:
-    """Go on with an empty /dev/shm of our own, as root."""
+    """Mount a separate, empty /dev/shm, if root."""
     if os.environ.get(PRIVATE) or os.geteuid() != 0 or shutil.which("unshare") is None:
         return
     mount = 'mount -t tmpfs -o size=2g none /dev/shm && exec "$0" "$@"'
@@ -286,7 +285,7 @@ def in_private_mounts() -> None:
 
 
 def main() -> int:
-    """Play the points; 1 if there was a fault."""
+    """Play the points; return 1 if there was a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -306,7 +305,7 @@ def main() -> int:
 
 
 def played(arguments: argparse.Namespace, wanted: list[int], book: Book) -> None:
-    """Play these points, one after another, into the book."""
+    """Play these points one after the other, and add them to the book."""
     kinds = arguments.kinds.split(",")
     out = Path(tempfile.mkdtemp(prefix="agc-"))
     (out / "spec.json").write_text(json.dumps(SPEC))
@@ -328,7 +327,7 @@ def played(arguments: argparse.Namespace, wanted: list[int], book: Book) -> None
 
 @dataclass(slots=True)
 class Book:
-    """What came of the points of a seed, for `benchmarks/proofs`."""
+    """Results of a seed's points, for `benchmarks/proofs`."""
 
     seed: int
     points: list[Point] = field(default_factory=list)
@@ -336,7 +335,7 @@ class Book:
 
     @classmethod
     def read(cls, seed: int) -> Book:
-        """What is written; nothing of another seed."""
+        """Read the written results; none of another seed."""
         table = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         if table.get("seed") != seed:
             return cls(seed)
@@ -344,12 +343,12 @@ class Book:
         return cls(seed, [Point(**row) for row in table["points"]], [load["min"], load["max"]])
 
     def add(self, point: Point) -> None:
-        """A point that was just played, and how busy the machine is."""
+        """Add a finished point, with the load of the machine."""
         self.points.append(point)
         self.loads.append(os.getloadavg()[1])
 
     def write(self) -> None:
-        """Replace the file."""
+        """Write the results, replacing the file."""
         table = {
             "command": " ".join(["python", "benchmarks/chaos.py", *sys.argv[1:]]),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -364,7 +363,7 @@ class Book:
 
 
 def said_of(points: list[Point]) -> list[str]:
-    """The last lines."""
+    """Return the summary lines."""
     bad = [point for point in points if point.faults]
     struck = Counter(f"{point.kind} {point.victim}" for point in points if point.victim)
     resumed = sum(bool(point.came) for point in points)

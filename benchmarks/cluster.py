@@ -1,4 +1,4 @@
-"""Worker groups: dispatch of a large batch, fan-out latency, controller time, prefix-shared updates.
+"""Measure worker groups: dispatch of a large batch, fan-out latency, controller time, prefix-shared updates.
 
 All ratios are measured in one run. The last line is one JSON object. `--only` selects parts; 64 workers
 take about 7 GiB (with the bare actors) and minutes to start, so fan-out stops at 8 without `--workers 64`.
@@ -43,7 +43,7 @@ from agentrl.trainer.pretrained import init_model
 
 MIB = 1 << 20
 SETTLED_S = 4.0
-"""Seconds after which memory that was freed is no longer at hand: a virtual machine's kernel reports it to its host after two."""
+"""Seconds until freed memory is really gone: the kernel of a virtual machine reports it to the host after two."""
 TOKEN_BYTES = 8 + 1 + 4 + 4 + 4 + 4
 MODES: tuple[Mode, ...] = ("off", "auto", "on")
 PREFIXES = ((1024, 8, 256), (256, 8, 256), (64, 8, 256), (24, 8, 256), (16, 2, 512))
@@ -51,7 +51,7 @@ PREFIXES = ((1024, 8, 256), (256, 8, 256), (64, 8, 256), (24, 8, 256), (16, 2, 5
 
 
 def best(call: Callable[[], Any], times: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The shortest of several runs, in seconds of `clock`."""
+    """Return the shortest of several runs, in seconds of `clock`."""
     taken = []
     for _ in range(times):
         start = clock()
@@ -61,7 +61,7 @@ def best(call: Callable[[], Any], times: int, clock: Callable[[], float] = time.
 
 
 def make_batch(rows: int, tokens_per_row: int) -> TensorDict:
-    """A batch with the columns of a rollout, 25 bytes per token."""
+    """Make a batch with the columns of a rollout, 25 bytes per token."""
     rng = np.random.default_rng(0)
     sizes = rng.integers(tokens_per_row // 2, tokens_per_row * 3 // 2, rows)
     offsets = torch.zeros(rows + 1, dtype=torch.int64)
@@ -80,9 +80,9 @@ def make_batch(rows: int, tokens_per_row: int) -> TensorDict:
 
 
 class Memory:
-    """Peak of this process's private memory while the block runs, in bytes above the start."""
+    """Peak of this process's private memory inside the block, in bytes above the start."""
 
-    # RssAnon leaves out shared memory, and with it the object store's pages, which are not the driver's own copies.
+    # RssAnon excludes shared memory, and so the object store's pages, which are not copies of the driver.
 
     def __enter__(self) -> Memory:
         self.start = self.peak = self._now()
@@ -106,9 +106,9 @@ class Memory:
 
 
 def dispatch(megabytes: int, workers: int) -> dict[str, float]:
-    """Batches to `workers` workers, balanced by tokens, against one copy of such a batch in this process: the first of a run,
-    into pages that nothing has touched; the next, which Ray stores where the first was, and one again, whose columns are stored
-    already."""
+    """Compare dispatch to `workers` workers, balanced by tokens, with a copy of the batch in this process: the first of a run,
+    into untouched pages; the next, which Ray stores in the place of the first; and a repeated one, whose columns are already
+    stored."""
     rows = max(64, megabytes * 8)
     batch = make_batch(rows, megabytes * MIB // TOKEN_BYTES // rows)
     size = int(batch["token_ids"].values().numel()) * TOKEN_BYTES
@@ -121,11 +121,11 @@ def dispatch(megabytes: int, workers: int) -> dict[str, float]:
             first = best(lambda: group.run(Taker.take, batch), 1)
         after = []
         for _ in range(2):
-            del batch  # its columns leave the store with it
+            del batch  # this removes its columns from the store
             batch = make_batch(rows, megabytes * MIB // TOKEN_BYTES // rows)
             after.append(best(partial(group.run, Taker.take, batch), 1))
         warm = best(lambda: group.run(Taker.take, batch), 3)
-    out = copy / min(workers, os.cpu_count() or 1)  # all cores at once, and nothing else
+    out = copy / min(workers, os.cpu_count() or 1)  # ideal: all cores at once, without other work
     return {
         "batch_mib": size / MIB,
         "memcpy_s": copy,
@@ -147,8 +147,8 @@ def dispatch(megabytes: int, workers: int) -> dict[str, float]:
 
 @contextmanager
 def takers(megabytes: int, workers: int, batch: TensorDict) -> Iterator[WorkerGroup[Taker]]:
-    """Workers that have imported what they need, in a Ray whose store nothing has touched. What others gave back before is with
-    the kernel again, and in a virtual machine with its host."""
+    """Start workers with their imports done, in a Ray with an untouched store. Waits until memory freed earlier is back at the
+    kernel, and in a virtual machine at the host."""
     time.sleep(SETTLED_S)
     start_ray(ClusterConfig(), object_store_bytes=(3 * megabytes + 512) * MIB)
     try:
@@ -161,8 +161,8 @@ def takers(megabytes: int, workers: int, batch: TensorDict) -> Iterator[WorkerGr
 
 
 def into_shared_memory(size: int) -> tuple[float, float]:
-    """Seconds of one copy of so many bytes into shared memory: into new pages, which the kernel makes and clears at the first
-    touch, and into the same again. What a dispatch cannot do without: the workers read the batch there."""
+    """Measure the seconds of a copy of so many bytes into shared memory, the least cost of a dispatch, whose workers read the
+    batch there: into new pages, which the kernel clears at the first touch, and again into the same pages."""
     source = torch.ones(size, dtype=torch.uint8)
     times = []
     for _ in range(3):
@@ -174,7 +174,7 @@ def into_shared_memory(size: int) -> tuple[float, float]:
 
 
 def fan_out(counts: list[int]) -> dict[str, float]:
-    """An empty call to n workers against the same on bare Ray actors, medians of 50, in milliseconds.
+    """Compare an empty call to n workers with one to bare Ray actors: medians of 50, in milliseconds.
 
     The two alternate in one loop, so that other load affects both alike. Neither imports torch.
     """
@@ -205,7 +205,7 @@ def fan_out(counts: list[int]) -> dict[str, float]:
 
 
 class Simulated(Backend):
-    """Workers that answer at once, so that only the controller is measured."""
+    """Backend whose workers answer at once, so that only the controller is measured."""
 
     def submit(self, method: str, shipment: Shipment) -> Pending:
         return _Done({rank: {"tokens": float(len(shipment.rows[rank]))} for rank in shipment.ranks})
@@ -227,7 +227,7 @@ class _Done(Pending):
 
 
 def scale(rows: int) -> dict[str, float]:
-    """Controller CPU time of one step's calls for 8 to 1024 simulated workers: a pass over all rows, and an
+    """Measure controller CPU time of one step's calls for 8 to 1024 simulated workers: a pass over all rows, and an
     update of four minibatches (shuffled, each balanced over the ranks), in groups of 8 with a common prefix."""
     batch = make_batch(rows, 20)
     sampled = batch["sampled"]
@@ -251,8 +251,8 @@ def _updated(actor: WorkerGroup[Actor], batch: TensorDict, algorithm: AlgorithmC
 
 
 def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, float]:
-    """An update on one group (forward, backward, optimizer step) by the ways of `optim.prefix_sharing`, in CPU seconds of one
-    thread, in turns and the best of `times` rounds each; and the largest difference of the logprobs."""
+    """Measure an update on one group (forward, backward, optimizer step) in each mode of `optim.prefix_sharing`: CPU seconds of
+    one thread, alternating, best of `times` rounds; and the largest difference of the logprobs."""
     batch = group_batch(prompt, members, response)
     ways = {mode: with_trees(Ragged.of(batch), mode).batch for mode in MODES}
     model = InitModelConfig(layers=4, hidden=256, mlp=768, heads=8, kv_heads=4, head_dim=32, init_std=0.2)
@@ -264,7 +264,7 @@ def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, fl
     algorithm = AlgorithmConfig(minibatch=members)
     ratio = actor.run(Actor.update, cut_update(ways["on"], algorithm, 1), algorithm)["prefix_ratio"]
     seconds = {mode: float("inf") for mode in MODES}
-    # Each way first in its turn: what runs behind "off" has that one's memory to fault in again.
+    # Rotate the order: the mode after "off" has to fault in its memory again.
     for first in range(times):
         for mode in (*MODES[first % 3 :], *MODES[: first % 3]):
             call = partial(_updated, actor, ways[mode], algorithm)
@@ -279,7 +279,7 @@ def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, fl
 
 
 def group_batch(prompt: int, members: int, response: int) -> TensorDict:
-    """One group with a prompt of that length; its responses are from half as long as `response` to half as long again."""
+    """Make one group with a prompt of that length and responses of 0.5 to 1.5 times `response` tokens."""
     rng = np.random.default_rng(1)
     head = rng.integers(7, 390, prompt)
     sizes = np.linspace(response // 2, response * 3 // 2, members).astype(int)

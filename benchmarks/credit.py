@@ -1,4 +1,4 @@
-"""Bias and noise of advantage estimators against the exact policy gradient, at equal sampled calls.
+"""Measure bias and noise of advantage estimators against the exact policy gradient, at equal sampled calls.
 
     python benchmarks/credit.py [--updates 400] [--policies 10] [--calls 512]
 
@@ -10,10 +10,10 @@ token.
 An update holds groups of 8 members, so many that they cost `--calls` sampled calls on average; `tree` has 4 roots with a branch
 each, forked before a random later turn. g = sum of A * grad log pi estimates the exact gradient G. Over the updates:
 
-- bias:   |E[g] / c - G| / |G|, c = <E[g], G> / |G|^2: the scale is a matter of the learning rate. What a mean over few updates
-          leaves of the noise is in it; the estimator `exact` (the true advantage of each call) shows how much;
+- bias:   |E[g] / c - G| / |G|, c = <E[g], G> / |G|^2, since the learning rate sets the scale. It includes the noise of a mean
+          over few updates; the estimator `exact` (the true advantage of each call) shows how much;
 - noise:  sqrt(E|g - E[g]|^2) / |E[g]|, of one update;
-- cosine: mean of cos(g, G), of one update: what both cost together.
+- cosine: mean of cos(g, G), of one update: the cost of both together.
 
 Each is the mean over policies, with two standard errors.
 """
@@ -37,7 +37,7 @@ from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput
 OUT = Path(__file__).parent / "learning" / "credit.json"
 HORIZON, TOOLS, MEMBERS, ROOTS = 6, 3, 8, 4
 NEEDED = (2, 3, 4, 5)
-"""Right calls that each task asks for."""
+"""Number of right calls of each task."""
 State = tuple[int, int, int]
 """Task, turn, progress."""
 Floats = npt.NDArray[np.float64]
@@ -51,11 +51,11 @@ class Policy:
     values: Floats
     advantages: Floats
     gradient: Floats
-    """Of the mean success over tasks, with respect to the logits; shapes [tasks, HORIZON, HORIZON, TOOLS]."""
+    """Gradient of the mean success over tasks by the logits, [tasks, HORIZON, HORIZON, TOOLS]."""
 
 
 def make_policy(rng: np.random.Generator) -> Policy:
-    """A policy with normally distributed logits, its values by dynamic programming."""
+    """Make a policy with normally distributed logits, and compute its values by dynamic programming."""
     shape = (len(NEEDED), HORIZON, HORIZON, TOOLS)
     logits = rng.normal(size=shape)
     chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -79,7 +79,7 @@ def make_policy(rng: np.random.Generator) -> Policy:
 
 @dataclass
 class Episode:
-    """What one member sampled, from its first own turn on."""
+    """Samples of one member, from its first sampled turn on."""
 
     states: list[State]
     calls: list[int]
@@ -104,12 +104,12 @@ def play(policy: Policy, rng: np.random.Generator, start: State) -> Episode:
 
 
 def play_group(policy: Policy, rng: np.random.Generator, branches: bool) -> list[Episode]:
-    """The members of a group of one random task."""
+    """Play the members of a group of one random task."""
     start = (int(rng.integers(len(NEEDED))), 0, 0)
     group = [play(policy, rng, start) for _ in range(ROOTS if branches else MEMBERS)]
     for root in group[:ROOTS] if branches else ():
         turn = int(rng.integers(1, max(len(root.states), 2)))
-        forked = turn < len(root.states)  # else a root that ends at once: the member begins at the task, as in a run
+        forked = turn < len(root.states)  # else the root ends at once: the member starts at the task, as in a run
         branch = play(policy, rng, root.states[turn] if forked else start)
         branch.parent = group.index(root) if forked else -1
         group.append(branch)
@@ -119,7 +119,7 @@ def play_group(policy: Policy, rng: np.random.Generator, branches: bool) -> list
 
 
 def batch_of(groups: list[list[Episode]], values: Floats) -> AdvantageInput:
-    """The columns that a run has, one token per call."""
+    """Return the columns of a run, with one token per call."""
     rows = [(number, episode) for number, group in enumerate(groups) for episode in group]
     lengths = [len(episode.calls) for _, episode in rows]
     states = [state for _, episode in rows for state in episode.states]
@@ -143,7 +143,7 @@ def batch_of(groups: list[list[Episode]], values: Floats) -> AdvantageInput:
 
 
 def fitted_values(policy: Policy, rng: np.random.Generator, episodes: int) -> Floats:
-    """The mean success after each state in earlier episodes: a critic of limited experience; 0.5 where it has none."""
+    """Return the mean success after each state in earlier episodes, like a critic with limited data; 0.5 without data."""
     won, seen = np.zeros_like(policy.values), np.zeros_like(policy.values)
     for _ in range(episodes):
         episode = play(policy, rng, (int(rng.integers(len(NEEDED))), 0, 0))
@@ -168,11 +168,11 @@ ARMS: dict[str, tuple[Estimate, str]] = {
     "gae_turns, exact critic, lam 0": (lambda batch: gae_turns(batch, lam=0.0, whitened=False), "exact"),
     "exact": (grpo, "truth"),
 }
-"""An estimator with its default arguments, unless said, and what it is given."""
+"""Estimators (default arguments, unless shown) and their input: branches, or the kind of values."""
 
 
 def measure(policy: Policy, arm: str, rng: np.random.Generator, updates: int, calls: int) -> dict[str, float]:
-    """The figures of an arm with a policy, over `updates` updates of `calls` calls each."""
+    """Measure an arm with a policy, over `updates` updates of `calls` calls each."""
     estimate, given = ARMS[arm]
     pilot = [sum(len(e.calls) for e in play_group(policy, rng, given == "branches")) for _ in range(400)]
     groups = max(round(calls / float(np.mean(pilot))), 1)

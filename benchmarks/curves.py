@@ -1,9 +1,9 @@
-"""Run the variants, each in a process of its own, and write the table and the picture. See docs/testing.md.
+"""Run the variants, each in a separate process, and write the table and the picture. See docs/testing.md.
 
     python benchmarks/curves.py [--variants grpo,gae] [--seeds 0,1,2] [--jobs 2] [--out runs/curves] [--updates 30]
 
-One warm start a seed is made first and shared: a variant costs its updates and evaluations only. Results are lines of
-OUT/results.jsonl; what is there already is not run again. Ends with 1 if a curve does not do what it must.
+All variants of a seed share one warm start: a variant costs only its updates and evaluations. Results are lines of
+OUT/results.jsonl; runs with a line are skipped. Exit code 1 if a curve does not meet its requirement.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def environment() -> dict[str, str]:
 
 
 def warm_start(out: Path, seed: int) -> None:
-    """The model that all variants of a seed start from, once."""
+    """Make the initial model of all variants of a seed, once."""
     if (out / f"warm_{seed}" / "warm_start" / "config.json").is_file():
         return
     command = [
@@ -93,7 +93,7 @@ def warm_start(out: Path, seed: int) -> None:
 
 
 def results(out: Path, updates: int) -> dict[tuple[str, int], dict[str, Any]]:
-    """The newest result of each variant and seed, of runs with these overrides and this length."""
+    """Return the newest result per variant and seed, of runs with these overrides and this length."""
     file = out / "results.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return {
@@ -107,7 +107,7 @@ def results(out: Path, updates: int) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def process(out: Path, name: str, seed: int, updates: int) -> str:
-    """One variant in a process; its result goes to the file. Returns a line to show."""
+    """Run one variant in a process, add its result to the file, and return a line to print."""
     command = [sys.executable, __file__, "--out", str(out), "--updates", str(updates), "--one", name, str(seed)]
     result = out / f"{name}_{seed}" / "result.json"
     result.unlink(missing_ok=True)
@@ -188,7 +188,7 @@ def one(out: Path, name: str, seed: int, updates: int) -> int:
 
 
 def curve(rows: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
-    """(updates, tokens sampled so far, held-out success) of each evaluation."""
+    """Return (updates, tokens sampled so far, held-out success) of each evaluation."""
     found: dict[int, tuple[int, int, float]] = {}
     tokens = 0
     for row in rows:

@@ -1,9 +1,9 @@
-"""Damage every file of a run folder in every way, and check the commands on it (docs/damage.md).
+"""Damage each file of a run folder in each way, and check the commands on it (docs/damage.md).
 
     python benchmarks/damage.py [--out FILE] [--commands resume,eval,show,view,runs] [--files driver.json,...]
 
-A case is a fresh copy of a tiny run, one of its files damaged in one way, and one command, in this process (`tests/run/damage.py`
-has the files, the kinds and the verdicts). Cases that are in FILE already are not played again. Exit code 1 if one is a fault.
+A case is a fresh copy of a tiny run with one file damaged in one way, and one command, in this process (`tests/run/damage.py`
+has the files, the kinds and the verdicts). Cases in FILE are skipped. Exit code 1 if one is a fault.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("AGENTRL_SURVEY", "0")  # that gold solutions have room is not what is tested
+os.environ.setdefault("AGENTRL_SURVEY", "0")  # skip the check that gold solutions fit
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -29,11 +29,11 @@ FAULTS = ("traceback", "hang", "wrong", "unnamed")
 
 
 def play(out: Path, commands: list[str], files: list[str]) -> None:
-    """Play what is not in `out` yet; a line of JSON each."""
+    """Play the cases that are not in `out` yet, and add a line of JSON each."""
     done = {(case["command"], case["file"], case["kind"]) for case in read(out)}
     with tempfile.TemporaryDirectory(prefix="agentrl-damage-") as folder, out.open("a") as written:
         place = Path(folder)
-        place.chmod(0o755)  # what nobody may read is tried as nobody
+        place.chmod(0o755)  # unreadable files are tested as user nobody
         runs = damage.make_runs(place / "runs")
         damage.warmed(runs, place / "case")
         wanted = [(file, kind) for file, kind in damage.cases(runs.cut) if not files or any(name in file for name in files)]
@@ -53,7 +53,7 @@ def read(out: Path) -> list[Case]:
 
 
 def main() -> int:
-    """Play, and print the counts."""
+    """Play the cases and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("damage.jsonl"), help="where each case is noted")
     parser.add_argument("--commands", default=",".join(damage.COMMANDS))

@@ -1,13 +1,13 @@
-"""A policy of 130,000 parameters learns from rewards, from a teacher of 174,000 that has solved the task, and from both.
+"""Train a policy of 130,000 parameters on rewards, on a teacher of 174,000 that solves the task, and on both.
 
-    python benchmarks/distillation.py [--seeds 0 1 2]      # what is done is not done again
-    python benchmarks/distillation.py --report             # table, CSV and PNG of what is there
+    python benchmarks/distillation.py [--seeds 0 1 2]      # finished runs are skipped
+    python benchmarks/distillation.py --report             # table, CSV and PNG of finished runs
     python benchmarks/distillation.py --quick              # a few updates, to try the script
 
-The teacher is the quickstart's trained policy; the policy is a smaller model after the quickstart's warm start, which stops too
-early. Each arm samples 128 episodes an update, of its own (`algorithm.distillation`, docs/algorithms.md): 16 groups of 8 where
-rewards count, 128 of one where the teacher alone does. Greedy held-out success and `teacher/kl` are over the tokens sampled until
-then.
+The teacher is the trained policy of the quickstart; the student is a smaller model after the quickstart's warm start, which
+stops too early. Each arm samples 128 episodes per update from the student (`algorithm.distillation`, docs/algorithms.md): 16
+groups of 8 with rewards, 128 groups of 1 with the teacher alone. Greedy held-out success and `teacher/kl` are plotted over the
+sampled tokens.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ FEW = ["steps=2", "eval.every=1", "eval.tasks=4", "rollout.groups=2"]
 SIZE = ["steps=10", "eval.every=1", "eval.tasks=100", "stop_at_success=false", "next=false"]
 TAUGHT = "algorithm.distillation={{path='{}',coef={},reward_coef={}}}"
 ARMS = {"rewards": None, "teacher": (1.0, 0.0), "both": (0.3, 1.0)}
-"""Of an arm with a teacher: its coefficient and that of the rewards."""
+"""Coefficients of the teacher and of the rewards; None: without a teacher."""
 
 
 def teacher() -> Path:
-    """The trained quickstart."""
+    """Train the quickstart, and return its model."""
     few = [*FEW, "sft.min_steps=20", "sft.max_steps=20", "sft.gate=0.0"] if QUICK in sys.argv else []
     run("teacher", CONFIG, [*HERE, *few])
     return work() / "runs" / "teacher" / "final"
 
 
 def student() -> str:
-    """The warm start of every arm, as an override."""
+    """Return the warm start of every arm as an override."""
     model = work() / "runs" / "student" / "warm_start"
     if not (model / "config.json").is_file():
         few = ["sft.min_steps=20", "sft.max_steps=20", "sft.gate=0.0"] if QUICK in sys.argv else []
@@ -91,7 +91,7 @@ def report() -> None:
 
 
 def kls(arm: str, seeds: Sequence[int]) -> str:
-    """Of the arm's first seed; of one without a teacher nothing."""
+    """Format `teacher/kl` of the arm's first seed; empty without a teacher."""
     found = [row["teacher/kl"] for row in load_run(work() / "runs" / f"{arm}-{seeds[0]}").metrics if "teacher/kl" in row]
     return f"{found[0]:.3f}, {found[-1]:.3f}" if found else "-"
 

@@ -1,13 +1,13 @@
-"""What a long run costs more and more of: memory, descriptors, threads and files by update, with slopes and an extrapolation.
+"""Measure resource growth in a long run: memory, descriptors, threads and files per update, with slopes and an extrapolation.
 
     python benchmarks/endurance.py [--updates 2000] [--episodes 50] [--backend inline] [--out DIR] [name=value ...]
-    python benchmarks/endurance.py --table DIR        the table again, from what was sampled
+    python benchmarks/endurance.py --table DIR        the table again, from recorded samples
 
-One run of a tiny model through `agentrl train`, with checkpoints, evaluations and trajectories as a real one has them, watched
-from outside: its processes by kind (the driver, each kind of Ray's and of a worker's), and its folder by part. A slope is that of
-least squares over the last half of the updates; `flat` is one that adds less than a tenth of the level, or less than `NOISE`, in
-10,000 updates. Allocators come to rest within the first `WARM_UP` updates: where the last half begins before, the table says
-`too short` of memory that grows, in place of `no`.
+Runs a tiny model through `agentrl train`, with checkpoints, evaluations and trajectories as in a real run, and samples it from
+outside: its processes by kind (driver, kinds of Ray processes, kinds of workers), and its folder by part. Slopes are least
+squares over the last half of the updates; `flat` is a slope that adds less than a tenth of the level, or less than `NOISE`, in
+10,000 updates. Allocators settle within the first `WARM_UP` updates: if the last half starts earlier, the table has `too short`
+for growing memory instead of `no`.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ ASKED = 10_000
 MODULE = "agentrl.cli.main"
 EVERY_S = 2.0
 WARM_UP = 1000
-"""Updates. Of the run of 2,000 in benchmarks/README.md the driver's memory is level from here on (-0.08 MiB per 1,000)."""
+"""Updates after which the driver's memory is level in the run of 2,000 in benchmarks/README.md (-0.08 MiB per 1,000)."""
 NOISE = {"MiB": 32.0, "descriptors": 4.0, "threads": 4.0, "processes": 1.0, "files": 50.0}
-"""What may be added in `ASKED` updates and is still called flat, whatever the level is."""
+"""Growth in `ASKED` updates that counts as flat at any level."""
 _TITLE = re.compile(r"ray::(\w+)|(gcs_server|raylet|dashboard|log_monitor|runtime_env|ray_keeper)|multiprocessing\.(\w+)")
 Sample = dict[str, float]
 
 
 def kind(process: psutil.Process, started: int) -> str:
-    """What a process is called in the table. With Ray the process that was `started` is the parent of the driver."""
+    """Return a process's name in the table. With Ray, process `started` is the parent of the driver."""
     command = process.cmdline()
     if MODULE in command:
         return "parent" if process.pid == started and any(MODULE in child.cmdline() for child in process.children()) else "driver"
@@ -78,13 +78,13 @@ def kind(process: psutil.Process, started: int) -> str:
 
 
 def processes(started: int) -> Sample:
-    """Of each kind: processes, and the sums of unshared memory, descriptors and threads."""
+    """Count the processes of each kind, and sum their unshared memory, descriptors and threads."""
     found: Sample = defaultdict(float)
     for process in _family(started):
         try:
             name = kind(process, started)
             memory, descriptors, threads = process.memory_full_info().uss / 2**20, process.num_fds(), process.num_threads()
-        except psutil.Error:  # it has just ended
+        except psutil.Error:  # the process has just ended
             continue
         values = {"processes": 1, "MiB": memory, "descriptors": descriptors, "threads": threads}
         for what, value in values.items():
@@ -101,7 +101,7 @@ def _family(started: int) -> Iterator[psutil.Process]:
 
 
 def on_disk(folder: Path, temporary: Path) -> Sample:
-    """Files and MiB of each part of the run's folder, of the temporary folder and of shared memory."""
+    """Return files and MiB of each part of the run's folder, of the temporary folder and of shared memory."""
     files, size = Counter[str](), Counter[str]()
     places = [(path, path.name) for path in folder.iterdir()] if folder.is_dir() else []
     for place, name in [*places, (temporary, "temporary folder"), (Path("/dev/shm"), "/dev/shm")]:
@@ -117,7 +117,7 @@ def on_disk(folder: Path, temporary: Path) -> Sample:
 
 
 def updates(folder: Path) -> int:
-    """How many the run has recorded, by the end of its metrics."""
+    """Return the number of recorded updates, by the end of the run's metrics."""
     try:
         with (folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(file.seek(0, 2) - 65536, 0))
@@ -128,7 +128,7 @@ def updates(folder: Path) -> int:
 
 
 def watched(out: Path, arguments: argparse.Namespace) -> int:
-    """Play the run to its end, and write samples to `samples.jsonl`; returns its exit code."""
+    """Run to the end, write samples to `samples.jsonl`, and return the run's exit code."""
     temporary, folder = out / "tmp", out / "run"
     temporary.mkdir(parents=True, exist_ok=True)
     (out / "spec.json").write_text(json.dumps(SPEC))
@@ -143,7 +143,7 @@ def watched(out: Path, arguments: argparse.Namespace) -> int:
         run = subprocess.Popen([*command, *arguments.overrides], stdout=said, stderr=said, env=env, cwd=out)
         while run.poll() is None:
             time.sleep(EVERY_S)
-            if seen < (step := updates(folder)) < arguments.updates:  # the end writes once what is in no step
+            if seen < (step := updates(folder)) < arguments.updates:  # the end of a run writes files that no step writes
                 sample = {"update": step, "seconds": time.monotonic() - began, **processes(run.pid), **on_disk(folder, temporary)}
                 samples.write(json.dumps(sample) + "\n")
                 samples.flush()
@@ -152,7 +152,7 @@ def watched(out: Path, arguments: argparse.Namespace) -> int:
 
 
 def slopes(samples: list[Sample]) -> list[tuple[str, float, float, float, float]]:
-    """(what, at half of the updates, at the end, slope per 1,000 updates, the level at `ASKED`), each of what was sampled."""
+    """Return (name, value at half of the updates, at the end, slope per 1,000 updates, level at `ASKED`) of each series."""
     later = [sample for sample in samples if sample["update"] >= samples[-1]["update"] / 2]
     x = np.array([sample["update"] for sample in later])
     rows = []
@@ -164,12 +164,12 @@ def slopes(samples: list[Sample]) -> list[tuple[str, float, float, float, float]
 
 
 def is_flat(key: str, level: float, slope: float) -> bool:
-    """Whether 10,000 updates add next to nothing."""
+    """Return True if 10,000 updates add next to nothing."""
     return slope * ASKED / 1000 <= max(NOISE[key.rpartition(", ")[2]], 0.1 * level)
 
 
 def table(samples: list[Sample], episodes: int) -> str:
-    """The slopes as Markdown."""
+    """Format the slopes as Markdown."""
     last = samples[-1]
     lines = [
         f"{last['update']:,.0f} updates, {last['update'] * episodes:,.0f} episodes, {last['seconds'] / 60:.0f} minutes, "

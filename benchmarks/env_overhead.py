@@ -1,4 +1,4 @@
-"""What an episode costs without a model: time per turn and memory per idle episode.
+"""Measure an episode's cost without a model: time per turn and memory per idle episode.
 
     python benchmarks/env_overhead.py [--quick]
 
@@ -24,7 +24,7 @@ AIM_US, AIM_KB = 150.0, 50.0
 
 
 async def play(env: ToolEnv, seed: int, episodes: int) -> int:
-    """Gold episodes one after another. Every turn yields to the other episodes, as a real engine would."""
+    """Play gold episodes one after the other. Every turn yields to other episodes, as with a real engine."""
     turns = 0
     for number in range(episodes):
         await env.areset(seed=seed + number)
@@ -36,7 +36,7 @@ async def play(env: ToolEnv, seed: int, episodes: int) -> int:
 
 
 async def together(count: int, episodes: int) -> tuple[float, float]:
-    """Microseconds per turn (processor, wall) with `count` episodes at the same time."""
+    """Measure microseconds per turn (processor, wall) with `count` concurrent episodes."""
     envs = [EnvRef("key_value", {"calls": 4}).build() for _ in range(count)]
     wall, processor = time.perf_counter(), time.process_time()
     turns = sum(await asyncio.gather(*(play(env, 1000 * i, episodes) for i, env in enumerate(envs))))
@@ -45,7 +45,7 @@ async def together(count: int, episodes: int) -> tuple[float, float]:
 
 
 async def idle_kilobytes(count: int) -> float:
-    """Kilobytes of heap per episode that was reset and not played."""
+    """Measure kilobytes of heap per episode that was reset but not played."""
     first = EnvRef("key_value", {"calls": 4}).build()
     await first.areset(seed=0)
     tracemalloc.start()

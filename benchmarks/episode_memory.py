@@ -1,11 +1,11 @@
-"""Memory of episodes that each have a database of their own: a deep copy each, or a branch each (contrib/toolkit/branches.py).
+"""Measure the memory of episodes with separate databases: deep copies, or branches (contrib/toolkit/branches.py).
 
     python benchmarks/episode_memory.py [--episodes 256] [--mb 3.0] [--copies 32]
 
 A generated shop (users, orders, products; about 3 MB of JSON, as the databases of tau2) is loaded once. In each episode a policy
-finds its user by a scan over all users, reads the user's orders, cancels one and adds another; then the episode is held open. The
-figures are what the process grew by, in its resident memory, for all episodes together; of deep copies, which would not fit, some
-are made and the rest computed. Both are of one run, each in a process of its own. The last line is one JSON object.
+finds its user by a scan over all users, reads the user's orders, cancels one and adds another; then the episode stays open. The
+figures are the growth of the process's resident memory for all episodes together; deep copies would not fit, so a few are made
+and the rest is extrapolated. Both are of one run, each in a separate process. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AIM_MB = 1000.0
 
 
 def database(megabytes: float) -> dict[str, Any]:
-    """Users, orders and products of seed 0, of about so many million characters of JSON."""
+    """Make users, orders and products with seed 0, about so many million characters of JSON."""
     rng = random.Random(0)
     tables: dict[str, Any] = {"users": {}, "orders": {}, "products": {}}
     for number in range(round(megabytes * 360)):
@@ -57,7 +57,7 @@ def item(rng: random.Random) -> dict[str, Any]:
 
 
 def play(tables: dict[str, Any], number: int) -> None:
-    """What the tools of one episode do."""
+    """Do the work of one episode's tools."""
     email = f"user_{number % len(tables['users'])}@example.com"
     user = [name for name, row in tables["users"].items() if row["email"] == email][-1]
     orders = [tables["orders"][order] for order in tables["users"][user]["orders"]]
@@ -72,7 +72,7 @@ def resident_mb() -> float:
 
 
 def once(how: str, episodes: int, megabytes: float) -> dict[str, float]:
-    """The growth of the process by so many open episodes, the seconds that each took, and the size of their final state."""
+    """Measure the growth of the process by open episodes, seconds per episode, and the size of their final state."""
     base = json.loads(json.dumps(database(megabytes)))
     gc.collect()
     before, start, held = resident_mb(), time.process_time(), []

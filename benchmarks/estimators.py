@@ -1,7 +1,7 @@
-"""All advantage estimators and policy losses on two environments, at equal sampled tokens, from the same start.
+"""Compare all advantage estimators and policy losses on two environments, at equal sampled tokens, from the same start.
 
     python benchmarks/estimators.py run [--seeds 0,1,2,3,4] [--envs key_value,function_calling] [--entries grpo,gae]
-    python benchmarks/estimators.py table                  the ranking of what is there, as Markdown
+    python benchmarks/estimators.py table                  the ranking of finished runs, as Markdown
 
 A tiny model starts from one warm start per environment and seed. `run` appends a line per run to
 benchmarks/learning/estimators.jsonl, and skips those that have one, so it continues after Ctrl-C. A seed covers warm start, tasks
@@ -96,14 +96,14 @@ TOKENS = {"key_value": 16_000, "function_calling": 4_000}
 
 
 def config_of(env: str) -> str:
-    """The config of all runs of an environment, as a file."""
+    """Write the config of all runs of an environment, and return its path."""
     path = work() / f"estimators-{env}.toml"
     path.write_text(COMMON_CONFIG.format(steps=STEPS[env]) + CONFIGS[env], encoding="utf-8")
     return str(path)
 
 
 def overrides(entry: str) -> list[str]:
-    """Config of an estimator or a loss."""
+    """Return the overrides of an estimator or a loss."""
     chosen = ("advantage", "loss") if entry in ADVANTAGES else ("loss", "advantage")
     names = {chosen[0]: entry, chosen[1]: "ppo_clip" if entry in ADVANTAGES else "grpo"}
     return [*(f"algorithm.{kind}={{name='{name}'}}" for kind, name in names.items()), *EXTRA.get(entry, [])]
@@ -114,7 +114,7 @@ def lines() -> list[dict[str, Any]]:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Every wanted run that has no line yet; the first seed of all entries before the second."""
+    """Train every selected run without a line; all entries of a seed before the next seed."""
     done = {(one["env"], one["entry"], one["seed"]) for one in lines()}
     for seed in map(int, args.seeds.split(",")):
         for env in args.envs.split(","):
@@ -138,7 +138,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def interval(values: Sequence[float]) -> str:
-    """Mean and 95 % percentile bootstrap over seeds (Efron, 1979); of one seed no interval."""
+    """Format mean and 95 % percentile bootstrap over seeds (Efron, 1979); no interval for one seed."""
     found: npt.NDArray[np.float64] = np.asarray(values)
     if len(found) < 2:
         return f"{found.mean():.3f}"
@@ -152,13 +152,13 @@ T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
 def paired(values: Sequence[float]) -> str:
-    """Mean and half of its 95 % t-interval; of one seed no interval."""
+    """Format mean and half of its 95 % t-interval; no interval for one seed."""
     half = T95[len(values)] * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
     return f"{np.mean(values):+.3f} ± {half:.3f}"
 
 
 def table(args: argparse.Namespace) -> None:
-    """Per environment a row per entry, the largest mean first; a seed has the same start and tasks in all of them."""
+    """Print a row per environment and entry, largest mean first; a seed has the same start and tasks in all of them."""
     for env, tokens in TOKENS.items():
         mine = [one for one in lines() if one["env"] == env]
         curves: dict[str, dict[int, list[list[float]]]] = {}

@@ -1,14 +1,13 @@
-"""The GPU paths on one card: a real model learns, a training step, attention, checkpoints and offload, weight routes, engines.
+"""Measure the GPU paths on one card: learning, a training step, attention, checkpoints, offload, weight routes, engines.
 
     python benchmarks/gpu.py [--only PART] [--model 0.6B|4B] [--real models/smollm2-135m] [--results]
-    python benchmarks/gpu.py --device cpu --quick      # a rehearsal in tiny shapes: what runs, not how fast
+    python benchmarks/gpu.py --device cpu --quick      # a rehearsal in tiny shapes, without meaningful speeds
     python benchmarks/gpu.py --page > docs/gpu.md      # the page, from the files of results
 
-Parts in the order of what is asked first; benchmarks/gpu_proof.sh runs them on a card without a network, and says what to carry
-there. Needs no network; `agentrl train` imports Ray. Each part takes less than 9 minutes. Speeds are given with a
-limit that was measured in the same run: one large product (`limit_tflops`, for MFU), a copy on the card, a plain write to the
-disk. `--results` writes the figures to benchmarks/results/gpu-CARD-DATE.json (parts that are there already from the same day
-are kept). One JSON object last.
+The most important parts are first; benchmarks/gpu_proof.sh runs them on a card without a network, and lists the files to carry
+there. Needs no network; `agentrl train` imports Ray. Each part takes less than 9 minutes. Speeds come with a limit measured in
+the same run: one large product (`limit_tflops`, for MFU), a copy on the card, a plain write to the disk. `--results` writes the
+figures to benchmarks/results/gpu-CARD-DATE.json (other parts of the same day are kept). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "cpu" in sys.argv else "8")
 
-# agentrl itself too: a machine with a card may have it as a checkout alone.
+# agentrl too: a GPU machine may have it only as a checkout.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
@@ -43,7 +42,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def run(part: str, args: argparse.Namespace, device: torch.device, folder: Path) -> dict[str, Any]:
-    """The figures of one part."""
+    """Measure one part."""
     if part == "limits":
         found = {"product_tflops": peak_flops(device, args.quick) / 1e12, "copy_gb_s": copy_gb_s(device, args.quick)}
         return {name: rounded(value) for name, value in found.items()}
@@ -98,7 +97,7 @@ def main() -> None:
             name = f"{part} {args.model}" if part == "step" else part
             found["parts"][name] = run(part, args, device, Path(scratch))
             print(f"{name}: {json.dumps(found['parts'][name])}", flush=True)
-            if args.results:  # after each part: one that fails, or that is cut off, takes no other with it
+            if args.results:  # after each part, so that a failed or interrupted one loses no other
                 print(f"written: {write(found)}", flush=True)
     print(json.dumps(found))
 

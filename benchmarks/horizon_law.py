@@ -1,4 +1,4 @@
-"""Success against the number of calls, and a law that predicts long tasks from the faults of short ones.
+"""Measure success by the number of calls, and predict long tasks from the faults of short ones.
 
     python benchmarks/horizon_law.py play CONFIG MODEL --calls 1,2,3,5,8 -n 100 --out evals/NAME
     python benchmarks/horizon_law.py predict evals/NAME --calls 12,20,32      writes benchmarks/learning/horizon/NAME.json
@@ -8,8 +8,8 @@
 CONFIG has one [env] with a parameter `calls`; its held-out tasks are played at temperature 0. Tasks of up to 8 calls are fitted.
 
 The law: a call with a context of c tokens fails by kind k at the rate r_k(c) = exp(a_k + b_k log(c / 1000)), as does the end of
-the episode. A task of n calls succeeds with probability exp(-sum of the rates of n calls and the end). a and b are the likeliest
-of a Poisson regression (McCullagh and Nelder, 1989, chapter 6), b with the prior N(0, 1). `constant` is the same with b = 0.
+the episode. A task of n calls succeeds with probability exp(-sum of the rates of n calls and the end). a and b maximize the
+likelihood of a Poisson regression (McCullagh and Nelder, 1989, chapter 6), b with the prior N(0, 1). `constant` has b = 0.
 Intervals: 95 %, bootstrap of the episodes for predictions, Wilson's (1927) for measured success.
 """
 
@@ -48,7 +48,7 @@ class Episode(NamedTuple):
 
     @property
     def good(self) -> int:
-        """Correct calls."""
+        """Return the number of correct calls."""
         return len(self.contexts) - 1
 
 
@@ -65,7 +65,7 @@ eval = {{ tasks = {tasks} }}
 
 
 def play(args: argparse.Namespace) -> int:
-    """One evaluation with an environment for each number of calls; episodes that are there are not played again."""
+    """Run one evaluation with an environment per number of calls; finished episodes are skipped."""
     env, most = load_config(args.config, [], find_config_file).envs[0], max(args.calls)
     text = f'base = "{args.config.resolve()}"\n[rollout]\nmax_turns = {most + 6}\nmax_episode_tokens = {600 + 80 * most}\n'
     text += f"[vllm]\nmax_model_len = {1024 + 128 * most}\n[eval]\ntemperature = 0.0\n"
@@ -80,17 +80,17 @@ def play(args: argparse.Namespace) -> int:
         return subprocess.run([sys.executable, "-m", "agentrl", *words, "~rollout.sampler", "~sft"]).returncode
 
 
-# -- what became of an episode ---------------------------------------------------------------------------
+# -- results of episodes ---------------------------------------------------------------------------------
 
 
 def episodes(folder: Path) -> list[Episode]:
-    """The scored episodes of an evaluation."""
+    """Read the scored episodes of an evaluation."""
     rows = [json.loads(line) for file in sorted(folder.rglob("trajectories.jsonl")) for line in file.read_text().splitlines()]
     return [episode(row) for row in rows if row["success"] is not None]
 
 
 def episode(row: Json) -> Episode:
-    """The correct calls of an episode, and its first fault if it failed."""
+    """Find the correct calls of an episode, and its first fault if it failed."""
     left = [(call["name"], call["arguments"]) for call in row["task"]["gold"]["calls"]]
     calls, contexts = len(left), []
     prompt = " ".join(message["content"] for message in row["messages"][:2])
@@ -111,7 +111,7 @@ def episode(row: Json) -> Episode:
 
 
 def _fault(turn: Json, left: list[tuple[str, Json]], prompt: str) -> str | None:
-    """The kind of a turn's fault; None if its calls are correct, which are taken off `left`."""
+    """Return the kind of a turn's fault, or None if its calls are correct; those are removed from `left`."""
     made = turn["message"]["tool_calls"]
     if not made:
         return "malformed" if "<tool_call>" in turn["message"]["content"] else "end"
@@ -137,7 +137,7 @@ def _fault(turn: Json, left: list[tuple[str, Json]], prompt: str) -> str | None:
 
 
 def fit(played: Sequence[Episode], growth: bool) -> dict[str, tuple[float, float]]:
-    """(a, b) of each kind that occurred; `growth`: whether b may differ from 0."""
+    """Fit (a, b) of each kind that occurred. `growth`: b may differ from 0."""
     calls = np.array([c for one in played for c in one.contexts[: one.good + (one.fault not in (None, "end"))]], float)
     ends = np.array([one.contexts[-1] for one in played if one.fault in (None, "end")], float)
     found = {}
@@ -164,7 +164,7 @@ def _poisson(exposed: Array, failed: Array, growth: bool) -> tuple[float, float]
 
 
 def contexts(played: Sequence[Episode]) -> Array:
-    """(constant, per call of the task, per call made): least squares for the tokens before call i of a task of n calls."""
+    """Fit (constant, per call of the task, per call made) by least squares to the tokens before call i of n calls."""
     rows = [(1.0, one.calls, i, c) for one in played for i, c in enumerate(one.contexts)]
     table = np.array(rows)
     found: Array = np.linalg.lstsq(table[:, :3], table[:, 3], rcond=None)[0]
@@ -172,7 +172,7 @@ def contexts(played: Sequence[Episode]) -> Array:
 
 
 def predicted(law: dict[str, tuple[float, float]], line: Array, calls: int) -> float:
-    """The probability of success at `calls` calls."""
+    """Return the probability of success at `calls` calls."""
     sizes = np.log(np.maximum(line[0] + line[1] * calls + line[2] * np.arange(calls + 1), 1) / 1000)
     total = 0.0
     for kind, (a, b) in law.items():
@@ -226,7 +226,7 @@ def _by_calls(played: Sequence[Episode]) -> Iterator[tuple[int, list[Episode]]]:
 
 
 def table(args: argparse.Namespace) -> int:
-    """A row for each number of calls; measured success and faults are added to the files of the predictions."""
+    """Print a row per number of calls, and add measured success and faults to the files of the predictions."""
     for folder in args.folders:
         file = HERE / "learning" / "horizon" / f"{folder.name}.json"
         result = json.loads(file.read_text())
