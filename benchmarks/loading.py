@@ -1,16 +1,16 @@
-"""Host memory of every rank while a model is loaded, exported, saved and resumed, on CPU with real processes over gloo.
+"""Measure each rank's host memory while a model is loaded, exported, saved and resumed, with real CPU processes over gloo.
 
     python benchmarks/loading.py [--ranks 2 --ranks 4] [--layers 12] [--out FILE]
 
-The model has random weights in bfloat16, as published ones have, and is trained in float32. What is counted is the anonymous
-memory of a rank's process (RssAnon of /proc/PID/status, read about every millisecond by the parent): pages of mapped files
-belong to the page cache, which all processes of a node share. Before anything is counted, each rank has loaded, exported and
-saved a tiny model, so that the constant of the process (imports, thread pools) is in `constant_mib`. A phase's peak is over
-that constant for `load`, and over what the rank held when the phase began for the others. `shard` is what a rank holds of the
-parameters, `layer` the largest part that FSDP gathers at once. Aim for every phase: 1.3 x shard + layer; a save in the
-background copies what it writes, so there the shard is that of model and optimizer. `curve` is the memory over the constant
-at some moments, as [phase, MiB]. `ways` are seconds, best of five, of reading the weights into memory that is there: each rank
-its own rows, or one rank all of them, which sends the others theirs. The last line is one JSON object.
+The model has random weights in bfloat16, like published ones, and is trained in float32. The measure is the anonymous memory of
+a rank's process (RssAnon of /proc/PID/status, read about every millisecond by the parent): pages of mapped files belong to the
+page cache, which all processes of a node share. Before the measurement, each rank loads, exports and saves a tiny model, so that
+the constant part of the process (imports, thread pools) is in `constant_mib`. The peak of `load` is above that constant, the
+peak of every other phase above the rank's memory at its start. `shard` is the rank's share of the parameters, `layer` the
+largest part that FSDP gathers at once. Aim for every phase: 1.3 x shard + layer; a background save copies its data, so its shard
+includes the optimizer. `curve` is the memory above the constant at some moments, as [phase, MiB]. `ways` are seconds, best of
+five, of reading the weights into allocated memory: each rank reads its rows, or one rank reads all and sends the others theirs.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TINY = InitModelConfig(layers=2, hidden=32, mlp=64, heads=4, kv_heads=2, head_di
 
 
 def build(folder: Path, layers: int) -> str:
-    """A Qwen3 model of 50 MiB (float32) a layer, tied embeddings of as much, in files of at most 128 MiB."""
+    """Build a Qwen3 model with 50 MiB (float32) per layer and for tied embeddings, in files of at most 128 MiB."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -78,13 +78,13 @@ def build(folder: Path, layers: int) -> str:
 
 
 def settle() -> None:
-    """Give freed memory back, so that it does not hide what the next phase takes."""
+    """Return freed memory to the kernel, so that it does not hide the use of the next phase."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def anonymous(pid: int | str = "self") -> int:
-    """Bytes of anonymous memory of a process."""
+    """Return the bytes of anonymous memory of a process."""
     text = Path(f"/proc/{pid}/status").read_bytes()
     return int(text.split(b"RssAnon:")[1].split()[0]) * 1024
 
@@ -96,7 +96,7 @@ def engine_of(path: str) -> FsdpEngine:
 
 
 def sizes(engine: FsdpEngine) -> dict[str, int]:
-    """Bytes of this rank's parameters, of the largest part that is gathered at once, and of all parameters."""
+    """Return the bytes of this rank's parameters, of the largest gathered part, and of all parameters."""
 
     def total(module: torch.nn.Module, local: bool) -> int:
         found = (p.to_local() if local and isinstance(p, DTensor) else p for p in module.parameters())
@@ -118,7 +118,7 @@ def timed(way: Callable[[str, FsdpEngine], None], path: str, engine: FsdpEngine)
 
 @torch.no_grad()
 def own_slices(path: str, engine: FsdpEngine) -> None:
-    """How ranks load: each reads its rows. Here into memory that it has already."""
+    """Read each rank's rows, as in loading, but into allocated memory."""
     with WeightFiles(path) as files:
         for name, parameter in engine.named_weights():
             local(parameter).copy_(files.read(name, region_of(parameter)))
@@ -126,7 +126,7 @@ def own_slices(path: str, engine: FsdpEngine) -> None:
 
 @torch.no_grad()
 def scattered(path: str, engine: FsdpEngine) -> None:
-    """The other way: rank 0 reads every tensor, and sends each rank its rows."""
+    """Read every tensor on rank 0, and send each rank its rows."""
     rank, world = dist.get_rank(), dist.get_world_size()
     with WeightFiles(path) as files:
         for name, parameter in engine.named_weights():
@@ -152,14 +152,14 @@ def written(save: BackgroundSave) -> None:
 
 
 def rank_body(path: str, tiny: str, out: Path, enter: Callable[[str], None]) -> dict[str, Any]:
-    """Everything that one rank does; `enter` tells the sampler which phase begins."""
+    """Run one rank; `enter` announces the next phase to the sampler."""
     save = BackgroundSave()
     work(tiny, out / "warm", save, lambda _: None)
     return work(path, out / "full", save, enter)
 
 
 def work(path: str, folder: Path, save: BackgroundSave, enter: Callable[[str], None]) -> dict[str, Any]:
-    """All phases, in the order of PHASES; sizes, and seconds by phase."""
+    """Run all phases in the order of PHASES; return sizes, and seconds by phase."""
     seconds: dict[str, float] = {}
 
     @contextmanager
@@ -191,14 +191,14 @@ def work(path: str, folder: Path, save: BackgroundSave, enter: Callable[[str], N
 
 
 def fill(engine: FsdpEngine) -> None:
-    """Adam's state, with numbers in it: zeros that were never written take no memory."""
+    """Fill Adam's state with numbers, since zeros that were never written take no memory."""
     for name, tensor in engine.state().items():
         if name.startswith("optimizer."):
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(1.0)
 
 
 def forked(world: int, body: Callable[[Callable[[str], None]], dict[str, Any]], out: Path) -> tuple[list[int], mmap.mmap]:
-    """Start the ranks; their process ids, and a shared byte a rank that says which phase it is in."""
+    """Start the ranks; return their process ids, and one shared byte per rank with its phase."""
     marks = mmap.mmap(-1, world)
     children = []
     for rank in range(world):
@@ -225,7 +225,7 @@ def forked(world: int, body: Callable[[Callable[[str], None]], dict[str, Any]], 
 
 
 def sampled(children: list[int], marks: mmap.mmap) -> Iterator[tuple[float, int, int, int]]:
-    """(seconds, rank, phase, bytes) about every millisecond until all ranks have ended."""
+    """Yield (seconds, rank, phase, bytes) about every millisecond until all ranks have ended."""
     began, running = time.perf_counter(), dict(enumerate(children))
     while running:
         for rank, child in list(running.items()):
@@ -242,7 +242,7 @@ def sampled(children: list[int], marks: mmap.mmap) -> Iterator[tuple[float, int,
 
 
 def measure(world: int, path: str, tiny: str, out: Path) -> dict[str, Any]:
-    """The highest figures of all ranks, and the curve of rank 0 (which writes exports)."""
+    """Return the highest figures of all ranks, and the curve of rank 0 (which writes exports)."""
     out.mkdir()
     children, marks = forked(world, lambda enter: rank_body(path, tiny, out, enter), out)
     peaks: dict[tuple[int, int], int] = {}
@@ -252,7 +252,7 @@ def measure(world: int, path: str, tiny: str, out: Path) -> dict[str, Any]:
             peaks[rank, phase] = max(held, peaks.get((rank, phase), 0))
             if rank == 0 and phase >= 1:
                 curve.append((moment, PHASES[phase], held))
-    except (FileNotFoundError, ProcessLookupError, IndexError):  # it ended between two looks
+    except (FileNotFoundError, ProcessLookupError, IndexError):  # the process ended between two samples
         for child in children:
             os.waitpid(child, 0)
     ranks = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(world)]
@@ -279,7 +279,7 @@ def measure(world: int, path: str, tiny: str, out: Path) -> dict[str, Any]:
 
 
 def thinned(curve: list[tuple[float, str, int]], constant: int, points: int = 60) -> list[tuple[str, int]]:
-    """The highest of each of so many equal spans of time."""
+    """Reduce a curve to the maximum in each of `points` equal time spans."""
     if not curve:
         return []
     first, last = curve[0][0], curve[-1][0]
@@ -292,7 +292,7 @@ def thinned(curve: list[tuple[float, str, int]], constant: int, points: int = 60
 
 
 def measure_export_run(path: str, tiny: str, saved: Path, out: Path) -> dict[str, Any]:
-    """The peak of `agentrl export`: one process, from the checkpoint that all ranks wrote."""
+    """Measure the peak of `agentrl export`, one process, from the checkpoint that all ranks wrote."""
     for name, state in ((tiny, saved / "warm" / "saved"), (path, saved / "full" / "saved")):
         run = out / f"run_{name == tiny}"
         checkpoints = Checkpoints(run / "checkpoints", keep=1)
@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the JSON object here too")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")  # FSDP2 imports it when it first shards: once here instead of once a rank
+    importlib.import_module("torch._dynamo")  # FSDP2 imports it for the first sharding: once here instead of once per rank
 
     found: dict[str, Any] = {"benchmark": "loading", "layers": args.layers, "runs": []}
     with tempfile.TemporaryDirectory() as scratch:

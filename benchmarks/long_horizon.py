@@ -1,25 +1,25 @@
-"""Long episodes: turns per second of the environments, per-turn credit against terminal reward, and a curriculum of horizons.
+"""Measure long episodes: environment speed, per-turn credit against terminal reward, and a curriculum of horizons.
 
     python benchmarks/long_horizon.py --only speed
-    python benchmarks/long_horizon.py --only credit [--seeds 0 1 2] [--quick]      # resumable: what is done is not done again
+    python benchmarks/long_horizon.py --only credit [--seeds 0 1 2] [--quick]      # resumable: finished runs are skipped
     python benchmarks/long_horizon.py --only curriculum [--seeds 0] [--quick]
     python benchmarks/long_horizon.py --only reach [--seeds 0 1 2] [--quick]       # configs/long_horizon.toml as it is
-    python benchmarks/long_horizon.py --only report                                # tables, CSV and PNG of what is there
+    python benchmarks/long_horizon.py --only report                                # tables, CSV and PNG of finished runs
 
 The runs of `credit` and `curriculum` start from one warm start, that of `configs/recipes/horizon/key_value.toml`: goals of 2
-to 12 calls, of which its teacher leaves nine in ten too early. A seed is of the tasks and of the sampling.
+to 12 calls, of which its teacher stops nine in ten too early. A seed covers the tasks and the sampling.
 
 Credit: three arms on key_value tasks of 8 and 10 calls. `terminal` has the success of the episode as its reward, compared by
-GRPO; `turns` has half of the reward at the turns that made the gold calls, and `turn_returns` gives each turn its own reward to
-go; `dense` has the same reward, summed over the episode, by GRPO, which tells what the reward does from what the credit does.
-Curves are over sampled tokens, and the table is at the tokens that every run of every arm has reached; a second table says how
-greedy held-out episodes end before and after.
+GRPO; `turns` has half of the reward at the turns that made the gold calls, and `turn_returns` gives each turn its reward to go;
+`dense` has the same reward, summed over the episode, by GRPO, which separates the effect of the reward from that of the credit.
+Curves are over sampled tokens, and the table is at the tokens that every run of every arm has reached; a second table has the
+ends of greedy held-out episodes before and after.
 
-Curriculum: that recipe's stages, from 2 calls to 12, at its constant rate and at one that falls to 0, against tasks of 10 and 12
-calls from the start; held-out success by horizon, from environments of weight 0.
+Curriculum: the recipe's stages, from 2 calls to 12, at its constant learning rate and at one that falls to 0, against tasks of 10
+and 12 calls from the start; held-out success by horizon, from environments of weight 0.
 
-Reach: `configs/long_horizon.toml` with nothing changed but the seed, its own warm start included: held-out success at 5, 10, 20
-and 24 calls over the updates, and the minutes of each run.
+Reach: `configs/long_horizon.toml`, including its warm start, with only the seed changed: held-out success at 5, 10, 20 and 24
+calls over the updates, and the minutes of each run.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ REQUESTS = {8: [2, 3], 50: [8, 14], 100: [16, 28], 200: [32, 56]}
 
 
 def speed(args: argparse.Namespace) -> None:
-    """Turns per second of processor time of the scripted gold policy, with the costs of a task that are paid once."""
+    """Measure the scripted gold policy's turns per second of processor time, and the one-time costs of a task."""
     rows = []
     wanted: list[tuple[str, dict[str, Any]]] = [("workspace", {"calls": n, "requests": r}) for n, r in REQUESTS.items()]
     wanted += [("service_desk", {"calls": n, "goals": [1, 4]}) for n in (10, 50, 100, 200)]
@@ -95,14 +95,14 @@ def play(env: ToolEnv, turns: Iterable[Message]) -> None:
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """(processor seconds, what it returned)."""
+    """Return (processor seconds, result) of a call."""
     began = time.process_time()
     found = work()
     return time.process_time() - began, found
 
 
 def credit(args: argparse.Namespace) -> None:
-    """The arms of every seed, one after the other."""
+    """Train the arms of every seed, one after the other."""
     size = ["steps=3", "eval.every=1", "eval.tasks=8", "rollout.groups=2"] if args.quick else CREDIT
     model = warm(args.quick)
     for seed in args.seeds:
@@ -112,7 +112,7 @@ def credit(args: argparse.Namespace) -> None:
 
 
 def curriculum(args: argparse.Namespace) -> None:
-    """The stages, and the longest tasks from the start, of every seed."""
+    """Train on the stages, and on the longest tasks from the start, with every seed."""
     spec = work() / "horizons.toml"
     spec.write_text(horizons())
     model = warm(args.quick)
@@ -124,7 +124,7 @@ def curriculum(args: argparse.Namespace) -> None:
 
 
 def reach(args: argparse.Namespace) -> None:
-    """The shipped config of every seed, one after the other."""
+    """Train the shipped config with every seed, one after the other."""
     few = ["steps=3", "sft.min_steps=30", "sft.max_steps=30", "eval.every=1", "eval.tasks=4"] if args.quick else []
     for seed in args.seeds:
         began = time.monotonic()
@@ -133,7 +133,7 @@ def reach(args: argparse.Namespace) -> None:
 
 
 def horizons() -> str:
-    """A run of key_value whose held-out success is known by horizon: one more environment for each, which is only evaluated."""
+    """Return a key_value config with one more environment per horizon, which is only evaluated."""
     shared = "set_share = 0.0, keys = 14, max_value = 4"
     entry = '[[env]]\nname = "{}"\nid = "key_value"\nreward = "key_value_exact"\nweight = {}\nparams = {{ calls = {}, {} }}\n'
     parts = [entry.format("train", 1.0, "[10, 12]", shared) + "eval = { tasks = 1, weight = 0.0 }\n"]
@@ -141,11 +141,11 @@ def horizons() -> str:
     return f'base = "{LADDER}"\nname = "horizons"\n' + "\n".join(parts)
 
 
-# -- what came of it -------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------------
 
 
 def report(args: argparse.Namespace) -> None:
-    """Tables, CSV and PNG of the runs that are done."""
+    """Write tables, CSV and PNG of the finished runs."""
     done = sorted(path.name for path in work().glob("runs/*") if finished(path))
     curves = {(name.split("-")[1], name.split("-")[2]): curve(name, ["success"]) for name in done if name.startswith("credit-")}
     if curves:
@@ -159,7 +159,7 @@ def report(args: argparse.Namespace) -> None:
 
 
 def report_climbs(runs: Sequence[tuple[str, str]]) -> None:
-    """Held-out success by horizon: every evaluation of every run, the last of each, and a picture of each arm's mean."""
+    """Report held-out success by horizon: all evaluations, the last one of each run, and a picture of each arm's mean."""
     keys = [f"env/calls{n}/success" for n in HORIZONS]
     curves = {(arm, seed): curve(f"horizon-{arm}-{seed}", keys) for arm, seed in runs}
     head = ["arm", "seed", "update", "tokens", *(f"{n} calls" for n in HORIZONS)]
@@ -178,7 +178,7 @@ def report_climbs(runs: Sequence[tuple[str, str]]) -> None:
 
 
 def report_reach(seeds: Sequence[str]) -> None:
-    """Held-out success by horizon of every evaluation, of the first and the last, and a picture of all seeds."""
+    """Report held-out success by horizon: all evaluations, the first and the last, and a picture of all seeds."""
     keys = [f"env/calls{n}/success" for n in REACHED]
     curves = {seed: curve(f"reach-{seed}", keys) for seed in seeds}
     head = ["seed", "update", "tokens", *(f"{n} calls" for n in REACHED)]
@@ -193,12 +193,12 @@ def report_reach(seeds: Sequence[str]) -> None:
 
 
 def minutes(name: str) -> str:
-    """How long a run took, its warm start included."""
+    """Format a run's duration with its warm start."""
     return f"{json.loads((work() / 'runs' / name / 'summary.json').read_text())['seconds'] / 60:.1f}"
 
 
 def report_credit(curves: dict[tuple[str, str], list[list[float]]]) -> None:
-    """Success of each arm and seed at the tokens that all have sampled."""
+    """Report the success of each arm and seed at the tokens that all have sampled."""
     budget = min(points[-1][1] for points in curves.values())
     flat = [[*key, *row] for key, points in sorted(curves.items()) for row in points]
     save("credit.csv", ["arm", "seed", "update", "tokens", "success"], flat)
@@ -223,7 +223,7 @@ def report_credit(curves: dict[tuple[str, str], list[list[float]]]) -> None:
 
 
 def cells(values: Sequence[float | None]) -> list[str]:
-    """The values and their mean, as a table has them."""
+    """Format the values and their mean as table cells."""
     known = [value for value in values if value is not None]
     return ["-" if value is None else f"{value:.3f}" for value in (*values, statistics.mean(known) if known else None)]
 
@@ -232,7 +232,7 @@ KINDS = ("solved", "stopped early", "a wrong call", "went on, or a wrong answer"
 
 
 def ends(name: str, phase: str) -> Counter[str]:
-    """How the evaluated episodes of a phase ("before", "after") ended, against the gold calls in their order."""
+    """Count the ends of evaluated episodes of a phase ("before", "after") relative to the ordered gold calls."""
     found: Counter[str] = Counter()
     for path in (work() / "runs" / name / "trajectories").glob(f"{phase}_*.jsonl"):
         for episode in map(json.loads, path.read_text().splitlines()):

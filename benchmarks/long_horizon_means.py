@@ -1,16 +1,16 @@
-"""What helps a policy to longer episodes, each means by itself, at equal sampled tokens.
+"""Compare single measures for longer episodes at equal sampled tokens.
 
-    python benchmarks/long_horizon_means.py [--seeds 0 1 2] [--arms base start ...]     # what is done is not done again
-    python benchmarks/long_horizon_means.py --report                                    # table, CSV and PNG of what is there
+    python benchmarks/long_horizon_means.py [--seeds 0 1 2] [--arms base start ...]     # finished runs are skipped
+    python benchmarks/long_horizon_means.py --report                                    # table, CSV and PNG of finished runs
     python benchmarks/long_horizon_means.py --quick --arms base start                   # a few updates, to try the script
 
-Every run starts from one warm start, that of `configs/recipes/horizon/key_value.toml`, whose policy makes right calls in goals of
-up to 12 calls and stops too early. Its tasks have 2 to 12 calls, its reward is the success of the episode; an arm of
-`long_horizon/means.toml` changes what is written there. A seed is of the tasks and of the sampling.
+Every run starts from the same warm start, that of `configs/recipes/horizon/key_value.toml`, whose policy makes right calls in
+goals of up to 12 calls but stops too early. Tasks have 2 to 12 calls, the reward is the success of the episode; an arm has its
+overrides in `long_horizon/means.toml`. A seed covers the tasks and the sampling.
 
-Greedy held-out success is known on tasks of 10 to 12 calls and on those of 2 to 12, every few updates, over the tokens that were
-sampled until then, thrown-away groups included. The table has it after 90,000 of them, and its mean until then; of a run that
-ended before, as it was at its end.
+Greedy held-out success is measured on tasks of 10 to 12 calls and of 2 to 12 calls, every few updates, over the sampled tokens,
+including discarded groups. The table has it after 90,000 tokens, and its mean until then; for a run that ended earlier, the
+values at its end.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ GROUPS = ("curriculum", "credit", "keeping", "entropy", "together")
 
 
 def arms() -> dict[str, dict[str, Any]]:
-    """By name, as `means.toml` has them."""
+    """Read the arms of `means.toml` by name."""
     return tomllib.loads((HERE / "long_horizon" / "means.toml").read_text())
 
 
 def spec(quick: bool) -> str:
-    """The config of all arms, as a file: one environment for the updates, and one for each held-out success that is watched."""
+    """Write the config of all arms: one environment for updates, and one per measured held-out success."""
     few = 4 if quick else 48
     parts = [ENV.format("train", 1.0, "[2, 12]", SHARED, 1, 0.0), ENV.format("long", 0.0, "[10, 12]", SHARED, few, 1.0)]
     parts.append(ENV.format("all", 0.0, "[2, 12]", SHARED, few, 0.0))
@@ -62,7 +62,7 @@ def spec(quick: bool) -> str:
 
 
 def train(args: argparse.Namespace) -> None:
-    """The wanted arms of every seed, one after the other."""
+    """Train the selected arms of every seed, one after the other."""
     known, model, config = arms(), warm(args.quick), spec(args.quick)
     for seed in args.seeds:
         for arm in args.arms or known:
@@ -75,7 +75,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def report() -> None:
-    """A row for each arm whose runs are done; every evaluation in a CSV; a picture of each group's means beside the base."""
+    """Write a row per finished arm, a CSV of all evaluations, and a picture of each group's means with the base."""
     known = arms()
     done = [path.name.split("-")[1:] for path in sorted(work().glob("runs/means-*")) if finished(path)]
     keys = [f"env/{name}/success" for name in WATCHED]
@@ -102,7 +102,7 @@ def report() -> None:
 
 
 def line(arm: str, runs: Sequence[list[list[float]] | None], budget: float) -> list[str]:
-    """Success of each seed on the longest tasks, its mean, its mean until then, and the mean on all lengths."""
+    """Return each seed's success on the longest tasks, their mean, the mean until then, and the mean on all lengths."""
     there = [rows for rows in runs if rows is not None]
     ends = ["-" if rows is None else f"{at(rows, budget):.2f}" for rows in runs]
     every = [[[*row[:2], row[3]] for row in rows] for rows in there]
@@ -113,7 +113,7 @@ def line(arm: str, runs: Sequence[list[list[float]] | None], budget: float) -> l
 
 
 def mean(runs: Sequence[list[list[float]]]) -> list[tuple[float, float]]:
-    """(tokens, success on the longest tasks) at each evaluation, over the seeds."""
+    """Return (tokens, success on the longest tasks) at each evaluation, averaged over the seeds."""
     return [tuple(statistics.mean(row[k] for row in rows) for k in (1, 2)) for rows in zip(*runs, strict=True)]  # type: ignore[misc]
 
 

@@ -1,10 +1,10 @@
-"""How long the event loop stands still in hostile episodes: for each case, milliseconds of its longest silence.
+"""Measure how long hostile episodes block the event loop: for each case, the longest time in milliseconds.
 
     python benchmarks/loop_silence.py [--only output] [--rounds 3]
 
-Each case is one episode with a scripted engine (or a few calls), beside which a task notes how long the loop did not come round.
-Time in which the loop's thread had no processor is subtracted; of several rounds the least counts, since other programs only add.
-Aim: under 50 ms.
+Each case is one episode with a scripted engine (or a few calls), while a concurrent task measures the gaps between loop
+iterations. Time in which the loop's thread had no processor is subtracted; the minimum of several rounds counts, since other
+programs only add. Aim: under 50 ms.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ANSWER = Message("assistant", "1")
 
 
 class Hostile(ToolEnv):
-    """Answers with what it was made with."""
+    """Environment that returns its constructor's value."""
 
     id = "bench/Hostile-v0"
     summary = "large and slow things"
@@ -79,7 +79,7 @@ class Hostile(ToolEnv):
 
 
 def total(n: int) -> int:
-    return sum(range(n))  # in one call of C, which keeps the interpreter's lock
+    return sum(range(n))  # in one C call, which holds the GIL
 
 
 async def play(env: ToolEnv, turns: list[Message], spec: dict[str, Any] = PLAIN) -> Trajectory:

@@ -1,11 +1,11 @@
-"""Scoring by matching calls: trajectories of 20 calls a second on one core, and the assignment of 200 calls.
+"""Measure scoring by matching calls: trajectories of 20 calls per second on one core, and the assignment of 200 calls.
 
     python benchmarks/matching.py [--seconds 2.0] [--against REVISION]
 
 The call-matching profiles of the shelf score the episodes of benchmarks/reward_speed.py (half of them correct, in the others
 calls are reordered, wrong or missing); `assignment_ms` is one episode of 200 calls of one function with 3 to 8 arguments, scored
-with partial credit. With --against the same is measured on that revision of the repository, in turns with this one in one run,
-and the ratios are printed: figures of two runs cannot be compared on a machine that others use. The last line is one JSON object.
+with partial credit. With --against, that revision of the repository is measured too, alternating with this one, and the ratios
+are printed, since figures of two runs are not comparable on a shared machine. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDS = 5
 
 
 def once(seconds: float) -> dict[str, float]:
-    """Trajectories a second of processor time of each profile (the best of short rounds), and milliseconds of an assignment."""
+    """Measure each profile's trajectories per processor second (best of short rounds), and an assignment's milliseconds."""
     from reward_speed import SHELF, assignment_seconds, episodes  # type: ignore[import-not-found]
 
     from agentrl.reward import Context, compile_spec
@@ -46,7 +46,7 @@ def once(seconds: float) -> dict[str, float]:
 
 
 def measured(root: Path, seconds: float) -> dict[str, float]:
-    """`once` in a process of its own, on the code in `root`."""
+    """Run `once` in a separate process on the code in `root`."""
     here = str(Path(__file__).resolve())
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "benchmarks")]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, here, "--once", str(seconds)], cwd=root, env=env, capture_output=True, text=True)

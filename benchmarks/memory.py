@@ -1,8 +1,8 @@
-"""The table of docs/hyperparameters.md: GiB on each card in the actor's turn, by model size and cards, as `--dry-run` counts it.
+"""Print the memory table of docs/hyperparameters.md: GiB per card for the actor, by model size and cards, as in `--dry-run`.
 
     python benchmarks/memory.py [--tokens 16384]
 
-Nothing is downloaded or computed: the architectures are written down here, and counted on torch's meta device.
+Nothing is downloaded or computed: the architectures are listed here, and counted on torch's meta device.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Scores of multi-turn episodes per second on one core: rounds replayed on twins (rewards/bfcl_multi_turn.json).
+"""Measure scores of multi-turn episodes per second on one core, by replay (rewards/bfcl_multi_turn.json).
 
     python benchmarks/multi_turn_speed.py [--before REF] [--seconds 3] [--tasks 100] [--group 8]
 
-The episodes are of a small file system made by hand, with 5.5 calls and four rounds each as BFCL's multi-turn tasks have; half
-of them are wrong at the end. Measured are groups (so many episodes of a task share its gold) and single episodes, whose gold is
-replayed for each. `--before REF`: the same with the code of another commit, in the same run. The peer is BFCL's own multi-turn
-checker on the gold of its own tasks, if the package is installed or AGENTRL_BFCL_SOURCE names the folder that has it. Processor
-time, best of three, in turns. The last line is one JSON object.
+The episodes use a small handmade file system, with 5.5 calls and four rounds each, as in BFCL's multi-turn tasks; half of them
+are wrong at the end. Measures groups (whose episodes share the gold of a task) and single episodes, for each of which the gold is
+replayed. `--before REF`: also the code of another commit, in the same run. The peer is BFCL's multi-turn checker on the gold of
+BFCL's tasks, if the package is installed or AGENTRL_BFCL_SOURCE names its folder. Processor time, best of three, alternating.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ CATEGORY = "multi_turn_base"
 
 
 def rate(work: Callable[[], int], seconds: float) -> float:
-    """Of `work`, which says how many scores it made: scores per second of processor time, best of three."""
+    """Return scores per processor second, best of three; `work` returns its number of scores."""
     best = 0.0
     gc.collect()
-    gc.freeze()  # what is measured with is not searched for garbage each time
+    gc.freeze()  # exclude the test data from garbage collection
     for _ in range(3):
         count, start = 0, time.process_time()
         while time.process_time() - start < seconds / 3:
@@ -45,7 +45,7 @@ def rate(work: Callable[[], int], seconds: float) -> float:
 
 
 def ours(tasks: int, group: int, seconds: float) -> dict[str, float]:
-    """Scores per second of groups and of single episodes, by the code that is imported; raises if a score is wrong."""
+    """Measure scores per second of groups and single episodes with the imported code. Raises for a wrong score."""
     from agentrl.data.trajectory import Trajectory
     from agentrl.reward import Context, compile_spec
 
@@ -53,14 +53,14 @@ def ours(tasks: int, group: int, seconds: float) -> dict[str, float]:
     from filing import Filing, make_task, play
 
     def read_again(record: Trajectory) -> Trajectory:
-        # As if read from a file: equal values must not be the same objects, or comparing them would be too cheap.
+        # As if read from a file: equal values must be different objects, or comparing them would be too cheap.
         return Trajectory.from_json(json.loads(json.dumps(record.to_json())))
 
     spec = json.loads((ROOT / "rewards" / "bfcl_multi_turn.json").read_text())
     members = [[read_again(play(make_task(seed), m % 2 == 1)) for m in range(group)] for seed in range(tasks)]
 
     def score(groups: list[list[Trajectory]]) -> int:
-        # A new context each time: nothing is kept from the round before.
+        # A new context each time, so that no round uses a cache of the previous one.
         scorer = compile_spec(spec, context=Context(replay_env=lambda task: Filing(scorer=None)))
         values = [scorer.score(member).value for some in groups for member in some]
         assert values == [1.0 - m % 2 for some in groups for m in range(len(some))], values
@@ -76,7 +76,7 @@ def ours(tasks: int, group: int, seconds: float) -> dict[str, float]:
 
 
 def before(ref: str, arguments: list[str]) -> dict[str, Any]:
-    """`ours` with the code of a commit, in a process of its own."""
+    """Run `ours` with the code of a commit in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         tar = subprocess.run(["git", "-C", str(ROOT), "archive", ref, "agentrl"], check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", folder], input=tar, check=True)
@@ -88,12 +88,12 @@ def before(ref: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def peer(tasks: int, seconds: float) -> float | str:
-    """BFCL's own checker on the gold of its own tasks: scores per second, or why there are none."""
+    """Measure BFCL's checker on the gold of its tasks: scores per second, or the reason why there are none."""
     if source := os.environ.get("AGENTRL_BFCL_SOURCE"):
         sys.path.insert(0, source)
     if importlib.util.find_spec("bfcl_eval") is None:
         return "bfcl_eval is not installed here and AGENTRL_BFCL_SOURCE names no folder that has it"
-    # Its only heavy import, which the checker does not need.
+    # The package's only heavy import, which the checker does not need.
     stub: Any = types.ModuleType("bfcl_eval.constants.model_config")
     stub.MODEL_CONFIG_MAPPING = {}
     sys.modules["bfcl_eval.constants.model_config"] = stub
@@ -116,7 +116,7 @@ def peer(tasks: int, seconds: float) -> float | str:
 
     def check() -> int:
         for entry, gold, answer in zip(entries, golds, made, strict=True):
-            # Its instances stay in the module; a second check would go on with the state of the first.
+            # The module keeps its instances; a second check would continue with the state of the first.
             for name in [name for name in state if name.endswith("_instance")]:
                 del state[name]
             verdict = multi_turn_checker.multi_turn_checker(answer, gold, entry, CATEGORY, "peer")

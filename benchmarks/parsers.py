@@ -1,10 +1,10 @@
-"""Every tool-call syntax over texts that are made to cost its parser much, up to 10 MB: seconds, growth and memory.
+"""Measure each tool-call parser on expensive texts of up to 10 MB: seconds, growth and memory.
 
     python benchmarks/parsers.py [--megabytes 10] [--only hermes] [--shapes 400] > docs/parsers.json
 
-All shapes of `parts/call_shapes.py` are read at 64 KB; the three that take longest per syntax, and the three that take most
-memory, at 1 MB and at the full size, each in a process of its own. "memory_mb" is the most that one took beyond its text.
-"linear" is a growth of time, from 1 MB to the full size, of at most twice that of the text. One JSON line per syntax.
+All shapes of `parts/call_shapes.py` are parsed at 64 KB; the three slowest per syntax, and the three with the most memory, also
+at 1 MB and at the full size, each in a separate process. "memory_mb" is the maximum in addition to the text. "linear": from
+1 MB to the full size, time grows at most twice as much as the text. One JSON line per syntax.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def seconds(parser: Any, text: str) -> float:
 
 
 def traced(parser: Any, text: str) -> int:
-    """Bytes that Python takes at most."""
+    """Return the peak of Python's memory in bytes."""
     tracemalloc.start()
     try:
         parser(text)
@@ -48,12 +48,12 @@ def traced(parser: Any, text: str) -> int:
 
 
 def apart(parser: Any, shape: Shape, size: int) -> tuple[float, float]:
-    """Seconds, and the most MB beyond those that the text takes, in a process of its own."""
+    """Measure seconds, and peak MB in addition to the text, in a separate process."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         text = shape.text(size)
         before = status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         spent = seconds(parser, text)
         os.write(writer, json.dumps([spent, (status("VmHWM") - before) / 1024]).encode())
         os._exit(0)
@@ -65,7 +65,7 @@ def apart(parser: Any, shape: Shape, size: int) -> tuple[float, float]:
 
 
 def status(field: str) -> int:
-    """KiB, of this process."""
+    """Return a memory field of this process in KiB."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(field)))
 

@@ -1,13 +1,13 @@
-"""Bytes per second of every weight route against a plain copy of the same bytes on the same machine.
+"""Compare the bytes per second of every weight route with a plain copy of the same bytes on the same machine.
 
     python benchmarks/publish.py [--mib 1024] [--bucket-mib 64] [--repeats 5] [--route shared]
 
-A sender and a receiver, each with its own copy of the weights. Measured is the time from the first bucket until
-the last tensor is in the receiver's own parameters. Except for `memory`, the receiver is another process. The route
-`memory` copies every byte once, `shared` and `disk` twice or more, into a bucket and out of it, so on one core these
-cannot be faster than 0.5 of a copy; the two sides work at the same time, so on two cores they can. Copies and publishes
-alternate; the best of all repeats counts. `cpu` are the seconds of processor time of both ends over those of the copy: how
-many copies a byte costs, which other work on the machine moves little. The last line is one JSON object.
+Sender and receiver each have a copy of the weights. Measures the time from the first bucket until the last tensor is in
+the receiver's parameters. Except for `memory`, the receiver is another process. The route `memory` copies every byte
+once, `shared` and `disk` twice or more, into a bucket and out of it, so on one core these cannot be faster than 0.5 of a
+copy; both sides work concurrently, so on two cores they can. Copies and publishes alternate; the best of all repeats
+counts. `cpu` is the processor time of both sides / that of the copy, the copies that a byte costs, on which other load has
+little effect. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from agentrl.engines.weights.base import ROUTES, Bucket, Offer, Receiver, Sender
 
 TENSOR_MIB = 8
 Times = tuple[float, float]
-"""Seconds by the clock, and of processor time."""
+"""Wall-clock seconds and processor seconds."""
 
 
 def weights(mib: int, seed: float) -> dict[str, Tensor]:
-    """`mib` MiB of float32, in tensors of 8 MiB."""
+    """Make `mib` MiB of float32 in tensors of 8 MiB."""
     count = TENSOR_MIB << 18
     return {f"layer{i}": torch.full((count,), seed + i) for i in range(mib // TENSOR_MIB)}
 
@@ -47,8 +47,8 @@ def load(receiver: Receiver, bucket: Bucket, own: dict[str, Tensor]) -> None:
 
 
 def engine(pipe: Connection, mib: int) -> None:
-    """The receiving process: says that it is ready, attaches to an Offer, loads and acknowledges each bucket, answers "sum" and
-    "cpu", ends at None."""
+    """Run the receiving process: report readiness, attach to an Offer, load and acknowledge each bucket, answer "sum" and "cpu",
+    end at None."""
     torch.set_num_threads(1)
     own = weights(mib, 0.0)
     receiver: Receiver | None = None
@@ -68,7 +68,7 @@ def engine(pipe: Connection, mib: int) -> None:
 
 
 def publish(sender: Sender, pipe: Connection, held: dict[str, Tensor]) -> Times:
-    """One publish; each bucket is filled while the other side loads the previous one."""
+    """Publish once; each bucket is filled while the receiver loads the previous one."""
     begun, before = time.process_time(), asked(pipe)
     start = time.perf_counter()
     buckets = sender.buckets(iter(held.items()))
@@ -82,13 +82,13 @@ def publish(sender: Sender, pipe: Connection, held: dict[str, Tensor]) -> Times:
 
 
 def asked(pipe: Connection) -> float:
-    """The other process's seconds of processor time."""
+    """Return the processor seconds of the other process."""
     pipe.send("cpu")
     return float(pipe.recv())
 
 
 def publish_here(sender: Sender, receiver: Receiver, held: dict[str, Tensor], own: dict[str, Tensor]) -> Times:
-    """The same in one process, one thread."""
+    """Publish once in one process and thread."""
     start, begun = time.perf_counter(), time.process_time()
     for bucket in sender.buckets(iter(held.items())):
         assert bucket is not None
@@ -97,7 +97,7 @@ def publish_here(sender: Sender, receiver: Receiver, held: dict[str, Tensor], ow
 
 
 def copies(held: dict[str, Tensor], own: dict[str, Tensor]) -> Times:
-    """The plain copy."""
+    """Copy the weights plainly."""
     start, begun = time.perf_counter(), time.process_time()
     for name, tensor in held.items():
         own[name].copy_(tensor)
@@ -105,8 +105,8 @@ def copies(held: dict[str, Tensor], own: dict[str, Tensor]) -> Times:
 
 
 def measure(route: str, args: argparse.Namespace) -> dict[str, float]:
-    """Copies and publishes, measured alternately; what was received is checked. `copy_s` and `publish_s` are the best of each,
-    `cpu` is how many times the processor time of a copy a publish takes."""
+    """Measure copies and publishes alternately, and check the received weights. `copy_s` and `publish_s`: best of each; `cpu`:
+    processor time of a publish / that of a copy."""
     held, own = weights(args.mib, 1.0), weights(args.mib, 0.0)
     cfg = WeightsConfig(bucket_mib=args.bucket_mib, folder=tempfile.gettempdir())
     sender = make_sender(route, cfg, TENSOR_MIB << 20, 1, "127.0.0.1")
@@ -137,7 +137,7 @@ def other_process(mib: int) -> Iterator[Connection]:
     here, there = context.Pipe()
     process = context.Process(target=engine, args=(there, mib), daemon=True)
     process.start()
-    there.close()  # so that the end of the process is seen here
+    there.close()  # so that this side notices the end of the process
     assert here.recv() == "ready"
     yield here
     here.send(None)

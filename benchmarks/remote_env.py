@@ -1,11 +1,11 @@
-"""Turns per second of an environment over HTTP against the same in process, and what a thousand waiting episodes cost.
+"""Compare turns per second of an environment over HTTP and in process, and measure a thousand waiting episodes.
 
     python benchmarks/remote_env.py [--quick]
 
-A scripted agent plays the gold turns of key_value episodes, in this process and on a server in another one on this machine
-(`agentrl env serve key_value --http`), in the same run. `client_us_per_turn` is processor time of this process per turn, the
-thread of its connections included. Then 1,000 episodes wait at once on a tool that sleeps: `threads` are those that this adds
-here and on the server, `wait_over_sleep` is how long all of them took over the time slept.
+A scripted agent plays the gold turns of key_value episodes, in this process and on a server in another process on this machine
+(`agentrl env serve key_value --http`), in the same run. `client_us_per_turn` is processor time of this process per turn, with
+its connection thread. Then 1,000 concurrent episodes wait for a sleeping tool: `threads` are the additional threads here and on
+the server, `wait_over_sleep` is the time for all episodes / the time slept.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Sleeper(ToolEnv):
 
 @contextmanager
 def server(env_id: str, *words: str) -> Iterator[tuple[EnvAddress, psutil.Process]]:
-    """`agentrl env serve ID --http` on a free port."""
+    """Run `agentrl env serve ID --http` on a free port."""
     command = [sys.executable, "-m", "agentrl.cli.main", "env", "serve", env_id, *words, "--http", "0", "--token-env", VARIABLE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -82,7 +82,7 @@ async def play(env: ToolEnv, seed: int, episodes: int, turns: list[list[Message]
 
 
 async def rates(ref: EnvRef, count: int, episodes: int, turns: list[list[Message]]) -> tuple[float, float]:
-    """Turns per second, and microseconds of this process's time a turn, with `count` episodes at once."""
+    """Measure turns per second, and microseconds of this process per turn, with `count` concurrent episodes."""
     envs = [ref.build() for _ in range(count)]
     began, spent = time.perf_counter(), time.process_time()
     done = sum(await asyncio.gather(*(play(env, 1000 * place, episodes, turns) for place, env in enumerate(envs))))
@@ -90,7 +90,7 @@ async def rates(ref: EnvRef, count: int, episodes: int, turns: list[list[Message
 
 
 async def waiting(ref: EnvRef, count: int, seconds: float, process: psutil.Process) -> dict[str, float]:
-    """`count` episodes that all wait on a tool for so long."""
+    """Measure `count` concurrent episodes that wait for a tool of `seconds`."""
     envs = [ref.build() for _ in range(count)]
     await asyncio.gather(*(env.areset(seed=seed) for seed, env in enumerate(envs)))
     before = threading.active_count(), process.num_threads()

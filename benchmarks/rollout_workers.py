@@ -1,13 +1,13 @@
-"""Rollouts at scale: what the driver spends when others play, 10,000 episodes that wait, and turns per second by workers.
+"""Measure rollouts at scale: driver cost with rollout workers, 10,000 waiting episodes, turns per second by workers.
 
     python benchmarks/rollout_workers.py [--only driver|waiting|watchdog] [--quick]
 
-`driver`: the collector alone, with a player whose episodes come back at once, as from so many simulated workers (64 episodes
-each, 3 turns, groups of 8; two groups an update for each 8 episodes at once): microseconds of processor time per turn, seconds
-per 1,000 episodes. `workers`: real ones (0: in the driver), 64 episodes at once each, a tool that answers at once, and one that
+`driver`: the collector alone, with a player that returns episodes at once, as from simulated workers (64 episodes each, 3 turns,
+groups of 8; two groups per update for each 8 concurrent episodes): microseconds of processor time per turn, seconds per 1,000
+episodes. `workers`: real workers (0: in the driver) with 64 concurrent episodes each, a tool that answers at once, and one that
 computes for about a millisecond: turns per second of wall-clock time, the driver's processor time per turn and its share of the
-wall-clock time. `waiting`: episodes played here, all of them in a tool that takes long: kilobytes per episode, the loop's
-longest silence and its processor time per second while they wait. `watchdog`: its processor time per second beside an idle loop.
+wall-clock time. `waiting`: episodes in this process, all in a slow tool: kilobytes per episode, the longest blocking of the event
+loop and its processor time per second. `watchdog`: processor time of the watchdog per second of an idle loop.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ CALL = Message("assistant", tool_calls=(ToolCall("wait", {}),))
 
 
 class Simulated(Player):
-    """Plays nothing: the episodes of one group come back in each turn of the loop, as if workers had sent them."""
+    """Player that returns the episodes of one group in each loop iteration, as if workers had sent them."""
 
     def __init__(self) -> None:
         self._asked: deque[asyncio.Future[None]] = deque()
 
     def begin(self, version: int) -> None:
-        """From here on, episodes are sampled by these weights."""
+        """Set the weight version of the following episodes."""
         ledger = TokenLedger()
         for turn in range(TURNS):
             ledger.append_context(range(200), turn)
@@ -78,7 +78,7 @@ class Simulated(Player):
 
 
 async def driven(workers: int, updates: int) -> float:
-    """Processor seconds of the driver per turn."""
+    """Measure processor seconds of the driver per turn."""
     groups = 2 * workers * AT_ONCE // GROUP
     config = RolloutConfig(groups=groups, group_size=GROUP, max_episodes=workers * AT_ONCE, max_turns=TURNS)
     part: Any = RunEnv("key_value", EnvRef("key_value"), Policy(None, None), scorer(), Limits.of(config, CONTEXT))  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def driver(quick: bool) -> dict[str, Any]:
 
 
 class Slow(ToolEnv):
-    """One tool, which waits until it is told to go on."""
+    """Environment with one tool, which waits until its gate opens."""
 
     id = "bench/Slow-v0"
     summary = "waits"
@@ -130,7 +130,7 @@ class Slow(ToolEnv):
 
 
 class Ref(EnvRef):
-    """Stands in for an EnvRef, because `Slow` is not on a shelf."""
+    """Substitute for an EnvRef, because `Slow` is not registered."""
 
     def build(self, **extra: Any) -> ToolEnv:
         return Slow(**extra)
@@ -185,7 +185,7 @@ async def played(workers: int, steps: int, episodes: int, rounds: int) -> dict[s
     wall, cpu = float("inf"), float("inf")
     try:
         for seed in range(rounds + 1):
-            # A new one each time: the workers' engines have one version of weights.
+            # A new one each time, since the workers' engines have one version of weights.
             collector = collector_of(player, part, config, seed)
             began, before = time.perf_counter(), time.process_time()
             groups = await collector.collect()

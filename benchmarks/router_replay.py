@@ -1,11 +1,11 @@
-"""How far the trainer's logprobs of a mixture of experts are from the engine's, step by step, with and without router replay.
+"""Measure the logprob mismatch of trainer and engine for a mixture of experts, per step, with and without router replay.
 
     python benchmarks/router_replay.py                       # the embedded engine, and vLLM if it is installed
     python benchmarks/router_replay.py --engine embedded --steps 8
 
-A tiny random Qwen3-MoE (4 layers, 2 of 16 experts) samples two-turn ledgers in bfloat16, the trainer computes in float32: routers
-see other digits and send some tokens elsewhere. Before each update the same batch is compared twice: the metrics `mismatch_kl`
-and `mismatch_max` as a run logs them, with the engine's experts replayed and without. Prints one JSON object a line.
+A tiny random Qwen3-MoE (4 layers, 2 of 16 experts) samples two-turn ledgers in bfloat16, the trainer computes in float32, so its
+routers choose other experts for some tokens. Before each update the same batch is compared with and without replay of the
+engine's experts, by the metrics `mismatch_kl` and `mismatch_max` of a run. Prints one JSON object per line.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ VOCAB, EXPERTS, CHOSEN, LAYERS = 400, 16, 2, 4
 
 
 def build(folder: Path) -> str:
-    """A random model whose distributions are far from uniform."""
+    """Build a random model whose distributions are far from uniform."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "qwen3_moe",
@@ -70,7 +70,7 @@ def build(folder: Path) -> str:
 
 
 async def episode(engine: Engine, number: int, tokens: int) -> Trajectory:
-    """Two turns over a prompt of 40 tokens and an answer of 20 to the first."""
+    """Sample two turns, with a prompt of 40 tokens and a tool result of 20 after the first turn."""
     rng, ledger = np.random.default_rng([number // 4, number]), TokenLedger()
     for turn, length in enumerate((40, 20)):
         source = np.random.default_rng(number // 4) if turn == 0 else rng
@@ -86,13 +86,13 @@ async def episode(engine: Engine, number: int, tokens: int) -> Trajectory:
 
 
 def compared(actors: WorkerGroup[Actor], batch: TensorDict) -> dict[str, float]:
-    """`mismatch_kl` and `mismatch_max` of the trainer's pass over the batch, as a run has them."""
+    """Return `mismatch_kl` and `mismatch_max` of the trainer's pass over the batch, as in a run."""
     new = actors.run(Actor.compute_logprob, batch)["logprobs"].values()
     return mismatch(Ragged.of(batch).with_tokens(old_logprobs=new))
 
 
 def elsewhere(path: str, batch: TensorDict) -> float:
-    """The share of (token, layer) whose experts float32 would choose otherwise; of the first weights."""
+    """Return the share of (token, layer) with other experts in float32, for the initial weights."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     watch, other, all_of = RouterWatch(model), 0, 0
     for ids, experts in zip(batch["token_ids"].unbind(), batch["experts"].unbind(), strict=True):

@@ -1,11 +1,11 @@
-"""Routing of episodes over an engine's replicas, simulated: prompt tokens that a cache had, the longest queue and the waits with
-agentrl's router, against each session staying where it began (by fewest requests in flight) and round-robin over requests.
+"""Simulate the routing of episodes to an engine's replicas: cached prompt tokens, longest queue and waits with agentrl's router,
+against sticky sessions (started at the replica with the fewest requests in flight) and round-robin over requests.
 
     python benchmarks/routing.py [--quick]
 
-A replica computes at most BUDGET prompt tokens and one token of each of its running requests a step; its cache drops what was
-used longest ago. Groups all begin at once (a synchronous run) or one after the other (an asynchronous one). Every figure is a
-ratio of simulations of the same work. The last line is one JSON object.
+Per step, a replica computes at most BUDGET prompt tokens and one token of each running request; its cache evicts the least
+recently used entries. Groups start all at once (a synchronous run) or one after the other (an asynchronous run). Every figure is
+a ratio of simulations of the same work. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from agentrl.rollout.engine import BLOCK, Need, Placed, RequestRouter
 
 BUDGET, SEQUENCES = 4096, 128
 STEP_S, PROMPT_TOKEN_S, TOKEN_S = 0.01, 4e-5, 1e-4
-"""Seconds of a step, and of each prompt token and running request in it."""
+"""Seconds per step, per prompt token in it, and per running request in it."""
 MEMBERS, MOST = 8, 2048
 
 
 class Routes(Protocol):
-    """What decides where a request goes."""
+    """Routing policy."""
 
     def begin(self, need: Need, hosts: Sequence[int]) -> Placed[int]: ...
 
@@ -42,7 +42,7 @@ class Routes(Protocol):
 
 
 class RoundRobin:
-    """The next replica for each request."""
+    """Sends each request to the next replica."""
 
     def __init__(self) -> None:
         self._turn = itertools.count()
@@ -57,7 +57,7 @@ class RoundRobin:
 
 
 class Sticky(RoundRobin):
-    """A session stays where it began: at the replica with the fewest requests in flight."""
+    """Keeps each session at its first replica, the one with the fewest requests in flight at its start."""
 
     def __init__(self) -> None:
         self._homes: dict[str, int] = {}
@@ -97,7 +97,7 @@ class Request:
 
 @dataclass
 class Replica:
-    """One engine. `cache`: tokens of each group's prompt and of each session beyond it, longest unused first."""
+    """One engine. `cache`: tokens of each group's prompt and of each session after it, least recently used first."""
 
     room: int
     cache: OrderedDict[str, int] = field(default_factory=OrderedDict)
@@ -111,7 +111,7 @@ class Replica:
     def add(self, request: Request) -> None:
         cached = self._cached(request)
         if not cached and any(other.episode.group == request.episode.group for other in self.waiting):
-            cached = request.episode.opening  # it will be: one of the waiting computes it
+            cached = request.episode.opening  # will be cached, since a waiting request computes it
         request.uncached = request.prompt - cached
         self.queued += request.uncached + request.sampled
         self.waiting.append(request)
@@ -135,11 +135,11 @@ class Replica:
             self.cache.popitem(last=False)
 
     def step(self) -> tuple[float, list[Request], list[Request]]:
-        """Seconds of one step, or of some in which nothing changes, and the requests that began, and that ended in it."""
+        """Simulate one step, or several without changes; return seconds, started requests and ended requests."""
         left, computed, first = BUDGET, 0, list[Request]()
         while self.waiting and left and len(self.running) < SEQUENCES:
             ready = self.waiting[0]
-            if not ready.begun:  # looked up now, not when it came: others of its group may have been computed since
+            if not ready.begun:  # looked up now, since others of its group may have been computed after its arrival
                 ready.begun, found = True, self._cached(ready)
                 self.prompt, self.cached = self.prompt + ready.prompt, self.cached + found
                 self.queued -= ready.uncached - (ready.prompt - found)
@@ -164,7 +164,7 @@ class Replica:
 
 @dataclass
 class Run:
-    """One simulation. `longest`: the most tokens that one replica had queued; `seconds`: until the last episode ended."""
+    """One simulation. `longest`: most tokens queued at a replica; `seconds`: time until the last episode ended."""
 
     routes: Routes
     replicas: list[Replica]
@@ -234,7 +234,7 @@ def _names(episode: Episode, prompt: int) -> list[tuple[str, int]]:
 
 
 def work(groups: int, gap: float, seed: int) -> list[tuple[float, Episode]]:
-    """Groups of MEMBERS episodes, `gap` seconds apart on average; lengths and tools are lognormal."""
+    """Draw groups of MEMBERS episodes, `gap` seconds apart on average; lengths and tool times are lognormal."""
     rng = np.random.default_rng(seed)
     starts = np.cumsum(rng.exponential(gap, groups)) if gap else np.zeros(groups)
     episodes = []
@@ -251,14 +251,14 @@ def work(groups: int, gap: float, seed: int) -> list[tuple[float, Episode]]:
 
 
 def compare(count: int, groups: int, gap: float, room: int, seed: int) -> dict[str, Run]:
-    """The same work by each way of routing, on `count` replicas whose caches hold `room` tokens."""
+    """Simulate the same work with each routing policy, on `count` replicas whose caches hold `room` tokens."""
     ways: dict[str, Callable[[], Routes]] = {"router": RequestRouter, "sticky": Sticky, "round_robin": RoundRobin}
     return {name: Run(make(), [Replica(room) for _ in range(count)]).play(work(groups, gap, seed)) for name, make in ways.items()}
 
 
 def ratios(runs: dict[str, Run]) -> dict[str, float]:
-    """Of the router over the others: prompt tokens computed, longest queue, 95th percentile of a request's wait for its first
-    token, seconds of the whole work; and each way's share of prompt tokens that a cache had."""
+    """Return the ratios of the router to the others: computed prompt tokens, longest queue, 95th percentile of the time to first
+    token, total seconds; and each policy's share of cached prompt tokens."""
     mine, row = runs["router"], {}
     for name in ("sticky", "round_robin"):
         other = runs[name]

@@ -1,11 +1,11 @@
-"""What a call in each of this machine's own sandboxes costs.
+"""Measure the cost of a call in each local sandbox of this machine.
 
     python benchmarks/sandboxes.py [--calls 60]
 
-One sandbox of each provider, a call of one after a call of the other, so that both see the same machine: `sh` is the command
-`true`, `python` the code `1 + 1` with the limits of the python environment, `start` a sandbox with one file, started and
-stopped. Milliseconds of wall-clock time, median and 90th percentile. Processor time is not told: the first process of a
-namespace of bubblewrap's ends with its children, whose time nobody is told of.
+One sandbox of each provider, with alternating calls, so that all have the same conditions: `sh` is the command `true`, `python`
+the code `1 + 1` with the limits of the python environment, `start` starting and stopping a sandbox with one file. Milliseconds
+of wall-clock time, median and 90th percentile. Processor time is not measured: the first process in bubblewrap's namespace ends
+with its children, whose time is not reported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OWN = ("local", "bubblewrap")
 
 
 async def calls(provider: SandboxProvider) -> dict[str, Callable[[], Awaitable[Any]]]:
-    """What is timed, by name; its sandboxes are folders that go with this process."""
+    """Return the timed calls by name; their sandboxes are folders that are removed with this process."""
     shell = await provider.start(SandboxSpec())
     wanted: SandboxSpec = make_env("python", sandbox={"provider": provider.name}).unwrapped.wanted  # type: ignore[attr-defined]
     code = await provider.start(wanted)
@@ -46,7 +46,7 @@ async def measured(count: int) -> dict[str, dict[str, dict[str, float]]]:
             for what, work in works.items():
                 began = time.perf_counter()
                 await work()
-                if number:  # the first asks the machine
+                if number:  # the first call probes the machine
                     wall.setdefault((name, what), []).append(time.perf_counter() - began)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for (name, what), seconds in wall.items():

@@ -1,15 +1,14 @@
-"""The driver's work on one training step's data at the size of a real run: seconds and memory of each phase.
+"""Measure the driver's work on the data of one training step at the size of a real run: seconds and memory per phase.
 
     python benchmarks/scale.py                     512 groups x 16 members x 32,768 tokens
     python benchmarks/scale.py --groups 32         a sixteenth of it
     python benchmarks/scale.py --no-ray            without the object store
 
-No model runs: ledgers are filled with random turns (a third of the tokens sampled), then go through all that a step does
-with them: the group ledger, collating, advantages, minibatches and ranks, columns into Ray's object store (for a
+No model runs: ledgers are filled with random turns (a third of the tokens sampled), then go through the phases of a
+step: the group ledger, collating, advantages, minibatches and ranks, columns into Ray's object store (for a
 forward pass, then for the update), the trajectory file and the groups of a checkpoint. `s` is wall-clock time, `cpu_s`
-this process's own processor time; generating the tokens is not counted. Memory is this process's own (RssAnon, GiB, the
-peak of a phase), without the object store, which is given separately. `gap_s` is the longest time that the event loop was
-blocked.
+processor time of this process; generating the tokens is not counted. Memory is that of this process (RssAnon, GiB, peak
+of a phase), without the object store, which is reported separately. `gap_s` is the longest blocking of the event loop.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ GIB = 2**30
 
 
 def own_memory(field: str = "RssAnon") -> float:
-    """GiB of this process; with RssShmem the object store's pages that it has mapped."""
+    """Return a memory field of this process in GiB; RssShmem has the mapped pages of the object store."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
     return int(line.split()[1]) * 1024 / GIB
 
@@ -74,7 +73,7 @@ class Meter:
             self.beaten()
 
     def beaten(self) -> None:
-        """Note that the loop is not blocked now."""
+        """Record that the loop is not blocked now."""
         now = time.perf_counter()
         self.gap, self.last = max(self.gap, now - self.last), now
 
@@ -83,7 +82,7 @@ class Meter:
         self.peak, self.gap, start, cpu_start = own_memory(), 0.0, time.perf_counter(), time.process_time()
         self.last = start
         yield
-        self.beaten()  # a phase that ran on the loop's own thread blocked it all the time
+        self.beaten()  # a phase on the loop's thread blocked it all the time
         self.phases[name] = {
             "s": round(time.perf_counter() - start, 3),
             "cpu_s": round(time.process_time() - cpu_start, 3),
@@ -94,7 +93,7 @@ class Meter:
 
 
 class Maker:
-    """Makes episodes of `tokens` tokens: a prompt that a group shares, then `turns` turns."""
+    """Makes episodes of `tokens` tokens: the prompt of the group, then `turns` turns."""
 
     def __init__(self, tokens: int, turns: int) -> None:
         self.tokens, self.turns, self.appending, self.worked = tokens, turns, 0.0, 0.0
@@ -122,7 +121,7 @@ class Maker:
 
 
 def chosen(ledger: GroupLedger, groups: list[Group]) -> list[Group]:
-    """The calls that a collector makes to the group ledger until an update is complete; returns the update's groups."""
+    """Call the group ledger as a collector does until an update is complete; return the update's groups."""
     while ledger.admit() is not None:
         pass
     ready = None
@@ -136,7 +135,7 @@ def chosen(ledger: GroupLedger, groups: list[Group]) -> list[Group]:
 
 
 def shipped(method: Callable[..., Any], batch: TensorDict, ranks: int, ray: bool) -> list[Any]:
-    """Split a call over `ranks` workers, and put its columns where they read them. Returns references that keep them there."""
+    """Split a call over `ranks` workers, and store its columns for them. Returns references that keep the columns stored."""
     strategy = Actor.dispatch_table[method.__name__]
     mesh = Mesh.of({"dp": ranks, "sp": 1}, ranks)
     shipment = strategy.scatter("benchmark", (batch,), {}, mesh)

@@ -1,9 +1,9 @@
 """Train one config with several seeds, and compare held-out success before and after the updates with intervals.
 
-    python benchmarks/seeds.py run configs/results/sql_135m.toml --seeds 1,2,3     a run per seed, one after another
+    python benchmarks/seeds.py run configs/results/sql_135m.toml --seeds 1,2,3     a run per seed, one after the other
     python benchmarks/seeds.py table runs/sql_135m_seed*                           the table of docs/results.md
 
-Every seed that was started is in the table. A run that exists is resumed, or skipped if it is at its end.
+The table has every started seed. An existing run is resumed, or skipped if it is finished.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Outcomes = dict[str, float]
 
 
 def run(config: Path, seeds: Sequence[int], overrides: Sequence[str]) -> int:
-    """Train each seed to its end; the exit code of the first run that fails."""
+    """Train each seed to its end; return the exit code of the first run that fails, else 0."""
     for seed in seeds:
         name = f"{config.stem}_seed{seed}"
         folder = Path("runs") / name
@@ -38,13 +38,13 @@ def run(config: Path, seeds: Sequence[int], overrides: Sequence[str]) -> int:
 
 
 def outcomes(file: Path) -> Outcomes:
-    """Success per task; an unscored episode (null) is left out."""
+    """Read the success per task, without unscored episodes (null)."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return {row["task"]["id"]: float(row["success"]) for row in rows if row["success"] is not None}
 
 
 def pairs_of(folder: Path) -> npt.NDArray[np.float64]:
-    """Success before and after the updates on the same tasks, [tasks, 2]."""
+    """Return success before and after the updates on the same tasks, [tasks, 2]."""
     before, after = (sorted((folder / "trajectories").glob(f"{name}_*.jsonl")) for name in ("before", "after"))
     if not before or not after:
         raise SystemExit(f"{folder}: no evaluation before and after the updates. Finish the run: agentrl train --resume {folder}")
@@ -53,7 +53,7 @@ def pairs_of(folder: Path) -> npt.NDArray[np.float64]:
 
 
 def interval(runs: Sequence[npt.NDArray[np.float64]], seed: int = 0) -> tuple[float, float]:
-    """95 % percentile bootstrap (Efron, 1979) of the mean gain: resamples runs, then tasks within each run."""
+    """Return the 95 % percentile bootstrap (Efron, 1979) of the mean gain, over runs, then tasks within each run."""
     rng = np.random.default_rng(seed)
     means = np.empty(RESAMPLES)
     for number in range(RESAMPLES):
@@ -66,7 +66,7 @@ def interval(runs: Sequence[npt.NDArray[np.float64]], seed: int = 0) -> tuple[fl
 
 
 def table(folders: Sequence[Path]) -> str:
-    """A row per run, and one over all."""
+    """Format a row per run, and one over all."""
     lines = ["| run | tasks | before the updates | after them | gain | 95 % interval |", "|---|--:|--:|--:|--:|---|"]
     runs = {folder.name: pairs_of(folder) for folder in folders}
     named = [(name, [pairs]) for name, pairs in runs.items()]

@@ -1,9 +1,9 @@
-"""What `agentrl env check` and `agentrl reward lint` say of each benchmark suite, written to benchmarks/suite_reports.md.
+"""Write the reports of `agentrl env check` and `agentrl reward lint` on each suite to benchmarks/suite_reports.md.
 
     python benchmarks/suite_reports.py bfcl.source=PATH tau2.source=PATH toolsandbox.source=PATH toolsandbox.python=PATH ...
 
-SUITE.PARAMETER=VALUE sets a parameter of a suite. A suite that is not named keeps its part of the page, with its date. Exit
-code 1 if a command did not run.
+SUITE.PARAMETER=VALUE sets a parameter of a suite. An unnamed suite keeps its part of the page, with its date. Exit code 1 if a
+command did not run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONGEST = 300
 
 
 def agentrl(words: list[str]) -> dict[str, Any]:
-    """What a command prints as JSON. Raises RuntimeError with its last words if it prints none."""
+    """Return the JSON output of a command. Raises RuntimeError with its last output if there is none."""
     done = subprocess.run([sys.executable, "-m", "agentrl.cli.main", *words], capture_output=True, text=True, check=False)
     try:
         found: dict[str, Any] = json.loads(done.stdout)
@@ -34,7 +34,7 @@ def agentrl(words: list[str]) -> dict[str, Any]:
 
 
 def part(suite: str, params: dict[str, str], tasks: int, fuzz: int) -> str:
-    """A suite's part of the page."""
+    """Return a suite's part of the page."""
     shown = [f"{name}={value}" for name, value in params.items() if name not in ("source", "python")]
     check = ["env", "check", suite, *(f"{name}={value}" for name, value in params.items())]
     check += ["--tasks", str(tasks), "--fuzz", str(fuzz), "--json"]
@@ -57,18 +57,18 @@ def part(suite: str, params: dict[str, str], tasks: int, fuzz: int) -> str:
 
 
 def cell(text: str) -> str:
-    """A text as a cell of a table, cut if it is long."""
+    """Format a text as a table cell, truncated if it is long."""
     line = " ".join(text.split()).replace("|", "\\|")
     return line if len(line) <= LONGEST else line[:LONGEST] + " ..."
 
 
 def parts_of(page: str) -> dict[str, str]:
-    """The parts of a page by suite."""
+    """Return the parts of a page by suite."""
     return {text.split("\n", 1)[0].strip(): f"## {text}" for text in page.split("\n## ")[1:]}
 
 
 def main() -> int:
-    """Returns 1 if a command did not run."""
+    """Write the page. Returns 1 if a command did not run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="+", metavar="SUITE.PARAMETER=VALUE")
     parser.add_argument("--tasks", type=int, default=6)

@@ -1,10 +1,10 @@
-"""Tokens per second of a model on a CPU, by threads and number type, on a quiet machine and next to a busy process.
+"""Measure a model's tokens per second on a CPU, by threads and number type, on an idle machine and with a busy process.
 
     python benchmarks/threads.py [--models tiny,1m,6m,30m,135m] [--rounds 3] [--seconds 2]
 
-Every cell is a process of its own, as the wait policy is read when torch is imported; the cells of a model are measured in
-turns, so that ratios are of one run. "prefill": one pass over 512 tokens; "decode": over one token of each of 32 rows;
-"update": forward and backward over 512 tokens. The last line is one JSON object.
+Every cell is a separate process, because torch reads the wait policy at import; the cells of a model alternate, so that ratios
+are of one run. "prefill": one pass over 512 tokens; "decode": over one token of each of 32 rows; "update": forward and backward
+over 512 tokens. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MODELS: dict[str, dict[str, int]] = {
     "30m": {"layers": 8, "hidden": 512, "mlp": 1536, "heads": 8, "kv": 4, "head_dim": 64, "vocab": 8192},
     "135m": {"layers": 30, "hidden": 576, "mlp": 1536, "heads": 9, "kv": 3, "head_dim": 64, "vocab": 49152},
 }
-"""Random weights, as speed does not depend on them; "tiny" is the quickstart's shape, "135m" that of SmolLM2-135M."""
+"""Models with random weights, since speed does not depend on them; "tiny": quickstart, "135m": SmolLM2-135M."""
 SHAPES = {"prefill": (1, 512), "decode": (32, 1), "update": (1, 512)}
 
 
 def cell(model: str, threads: int, dtype: str, seconds: float) -> dict[str, float]:
-    """Tokens per second of each kind of work, in this process."""
+    """Measure tokens per second of each kind of work in this process."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -78,7 +78,7 @@ def cell(model: str, threads: int, dtype: str, seconds: float) -> dict[str, floa
 
 @contextmanager
 def beside(busy: bool) -> Iterator[None]:
-    """With a process that computes without a pause, if `busy`."""
+    """Run a process that computes without a pause, if `busy`."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
     try:
         yield
@@ -89,7 +89,7 @@ def beside(busy: bool) -> Iterator[None]:
 
 
 def measured(model: str, threads: int, dtype: str, seconds: float) -> dict[str, float]:
-    """`cell` in a process of its own."""
+    """Run `cell` in a separate process."""
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, __file__, "--cell", model, str(threads), dtype, str(seconds)]
     found: dict[str, float] = json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)

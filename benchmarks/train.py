@@ -1,5 +1,5 @@
-"""The trainer on a CPU: a GRPO step against TRL, packed and prefix-shared against padded updates, chunked logprobs
-against full logits, and the share of a step outside the model.
+"""Measure the trainer on a CPU: a GRPO step against TRL, packed and prefix-shared against padded updates, chunked
+logprobs against full logits, and the share of a step outside the model.
 
     python benchmarks/train.py [--only trl|forms|logprobs|overhead] [--quick]
 
@@ -52,7 +52,7 @@ Results = tuple[dict[str, Any], dict[str, Any]]
 
 
 def median(call: Callable[[], Any], repeats: int) -> float:
-    """Median CPU seconds of a call, after one call that is not counted."""
+    """Return the median CPU seconds of a call, after a warm-up call."""
     call()
     times = []
     for _ in range(repeats):
@@ -63,7 +63,7 @@ def median(call: Callable[[], Any], repeats: int) -> float:
 
 
 def ragged_batch(rows: int, seed: int = 0) -> Any:
-    """Rows of lognormal length (median 120 tokens, at most 1024), two turns each."""
+    """Make rows of lognormal length (median 120 tokens, at most 1024), two turns each."""
     rng = np.random.default_rng(seed)
     trajectories = []
     for index in range(rows):
@@ -81,7 +81,7 @@ def ragged_batch(rows: int, seed: int = 0) -> Any:
 
 
 def padded_pass(model: Any, ids: torch.Tensor, mask: torch.Tensor, wanted: torch.Tensor) -> None:
-    """The pass of a padded trainer: a batch padded to its longest row, with logits of every token."""
+    """Run a padded trainer's pass: a batch padded to its longest row, with logits of every token."""
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
     chosen = torch.log_softmax(logits, -1).gather(2, ids[:, 1:, None]).squeeze(2)
     (chosen * wanted[:, 1:]).sum().backward()  # type: ignore[no-untyped-call]
@@ -92,7 +92,7 @@ def _one_step(learner: Learner, batch: TensorDict) -> None:
 
 
 def packed_against_padded(folder: str, repeats: int) -> dict[str, float]:
-    """Forward and backward over 32 rows: one padded batch, the same rows sorted by length into 4 batches, and packed."""
+    """Measure forward and backward over 32 rows: one padded batch, 4 padded batches sorted by length, and packed."""
     from transformers import AutoModelForCausalLM
 
     batch = ragged_batch(32)
@@ -129,7 +129,7 @@ def packed_against_padded(folder: str, repeats: int) -> dict[str, float]:
 
 
 def grouped_batch(groups: int, prompt: int, response: int) -> Any:
-    """Groups of 8 rows that share a prompt; one response per row, all of the same length."""
+    """Make groups of 8 rows that share a prompt, with one response per row, all of the same length."""
     rng = np.random.default_rng(0)
     trajectories = []
     for group in range(groups):
@@ -144,7 +144,7 @@ def grouped_batch(groups: int, prompt: int, response: int) -> Any:
 
 
 def shared_against_packed(folder: str, repeats: int) -> dict[str, float]:
-    """A whole GRPO update of two groups with and without prefix sharing: prompts of 1024 and 256, responses of 256."""
+    """Measure a GRPO update of two groups with and without prefix sharing: prompts of 1024 and 256, responses of 256."""
     results = {}
     for prompt in (1024, 256):
         batch = grouped_batch(2, prompt, 256)
@@ -169,8 +169,8 @@ def shared_against_packed(folder: str, repeats: int) -> dict[str, float]:
 
 
 def products(groups: int, prompt: int, response: int, shared: bool) -> float:
-    """Multiplications of `shared_against_packed`'s update, forward and backward: three for each weight and token, seven for each
-    pair of tokens of which one sees the other (two products forward, five backward). Nothing else is counted."""
+    """Count the multiplications of `shared_against_packed`'s update, forward and backward: three per weight and token, seven per
+    pair of tokens of which one attends to the other (two products forward, five backward). Nothing else is counted."""
     one, heads = MILLION, MILLION.heads * MILLION.head_dim
     keys = MILLION.kv_heads * MILLION.head_dim
     weights = 2 * one.hidden * heads + 2 * one.hidden * keys + 3 * one.hidden * one.mlp
@@ -210,7 +210,7 @@ print(time.process_time() - start, peak() - base)
 
 
 def chunked_logprobs(quick: bool) -> dict[str, float]:
-    """Time and extra peak memory against full logits, each in its own process."""
+    """Compare time and extra peak memory with full logits, each in a separate process."""
     sizes = ("1024", "50000", "256") if quick else ("2048", "100000", "512")
     results = {}
     for kind in ("full", "chunked"):
@@ -224,12 +224,12 @@ def chunked_logprobs(quick: bool) -> dict[str, float]:
 
 
 def trl(quick: bool) -> Results:
-    """Seconds of a TRL step over those of an agentrl step; aim 5."""
+    """Compare the seconds of a TRL step with those of an agentrl step; aim 5."""
     return grpo_step.against_trl(2 if quick else 3)
 
 
 def forms(quick: bool) -> Results:
-    """Forward and backward, by batch layout."""
+    """Measure forward and backward by batch layout."""
     repeats = 2 if quick else 3
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(init_model(MILLION, Path(scratch) / "model", 0))
@@ -238,17 +238,17 @@ def forms(quick: bool) -> Results:
 
 
 def logprobs(quick: bool) -> Results:
-    """Time and memory of chunked log-probabilities over those of full logits."""
+    """Compare time and memory of chunked log probabilities with full logits."""
     return split(chunked_logprobs(quick))
 
 
 def overhead(quick: bool) -> Results:
-    """Share of a step outside the model; aim under 0.05."""
+    """Measure the share of a step outside the model; aim under 0.05."""
     return grpo_step.overhead(2 if quick else 3)
 
 
 def split(results: dict[str, float]) -> Results:
-    """The ratios, and the other figures."""
+    """Separate the ratios from the other figures."""
     ratios = {name: round(value, 4) for name, value in results.items() if "_over_" in name}
     return ratios, {name: round(value, 1) for name, value in results.items() if name not in ratios}
 

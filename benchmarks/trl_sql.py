@@ -1,13 +1,13 @@
-"""The SQL run of docs/results.md in TRL: the same start, tasks, episodes and rewards, one update per 32 episodes.
+"""Train the SQL run of docs/results.md in TRL: same start, tasks, episodes and rewards, one update per 32 episodes.
 
     python benchmarks/trl_sql.py RUN OUT [--steps 20] [--bf16] [--threads 2] [--micro 8] [--continuous]
 
-RUN is an agentrl run of configs/results/sql_135m.toml that began at a supervised model (model.path); its tasks are played
+RUN is an agentrl run of configs/results/sql_135m.toml that started from a supervised model (model.path); its tasks are used
 again, in order. OUT gets `metrics.jsonl` (per update: seconds, sampled tokens, mean reward) and the model in `final/`, for
 `agentrl eval`. Run it with the interpreter that `.ci/integrations.py trl` prints.
 
-A tool cannot end an episode in TRL. Its loop ends when a tool's result exceeds the episode's tokens, and drops that
-result: so `submit` answers with a long text, and no turn is sampled after the last call, as in agentrl.
+In TRL, a tool cannot end an episode. TRL's loop ends when a tool's result exceeds the episode's tokens, and drops that
+result; so `submit` returns a long text, and no turn is sampled after the last call, as in agentrl.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Counted(GRPOTrainer):  # type: ignore[misc]
 
 
 def tasks_of(run: Path, groups: int) -> list[dict[str, Any]]:
-    """The first tasks that a run trained on, in the order of its updates, without repetition of a group's."""
+    """Return the first tasks that a run trained on, in the order of its updates, one per group."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(run.glob("trajectories/*.jsonl")):
         for line in path.read_text().splitlines():
@@ -157,7 +157,7 @@ def main() -> None:
 
     model = config["model"]["path"]
     tokenizer = AutoTokenizer.from_pretrained(model)
-    # TRL sorts the tools by name; the supervised model knows them in the order of the environment.
+    # TRL sorts the tools by name; the supervised model was trained with the order of the environment.
     listing = "{% for tool in tools %} {{ signature(tool) }}{% endfor %}"
     tokenizer.chat_template = CHATML_TEMPLATE.replace(listing, " tables() query(sql) submit(sql)")
     tokenizer.response_template = qwen3_template

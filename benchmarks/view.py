@@ -1,12 +1,11 @@
-"""The viewer over a run of many episodes: time to index them, and to answer each question of the page.
+"""Measure the viewer on a run of many episodes: time to index them, and to answer each request of the page.
 
     python benchmarks/view.py                       100,000 episodes in 200 files
     python benchmarks/view.py --episodes 10000      a tenth
 
-Episodes are of six turns with a call each (about 8 kB a row, as the quickstart's), written as a run writes them. `index` is one
-process from no index to all of it; `again` a look at files in which nothing is new; `one more` with one file more. Answers go
-through the API without HTTP, each asked seven times: the median and the slowest, in milliseconds of wall-clock time. Memory is
-the process's own (RssAnon).
+Episodes have six turns with a call each (about 8 kB per row, as in the quickstart), written as by a run. `index` builds the
+whole index in one process; `again` checks unchanged files; `one more` adds one file. Requests go through the API without HTTP,
+seven times each: median and maximum, in milliseconds of wall-clock time. Memory is that of this process (RssAnon).
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ STOPS = ["done"] * 8 + ["max_turns", "context_full"]
 
 
 def memory() -> float:
-    """MiB of this process."""
+    """Return this process's memory in MiB."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
     return int(line.split()[1]) / 1024
 
 
 def episode(rng: random.Random, seed: int, member: int) -> Trajectory:
-    """Six turns, each with a call of one of twelve tools, and a reward of two terms."""
+    """Make six turns, each with a call of one of twelve tools, and a reward of two terms."""
     ledger, turns, messages = TokenLedger(), [], [Message("user", f"find {' '.join(rng.sample(WORDS, 12))}")]
     ledger.append_context([rng.randrange(400) for _ in range(60)], 0)
     for index in range(6):
@@ -68,7 +67,7 @@ def episode(rng: random.Random, seed: int, member: int) -> Trajectory:
 
 
 def write(folder: RunFolder, step: int, count: int, rng: random.Random, made: list[str]) -> None:
-    """A file of `count` episodes in groups of eight: rows of `made`, with tasks, members and rewards of their own."""
+    """Write a file of `count` episodes in groups of eight: rows of `made` with new tasks, members and rewards."""
 
     def rows() -> Any:
         for place in range(count):
@@ -83,7 +82,7 @@ def write(folder: RunFolder, step: int, count: int, rng: random.Random, made: li
 
 
 def questions(api: Api, last: int) -> dict[str, Callable[[], Any]]:
-    """What the page asks, by name."""
+    """Return the requests of the page by name."""
     page: Callable[..., Any] = lambda **asked: lambda: api.episodes("run", {key: str(value) for key, value in asked.items()})  # noqa: E731
     return {
         "runs": lambda: api.runs({}),

@@ -1,10 +1,10 @@
-"""What a turn costs the driver if rollout workers play the episodes (`rollout.workers`), with an engine that answers at once.
+"""Measure the driver's cost of a turn with rollout workers (`rollout.workers`) and an engine that answers at once.
 
     python benchmarks/worker_channel.py [--episodes 400] [--workers 0 1 2]
 
-Episodes of key_value with 8 turns, 64 at once; each worker is a process. `driver`: the engine is in the driver, and each turn
-is a request over the worker's channel, as with the embedded engine. `worker`: the engine is where the worker is, and the driver
-only sends jobs and gets trajectories. Processor time of the driver, without the start.
+Episodes of key_value with 8 turns, 64 concurrent ones; each worker is a process. `driver`: the engine is in the driver, and each
+turn is a request over the worker's channel, as with the embedded engine. `worker`: the engine is in the worker's process, and the
+driver only sends jobs and receives trajectories. Processor time of the driver, without the start.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parts_of(engine: Engine) -> list[RunEnv]:
 
 
 class Parts:
-    """A worker's, with the engine where `near` says."""
+    """Parts of a worker, with the engine in the worker (`near`) or in the driver."""
 
     def __init__(self, channel: Channel, near: bool) -> None:
         self.engine: Engine = Instant([TURN]) if near else DriverEngine(channel)
