@@ -166,7 +166,7 @@ def _ask(query: str) -> list[list[str]]:
     """Run a query of nvidia-smi and return its table. Raises ResourceError if that fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        raise ResourceError("there is no nvidia-smi on the PATH, hence no card that agentrl test could use")
+        raise ResourceError("nvidia-smi is not on the PATH, so agentrl test cannot use any card")
     command = [program, query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)

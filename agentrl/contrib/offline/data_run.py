@@ -166,15 +166,14 @@ def _check_loss(data: DataConfig, model: ModelConfig) -> None:
         for key, given in (("min_reward", data.min_reward is not None), ("success", data.success)):
             if given:
                 raise ConfigError(
-                    f'data.{key} leaves episodes out before pairs are made of them, so data.loss = "{data.loss}" would find no '
-                    "worse one; set data.margin, and leave it out"
+                    f'data.{key} removes episodes before they are paired, so data.loss = "{data.loss}" would find no worse ones. '
+                    "Remove it, and set data.margin"
                 )
     if data.loss != "reward":
         return
     if model.lora is not None:
         raise ConfigError(
-            'model.lora: data.loss = "reward" trains a new head besides, which adapters do not hold; leave it out '
-            "(model.lora=false)"
+            'model.lora: data.loss = "reward" also trains a new head, which adapters cannot store. Turn it off (model.lora=false)'
         )
     for key in ("sequence_parallel", "tensor_parallel", "expert_parallel"):
         if getattr(model, key) > 1:

@@ -67,7 +67,7 @@ def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
     """Convert a row of OpenAI's layout. `table`: the file has every column in every row. Raises BadRowError."""
     tools = declarations(row.get("tools"), table=table)
     if row.get("functions") is not None:
-        raise BadRowError("functions: the older layout; name them in tools, and call them in tool_calls")
+        raise BadRowError("functions: this older layout is not read. Declare them in tools, and call them in tool_calls")
     _check_beside(row)
     chat = messages_of(row.get("messages"), "messages", tools, table=table)
     if row.get("parallel_tool_calls") is False:
@@ -81,14 +81,14 @@ def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
 
 def _check_beside(row: Mapping[str, Any]) -> None:
     if row.get("system"):
-        raise BadRowError("system: stands next to the messages, where it is not read. Make it their first message")
+        raise BadRowError("system: it is not read outside of messages. Make it the first message")
     _check_tools(row)
 
 
 def _check_tools(row: Mapping[str, Any]) -> None:
     for key, value in row.items() if not row.get("tools") else ():
         if key.lower().rstrip("s").endswith("tool") and re.search(r"""["']name["']\s*:""", str(value)):
-            raise BadRowError(f"{key}: is not read, and would be tools. Rename it to tools, or take it out")
+            raise BadRowError(f"{key}: is not read, but looks like tools. Rename it to tools, or remove it")
 
 
 def messages_of(given: Any, key: str, tools: tuple[Declaration, ...] = (), *, table: bool = False) -> Chat:
@@ -168,7 +168,7 @@ def check_chat(chat: Chat) -> Chat:
     tool, or a result answers no call.
     """
     if not any(chat.trained):
-        raise BadRowError("no assistant's message to learn")
+        raise BadRowError("no assistant message to train on")
     end = max(number for number, trained in enumerate(chat.trained) if trained) + 1
     names = [tool["function"]["name"] for tool in chat.tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -176,7 +176,7 @@ def check_chat(chat: Chat) -> Chat:
     for number, message in enumerate(chat.messages[:end]):
         for call in message.tool_calls:
             if call.name not in names:
-                raise BadRowError(f"messages[{number}]: a call of {call.name!r}, which its tools do not have")
+                raise BadRowError(f"messages[{number}]: a call of {call.name!r}, which is not in tools")
     return replace(chat, messages=pair_results(chat.messages[:end]), trained=chat.trained[:end])
 
 

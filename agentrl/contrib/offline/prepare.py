@@ -116,7 +116,7 @@ def render_chat(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
         renderer = renderer.with_tools(chat.tools)
         messages, places = chat.messages, [n for n, message in enumerate(chat.messages) if message.role == "assistant"]
         if places[0] == 0:
-            raise BadRowError("it begins with an assistant's message, which no prompt precedes")
+            raise BadRowError("it begins with an assistant message, without a prompt before it")
         begun = places[0]
         ledgers = [TokenLedger()]
         ledgers[0].append_context(renderer.start(messages[:begun], chat.tools), 0)
@@ -129,7 +129,7 @@ def render_chat(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
                 read = [(call.name, call.arguments) for call in renderer.parse(ids, "stop").tool_calls]
                 if read != calls:  # a policy that samples these tokens would make other calls
                     raise BadRowError(
-                        f"messages[{place}]: its calls, as the model's chat template writes them, are read as others"
+                        f"messages[{place}]: its calls change when the model's chat template renders them and they are parsed"
                     )
             if chat.trained[place]:
                 ledgers[-1].append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
@@ -147,21 +147,21 @@ def render_chat(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
                 ledgers[-1].append_context(renderer.start(messages[:until], chat.tools), turn + 1)
         return [ledger for ledger in ledgers if ledger.sampled_tokens]
     except RenderError as problem:
-        raise BadRowError(f"the model's chat template cannot write it: {problem}") from None
+        raise BadRowError(f"the model's chat template cannot render it: {problem}") from None
 
 
 def chat_of(episode: Trajectory) -> Chat:
     """Return an episode's messages as a chat to render again. Given turns, and those before it branched off another episode,
     are context. Raises BadRowError if its conversation was rewritten."""
     if episode.rewrites:
-        raise BadRowError("a context policy rewrote its conversation, so its messages do not say what the policy saw")
+        raise BadRowError("a context policy rewrote its conversation, so its messages are not those that the model saw")
     turn, trained, begins = 0, list[bool](), max(episode.given, episode.branch_turn)
     for message in episode.messages:
         trained.append(message.role == "assistant" and turn >= begins)
         turn += message.role == "assistant"
     end = max((n for n, message in enumerate(episode.messages) if message.role == "assistant"), default=-1) + 1
     if not any(trained):
-        raise BadRowError("no turn that its policy sampled")
+        raise BadRowError("the policy sampled none of its turns")
     return Chat(tuple(episode.messages[:end]), tuple(trained[:end]), tuple(episode.tools))
 
 
@@ -212,7 +212,7 @@ class Preparation:
             of_episodes = ("min_reward", "success", "per_task", "rerender")
             key = next((key for key in of_episodes if all(getattr(self.data, key) is not unset for unset in (None, False))), None)
             if key is not None and not self.episodes:
-                raise ConfigError(f"data.{key} is of episodes of runs, and none of the {self.rows} rows is one; leave it out")
+                raise ConfigError(f"data.{key} applies to recorded episodes, and none of the {self.rows} rows is one. Remove it")
             return writer.finish(self.data.heldout, seed, self.rows, self.left_out, dict(self.passed), dict(self.unread))
 
     def _attempt(self, place: RowPlace, do: Callable[[], None]) -> None:
@@ -264,13 +264,13 @@ class Preparation:
             return render_chat(chat_of(episode), self.renderer)
         if any(ledger.images for ledger in episode.ledgers):
             raise BadRowError(
-                "its tokens were sampled with images, and data has tokens alone; data.rerender=true renders its messages anew, "
-                "with a line for each image"
+                "its tokens were sampled with images, which [data] cannot store; set data.rerender=true to render its messages "
+                "again, with a line of text for each image"
             )
         if not any(ledger.sampled_tokens for ledger in episode.ledgers):
-            raise BadRowError("no token that its policy sampled")
+            raise BadRowError("the policy sampled none of its tokens")
         if max(int(ledger.turns[ledger.sampled].max(initial=-1)) for ledger in episode.ledgers) >= len(episode.turns):
-            raise BadRowError("its tokens are of turns that it does not have")
+            raise BadRowError("its tokens belong to turns that are missing")
         size, renderer = len(self.tokenizer), self.renderer.with_tools(episode.tools)
         sampled = [  # over all ledgers; none for a given turn
             [id_ for one in episode.ledgers for id_ in one.token_ids[one.sampled & (one.turns == turn.index)].tolist()]
@@ -288,9 +288,9 @@ class Preparation:
                 same = same and [call.name for call in read.tool_calls] == [call.name for call in message.tool_calls]
         if not same:
             raise ConfigError(
-                f"data.path: {place}: its tokens say something else with this model's tokenizer than its messages do: they were "
-                "sampled with another one. Take the model that the run trained, or set data.rerender=true to render the "
-                "messages anew with this model's chat template"
+                f"data.path: {place}: its tokens do not match its messages in this model's tokenizer: they were sampled with "
+                "another one. Use the model that the run trained, or set data.rerender=true to render the messages again "
+                "with this model's chat template"
             )
         return [ledger for ledger in episode.ledgers if ledger.sampled_tokens]
 

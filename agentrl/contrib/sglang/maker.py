@@ -30,7 +30,7 @@ class SglangMaker(EngineMaker):
         for address in self.config.sglang.servers:
             parts = urlsplit(address)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
-                raise ConfigError(f"sglang.servers: {address!r} is no address of a server, as http://HOST:PORT is")
+                raise ConfigError(f"sglang.servers: {address!r} is not the address of a server. Write http://HOST:PORT")
         if len({address.rstrip("/") for address in self.config.sglang.servers}) < len(self.config.sglang.servers):
             raise ConfigError("sglang.servers names a server twice")
         if self.config.weights.lora == "adapter":

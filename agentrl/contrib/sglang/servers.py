@@ -247,8 +247,8 @@ def check_names(files: list[Path], expected: Expected) -> None:
     unknown = sorted(expected.shapes.keys() - same - aliases)
     if unknown:
         raise EngineError(
-            f"sglang: the model's files have other names for its weights than transformers saves it with ({unknown[0]} and "
-            f"{len(unknown) - 1} more), and SGLang loads by those of the files: such a model cannot be trained with this engine"
+            f"sglang: the weight names in the model's files differ from those that transformers saves ({unknown[0]} and "
+            f"{len(unknown) - 1} more), and SGLang loads by the names in the files: this engine cannot train such a model"
         )
 
 
@@ -281,7 +281,7 @@ class Versions:
             if start != len(found) or end < start:
                 raise EngineError(f"{address}: weight versions {spans} do not follow each other")
             if end > start and name not in self._known:
-                raise EngineError(f"{address} sampled with weights {name!r}, which are not this run's: does another one use it?")
+                raise EngineError(f"{address} sampled with weights {name!r}, which are not this run's: does another run use it?")
             found += [self._known.get(name, 0)] * (end - start)
         if len(found) != count:
             raise EngineError(f"{address}: weight versions of {len(found)} tokens in an answer of {count}")
@@ -381,7 +381,7 @@ class TurnRequests:
             return "length"
         matched = reason.get("matched")
         if not isinstance(matched, int):
-            raise EngineError(f"{self.address} ended a turn for another reason than its tokens: {matched}")
+            raise EngineError(f"{self.address} ended a turn for a reason other than its tokens: {matched}")
         if matched in self.sampling.stop_token_ids:
             return "stop"
         return "length" if left == 0 else None

@@ -40,7 +40,7 @@ def require_torchtitan() -> None:
         import torchtitan.models.llama3
         import torchtitan.models.qwen3  # noqa: F401
     except ImportError as error:
-        reason = "this torchtitan is not one that agentrl works with (see the extra `titan`), or a package of its is missing"
+        reason = "this torchtitan version is not supported (see the extra `titan`), or one of its packages is missing"
         raise DependencyError(f'model.engine = "titan": {reason}: {error}') from error
 
 

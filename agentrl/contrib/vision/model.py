@@ -263,7 +263,7 @@ class Vision(Modality):
     def match(self, ids: Sequence[int], images: Sequence[Image]) -> list[tuple[Image, tuple[int, Pixels]]]:
         """Pair the images of a prompt with their places. Raises EngineError if they do not match the placeholders."""
         if not images and self.token in ids:
-            raise EngineError("a prompt has placeholders of images, and its images did not come with it")
+            raise EngineError("a prompt has image placeholders, but its images did not come with it")
         try:
             return list(zip(images, self.places(ids, images), strict=True))
         except ImageError as problem:

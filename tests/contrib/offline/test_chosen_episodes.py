@@ -241,8 +241,8 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "list": (lambda row: {**row, "reward": [1]}, "reward: expected a number"),
     "nan": (lambda row: {**row, "reward": float("nan")}, "reward: expected a number"),
     "true": (lambda row: {**row, "reward": True}, "reward: expected a number"),
-    "no turns": (lambda row: {**row, "turns": []}, "its tokens are of turns that it does not have"),
-    "fewer turns": (lambda row: {**row, "turns": row["turns"][:-1]}, "its tokens are of turns that it does not have"),
+    "no turns": (lambda row: {**row, "turns": []}, "its tokens belong to turns that are missing"),
+    "fewer turns": (lambda row: {**row, "turns": row["turns"][:-1]}, "its tokens belong to turns that are missing"),
 }
 
 
@@ -278,7 +278,7 @@ def test_episodes_in_parquet_are_refused_with_the_way_out(whole: Trajectory, tmp
 @pytest.mark.parametrize("key", [{"success": True}, {"min_reward": 0.5}, {"per_task": 2}, {"rerender": True}], ids=str)
 def test_what_chooses_among_episodes_is_refused_if_there_are_none(key: dict[str, Any], whole: Trajectory, tmp_path: Path) -> None:
     chat = {"messages": talk("")}
-    with pytest.raises(ConfigError, match=f"data.{next(iter(key))} is of episodes of runs, and none of the 2 rows is one"):
+    with pytest.raises(ConfigError, match=f"data.{next(iter(key))} applies to recorded episodes, and none of the 2 rows is one"):
         written(tmp_path, [chat, chat], **key)
     assert written(tmp_path, [chat, whole.to_json()], **key)[0].examples == 2
 

@@ -118,10 +118,10 @@ def chat(**changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (chat(tools=[]), "'add', which its tools do not have"),
+        (chat(tools=[]), "'add', which is not in tools"),
         (chat(messages=[]), "expected a list of messages"),
         (chat(messages=[{"role": "robot", "content": "x"}]), "messages[0].role: expected one of"),
-        (chat(messages=[{"role": "user", "content": "x"}]), "no assistant's message to learn"),
+        (chat(messages=[{"role": "user", "content": "x"}]), "no assistant message to train on"),
         (chat(messages=[*ASKED[:3], {**ASKED[3], "weight": 0.5}]), "messages[3].weight: expected 0 or 1, got 0.5"),
         (chat(messages=[ASKED[0], ASKED[2], ASKED[5]]), "answers no call before it"),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text can be trained on, got image_url"),
@@ -240,7 +240,7 @@ def test_arguments_that_the_templates_syntax_cannot_tell_from_others_are_found_o
         if same:
             assert len(render_chat(found, renderer)) == 1
         else:
-            with pytest.raises(BadRowError, match=r"messages\[1\]: its calls, .* are read as others"):
+            with pytest.raises(BadRowError, match=r"messages\[1\]: its calls change when the model's chat template"):
                 render_chat(found, renderer)
 
 
@@ -277,14 +277,14 @@ def test_a_message_without_content_and_a_system_prompt_where_none_is_read_are_re
     assert sharegpt_chat({**turns, "system": "Be brief."}).messages[0].content == "Be brief."
     beside = {**inner, "input": {**inner["input"], "tool": TOOLS}}
     for reader, odd in ((sharegpt_chat, {**turns, "Tools": TOOLS}), (preference, beside)):
-        with pytest.raises(BadRowError, match="is not read, and would be tools"):
+        with pytest.raises(BadRowError, match="is not read, but looks like tools"):
             reader(odd)
     for read, row in ((openai_chat, {"messages": [ASKED[0], ASKED[5]]}), (preference, pair)):
-        with pytest.raises(BadRowError, match="system: stands next to the messages, where it is not read"):
+        with pytest.raises(BadRowError, match="system: it is not read outside of messages"):
             read({**row, "system": "Be brief."})
         assert read({**row, "system": "", "num_tools": 0, "target_tools": ["name"]}) == read(row)
         for key, tools in (("Tools", TOOLS), ("available_tools", json.dumps(TOOLS))):  # it was learned to do without them
-            with pytest.raises(BadRowError, match=f"{key}: is not read, and would be tools"):
+            with pytest.raises(BadRowError, match=f"{key}: is not read, but looks like tools"):
                 read({**row, key: tools})
     with pytest.raises(BadRowError, match="system: expected text, got list"):
         sharegpt_chat({**HERMES, "system": ["Be brief."]})
@@ -299,7 +299,7 @@ def test_a_row_is_refused_that_no_prompt_opens_or_that_the_template_does_not_sho
     for messages, renderer, fault in (
         (spoken, mistral, r"messages\[1\]: .* not show all of a message of role 'assistant' in its place: 'I add.'. Leave out"),
         (warned, qwen, "not show all of a message of role 'system' in its place: 'Be brief.'"),
-        (ASKED[5:6], qwen, "begins with an assistant's message, which no prompt precedes"),
+        (ASKED[5:6], qwen, "begins with an assistant message, without a prompt before it"),
     ):
         with pytest.raises(BadRowError, match=fault):
             render_chat(openai_chat({"messages": messages, "tools": TOOLS}), renderer)

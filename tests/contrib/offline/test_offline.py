@@ -330,7 +330,7 @@ def test_too_many_bad_rows_refuse_the_run_and_few_are_named(tmp_path: Path, caps
 REFUSED = [
     (["--data", "nowhere.jsonl"], "there is no such file or folder"),
     (["--data", "HERE", "--loss", "dpo", "--success"], "would find no worse one"),
-    (["--data", "HERE", "--loss", "reward", "model.lora.rank=4"], "trains a new head besides"),
+    (["--data", "HERE", "--loss", "reward", "model.lora.rank=4"], "also trains a new head"),
     (["--data", "HERE", "--loss", "reward", "model.sequence_parallel=2"], "model.sequence_parallel: data.loss"),
     (["--data", "HERE", "--loss", "reward", "model.tensor_parallel=2"], "model.tensor_parallel: data.loss"),
     (["--data", "HERE", "--loss", "reward", "model.expert_parallel=2"], "model.expert_parallel: data.loss"),

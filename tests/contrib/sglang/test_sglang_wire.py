@@ -216,7 +216,7 @@ def part(finish, logprobs, count=None, **more):
 
 
 WRONG = [
-    (part({"type": "stop", "matched": "NaN happened"}, [-1.0]), "for another reason than its tokens: NaN happened"),
+    (part({"type": "stop", "matched": "NaN happened"}, [-1.0]), "for a reason other than its tokens: NaN happened"),
     (part({"type": "abort", "message": "too long", "status_code": 400}, []), "400 too long"),
     (part(None, [None]), "no finite logprob"),
     (part(None, [-1.0, -2.0], count=3), "2 logprobs in a part of an answer of 3 tokens"),
@@ -259,7 +259,7 @@ async def test_before_a_run_the_servers_are_asked(model_folder, tmp_path, monkey
         refused = {
             (str(other), server.address): "serves a model of type 'qwen3', and the run's is 'llama'",
             (model_folder, "http://127.0.0.1:9"): "http://127.0.0.1:9/model_info cannot be reached",
-            (model_folder, "127.0.0.1:9"): "'127.0.0.1:9' is no address of a server",
+            (model_folder, "127.0.0.1:9"): "'127.0.0.1:9' is not the address of a server",
             (model_folder, server.address, "weights.lora=adapter", "model.lora={}"): 'use weights.lora = "merged"',
             (model_folder, server.address, "rollout.top_k=3", "rollout.top_p=0.6"): "set one of rollout.top_k and rollout.top_p",
             (model_folder, server.address, "sglang.api_key_env=NOT_SET"): "the environment variable NOT_SET is not set",
