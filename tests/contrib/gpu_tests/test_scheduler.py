@@ -245,7 +245,7 @@ def test_cards_that_cannot_be_read_are_an_error(smi: Smi, monkeypatch: pytest.Mo
     with pytest.raises(ResourceError, match="does not say how much of a card's memory is in use: '0, GPU-0, NVIDIA"):
         read_cards()
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ResourceError, match="there is no nvidia-smi on the PATH"):
+    with pytest.raises(ResourceError, match="nvidia-smi is not on the PATH"):
         read_cards()
 
 

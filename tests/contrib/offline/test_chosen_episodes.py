@@ -263,7 +263,7 @@ def test_tokens_that_were_sampled_beside_images_are_refused_and_its_messages_are
     ledger = TokenLedger.from_json(whole.ledgers[0].to_json())
     ledger.append_context(PromptIds([5], [image]), 9)
     row = replace(whole, ledgers=[ledger]).to_json()
-    with pytest.raises(ConfigError, match=r"sampled with images, and data has tokens alone; data\.rerender=true"):
+    with pytest.raises(ConfigError, match=r"sampled with images, which \[data\] cannot store; set data\.rerender=true"):
         written(tmp_path, [row, row])
     assert written(tmp_path, [row], rerender=True)[0].examples == 1
 
