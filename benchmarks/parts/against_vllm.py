@@ -31,7 +31,7 @@ from agentrl.trainer.pretrained import init_model, load_tokenizer
 
 TURNS, TOKENS = 3, 42
 EXACT = {"logprobs_mode": "processed_logits", "logits_processors": list(PROCESSORS)}
-"""What vLLM needs to report log probabilities as the trainer computes them (agentrl/engines/vllm/logprobs.py)."""
+"""vLLM's options to report log probabilities as the trainer computes them (agentrl/engines/vllm/logprobs.py)."""
 
 
 class RawVllm:
@@ -70,7 +70,7 @@ class RawVllm:
         return self._process.pid
 
     def wait(self, word: str) -> str:
-        """The rest of the next output line that begins with `word`."""
+        """Return the rest of the next output line that starts with `word`."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(word):
@@ -79,7 +79,7 @@ class RawVllm:
         raise RuntimeError(f"raw vLLM ended: {self._log.read()[-1500:]}")
 
     def round(self, episodes: list[dict[str, Any]]) -> float:
-        """Tokens per second of one round."""
+        """Run one round and return its tokens per second."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"tokens": TOKENS, "episodes": episodes}) + "\n")
         self._process.stdin.flush()
@@ -96,7 +96,7 @@ class RawVllm:
 
 
 def work_of(trajectory: Trajectory) -> dict[str, Any]:
-    """The tokens of an episode that were not sampled: its opening and the tools' answers."""
+    """Return the tokens of an episode that were not sampled: its opening and the tool results."""
     [ledger] = trajectory.ledgers
     spans: list[list[int]] = []
     before = True
@@ -149,8 +149,8 @@ class Processor:
 
 
 async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str, Any]:
-    """agentrl, with episodes in the driver and with a rollout worker in the replica, against raw vLLM, and one that computes
-    exact log probabilities as agentrl's does. All live from start to end; those that are not measured are idle."""
+    """Compare agentrl, with episodes in the driver and in a rollout worker of the replica, with raw vLLM and with raw vLLM with
+    exact log probabilities as in agentrl. All live from start to end; those that are not measured are idle."""
     config = RolloutConfig(
         groups=at_once // 8,
         group_size=8,
@@ -180,7 +180,7 @@ async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str
                     await driver.exchange(weights.send)
                     agentrl.read()
                     rate, trajectories = await one_round(driver)
-                    if number:  # the first round warms all up
+                    if number:  # the first round is a warm-up
                         found[way].add(rate, agentrl.read(), trajectories)
                 for name, peer in peers.items():
                     processors[name].read()

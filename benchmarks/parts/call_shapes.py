@@ -1,4 +1,4 @@
-"""Long texts in every tool-call syntax, made to cost a parser much: a part of a call, and then one thing over and over."""
+"""Long texts in every tool-call syntax that are expensive to parse: part of a call, then one string repeated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 BLANKS = (" ", "\n", "a", "é", "\\", '"', "'", "{", "[", "(", "9", ",", "]", "}", "\ue000", "🙂", '{"a":', "[{},", "-", "e9", "<")
-"""What is repeated in every syntax, besides its own parts."""
+"""Strings to repeat in every syntax, in addition to the parts of its calls."""
 
 PARTS: dict[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>", "\n", '{"name": "f", "arguments": ', '{"k": ', '"v"', "}", "}", "\n", "</tool_call>"),
@@ -33,7 +33,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "harmony": ("<|start|>", "assistant", "<|channel|>", "commentary", " ", "to=functions.f", " ", "<|constrain|>json",
         "<|message|>", "{}", "<|call|>", "<|end|>"),
 }  # fmt: skip
-"""A call of each syntax, in the parts between which a parser decides something."""
+"""A call of each syntax, split where a parser decides something."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Shape:
     after: str
 
     def text(self, size: int) -> str:
-        """Of so many bytes in UTF-8."""
+        """Return the text with so many bytes in UTF-8."""
         times = max(1, (size - len((self.before + self.after).encode())) // len(self.again.encode()))
         return self.before + self.again * times + self.after
 
@@ -54,8 +54,8 @@ class Shape:
 
 
 def shapes(syntax: str) -> Iterator[Shape]:
-    """After each beginning of a call: each of its parts, each of `BLANKS`, and the parts up to there, again and again; with what
-    is left of the call after them, and without."""
+    """Yield the shapes of a syntax. After each prefix of a call, repeat each of its parts, each of `BLANKS`, or the prefix; with
+    and without the rest of the call after them."""
     parts = PARTS[syntax]
     seen: set[tuple[str, str, str]] = set()
     for cut in range(len(parts) + 1):

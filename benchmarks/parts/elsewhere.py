@@ -1,4 +1,4 @@
-"""Rollout workers in processes of their own, each with an engine that answers at once: what is left is workers and driver."""
+"""Rollout workers in separate processes, with engines that answer at once, so that only workers and driver take time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ANSWER = Message("assistant", "1")
 
 
 class Working(ToolEnv):
-    """One tool, which computes in Python for about so many steps, or answers at once."""
+    """Environment with one tool, which computes in Python for about so many steps, or answers at once."""
 
     id = "bench/Working-v0"
     summary = "works"
@@ -52,7 +52,7 @@ class Working(ToolEnv):
 
 
 class Ref(EnvRef):
-    """Stands in for an EnvRef, because `Working` is not on a shelf."""
+    """Substitute for an EnvRef, because `Working` is not registered."""
 
     def build(self, **extra: Any) -> ToolEnv:
         return Working(**{**self.params, **extra})
@@ -74,7 +74,7 @@ class Parts:
 
 
 def serve(name: str, endpoint: DriverAddress, config: RolloutConfig, steps: int) -> None:
-    """A worker's process."""
+    """Run a worker's process."""
     raise_gc_threshold()
     share_the_lock()
 
@@ -112,7 +112,7 @@ class SpawnedProcesses(WorkerProcesses):
 
 
 async def player_of(workers: int, config: RolloutConfig, steps: int) -> tuple[Player, RunEnv]:
-    """A started player with so many workers; 0: in this process."""
+    """Return a started player with so many workers; 0: in this process."""
     env = part(config, steps)
     if not workers:
         return LocalPlayer([env]), env

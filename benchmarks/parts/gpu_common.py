@@ -1,4 +1,4 @@
-"""What the parts of benchmarks/gpu.py share: model folders of real shapes with random weights, clocks, and packed rows."""
+"""Common functions of benchmarks/gpu.py: model folders of real shapes with random weights, timing, packed rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Qwen3 architecture: those of the published models, `layers` of which may be a part of theirs."""
+    """Qwen3 architecture of a published model, possibly with fewer `layers`."""
 
     name: str
     hidden: int
@@ -46,7 +46,7 @@ SHAPES = {
 
 
 def model_folder(shape: Shape, parent: Path) -> str:
-    """A folder with that model, random weights in bfloat16, and no tokenizer."""
+    """Write a folder with that model, random weights in bfloat16, and no tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     folder = parent / shape.name.replace(" ", "-")
@@ -71,7 +71,7 @@ def model_folder(shape: Shape, parent: Path) -> str:
 
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[None]:
-    """A process group of this process alone: mixed precision needs one."""
+    """Create a process group of only this process, which mixed precision needs."""
     join_group(None, 0, 1, None if device.type == "cuda" else "gloo", 60.0)
     try:
         yield
@@ -80,19 +80,19 @@ def one_rank(device: torch.device) -> Iterator[None]:
 
 
 def trainer(folder: str, device: torch.device, **model: Any) -> FsdpEngine:
-    """A training engine with its optimizer, by default in bfloat16 with float32 master weights. It needs a process group."""
+    """Return a training engine with optimizer, by default bfloat16 with float32 master weights. Needs a process group."""
     engine = FsdpEngine(folder, ModelConfig(**{"dtype": "bfloat16", **model}), 1.0, device=device)
     engine.use_optimizer(OptimConfig(lr=1e-6))
     return engine
 
 
 def rows_of(total: int, length: int) -> list[int]:
-    """Equal rows of that length with `total` tokens in all."""
+    """Return equal row lengths with `total` tokens in all."""
     return [min(length, total)] * max(1, total // length)
 
 
 def micro_of(lengths: list[int], vocab: int, device: torch.device, seed: int = 0) -> Micro:
-    """A micro-batch of random tokens; the second half of each row is what is trained."""
+    """Make a micro-batch of random tokens; the second half of each row is trained."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab, (int(offsets[-1]),), generator=generator)
@@ -109,13 +109,13 @@ def micro_of(lengths: list[int], vocab: int, device: torch.device, seed: int = 0
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done everything that it was asked to do."""
+    """Synchronize with the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(call: Callable[[], Any], device: torch.device, repeats: int = 5, warmups: int = 2) -> float:
-    """The median seconds of a call, the device included, after calls that are not counted."""
+    """Return the median seconds of a call with its device work, after warm-up calls."""
     for _ in range(warmups):
         call()
     found = []
@@ -129,8 +129,8 @@ def seconds(call: Callable[[], Any], device: torch.device, repeats: int = 5, war
 
 
 def clear(device: torch.device) -> None:
-    """Free what is held no longer, and count the memory's peak from here on."""
-    # A sharded model is in reference cycles: dropped, it keeps its weights and moments until they are collected.
+    """Free unused memory, and reset the peak."""
+    # A sharded model is in reference cycles, which keep its weights and moments until garbage collection.
     gc.collect()
     if "torch._dynamo" in sys.modules:  # compiled layers of the next model have as many recompilations as those of the first
         torch.compiler.reset()
@@ -140,19 +140,19 @@ def clear(device: torch.device) -> None:
 
 
 def peak_gb(device: torch.device) -> float | None:
-    """The most memory of the device that tensors held since `clear`, in 10^9 bytes; None on a CPU."""
+    """Return the peak device memory of tensors since `clear`, in 10^9 bytes; None on a CPU."""
     return round(torch.cuda.max_memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None
 
 
 def peak_flops(device: torch.device, quick: bool) -> float:
-    """Operations per second of one large product in bfloat16: the limit that MFU is a part of, measured in this run."""
+    """Measure operations per second of one large bfloat16 product, the reference of MFU in this run."""
     n = 512 if quick else 8192
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(2))
     return 2 * n**3 / seconds(lambda: a @ b, device)
 
 
 def copy_gb_s(device: torch.device, quick: bool) -> float:
-    """10^9 bytes per second of a plain copy on the device (read and written bytes counted once)."""
+    """Measure 10^9 bytes per second of a plain copy on the device (read and written bytes counted once)."""
     size = (1 << 20) if quick else (1 << 30)
     a = torch.empty(size, dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
@@ -160,5 +160,5 @@ def copy_gb_s(device: torch.device, quick: bool) -> float:
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """To that number of significant digits."""
+    """Round to that number of significant digits."""
     return value if value == 0 or not math.isfinite(value) else round(value, digits - 1 - math.floor(math.log10(abs(value))))

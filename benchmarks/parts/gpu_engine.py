@@ -28,14 +28,14 @@ Ask = Callable[[list[int], Sampling, str], Awaitable[Generation]]
 
 
 def engine(device: torch.device, folder: Path, quick: bool) -> dict[str, Any]:
-    """Sampled tokens per second at 1, 64 and 256 requests at once, 128 prompt and 128 sampled tokens each."""
+    """Measure sampled tokens per second at 1, 64 and 256 concurrent requests with 128 prompt and 128 sampled tokens each."""
     shape = SHAPES["tiny" if quick else "0.6B"]
     return asyncio.run(_engine(model_folder(shape, folder), shape.name, shape.vocab, device, quick))
 
 
 def vllm(device: torch.device, folder: Path, quick: bool) -> dict[str, Any]:
-    """The same of one vLLM replica, through the class that runs in its actor, in this process and without Ray. KEYS: more keys
-    of the config."""
+    """Measure the same for one vLLM replica, through the class of its actor, in this process and without Ray. KEYS: additional
+    config keys."""
     if importlib.util.find_spec("vllm") is None:
         return {"error": "vLLM is not installed"}
     shape = SHAPES["tiny" if quick else "0.6B"]
@@ -75,13 +75,13 @@ async def _engine(path: str, name: str, vocab: int, device: torch.device, quick:
 
 
 async def _rates(ask: Ask, vocab: int, device: torch.device, quick: bool) -> dict[str, Any]:
-    """Tokens per second at each number of requests at once; the requests of a number are the same for every engine."""
+    """Measure tokens per second at each number of concurrent requests, with the same requests for every engine."""
     prompt, length = (16, 16) if quick else (128, 128)
     found: dict[str, Any] = {"prompt": prompt, "sampled": length}
     for count in (1, 8) if quick else (1, 64, 256):
-        for turn in range(2):  # the first time loads kernels
+        for turn in range(2):  # the first round loads kernels
             start = time.perf_counter()
-            # Prompts of this turn alone: an engine does not compute known ones again.
+            # Other prompts in each round, since an engine does not recompute cached ones.
             texts = torch.randint(vocab, (count, prompt), generator=torch.Generator().manual_seed(2 * count + turn)).tolist()
             asked = [ask(text, Sampling(length, seed=i), f"{count}-{turn}-{i}") for i, text in enumerate(texts)]
             done = await asyncio.gather(*asked)
@@ -103,7 +103,7 @@ async def _sleep(model: EmbeddedEngine, device: torch.device) -> dict[str, Any]:
 
 
 def checkpoint(device: torch.device, folder: Path, quick: bool) -> dict[str, Any]:
-    """GB/s of a save, of the part of an asynchronous save that training waits for, and of a load; against a plain write."""
+    """Measure GB/s of a save, of the blocking part of an asynchronous save, and of a load, against a plain write."""
     shape = SHAPES["tiny" if quick else "0.6B"]
     with one_rank(device), tempfile.TemporaryDirectory(dir=folder) as scratch:
         model = trainer(model_folder(shape, folder), device)
@@ -126,8 +126,8 @@ def checkpoint(device: torch.device, folder: Path, quick: bool) -> dict[str, Any
 
 
 def _offload(model: FsdpEngine, device: torch.device) -> dict[str, Any]:
-    """Seconds of giving the card's memory back and of taking it again, the second time, and the share that is freed."""
-    for _ in range(2):  # the first time makes room on the host
+    """Measure the seconds of the second offload to the host and of the return to the card, and the freed share of memory."""
+    for _ in range(2):  # the first time allocates host memory
         held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         began = time.perf_counter()
         model.offload()

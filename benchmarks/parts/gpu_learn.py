@@ -78,7 +78,7 @@ QUICK = [
     *["rollout.groups=2", "rollout.group_size=2", "rollout.max_turn_tokens=24"],
 ]
 PATIENCE = float(os.environ.get("LIMIT", "530")) - 10
-"""Seconds for a command: what it said must still be shown."""
+"""Timeout of a command in seconds, which leaves time to print its output."""
 COLUMNS = (
     "throughput/sampled_tokens_per_s",
     "throughput/trained_tokens_per_s",
@@ -91,7 +91,7 @@ COLUMNS = (
 
 
 def learn(device: torch.device, folder: Path, model: str | None, quick: bool) -> dict[str, Any]:
-    """Success on held-out tasks untouched, after one epoch of gold calls, and after GRPO; medians of the updates' figures."""
+    """Measure held-out success untouched, after one epoch of gold calls, and after GRPO; and medians of the updates' figures."""
     if quick:
         from agentrl.config.schema import InitModelConfig
         from agentrl.trainer.pretrained import init_model
@@ -109,7 +109,7 @@ def learn(device: torch.device, folder: Path, model: str | None, quick: bool) ->
 
 
 def one_card(device: torch.device, folder: Path, model: str | None, quick: bool) -> dict[str, Any]:
-    """Five updates through vLLM and Ray on one card, which trainer and replica have in turn. KEYS: more keys of the config."""
+    """Run five updates through vLLM and Ray on one card, used by trainer and replica in turn. KEYS: additional config keys."""
     missing = [name for name in ("vllm", "ray") if importlib.util.find_spec(name) is None]
     if device.type != "cuda" or missing or model is None:
         return {"error": f"needs a card, a model, vLLM and Ray; missing here: {', '.join(missing) or 'the card or the model'}"}
@@ -127,7 +127,7 @@ def one_card(device: torch.device, folder: Path, model: str | None, quick: bool)
 
 
 def _agentrl(folder: Path, command: str, keys: list[str], *options: str) -> float:
-    """Seconds of a command on CONFIG. Raises RuntimeError with its last lines if it fails."""
+    """Run a command on CONFIG and return its seconds. Raises RuntimeError with its last lines if it fails."""
     config = folder / "learn.toml"
     config.write_text(CONFIG)
     place = ["--config", str(config)] if command == "eval" else [str(config)]

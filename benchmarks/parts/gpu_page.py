@@ -1,4 +1,4 @@
-"""The page of what cards have shown, from the files of results that benchmarks/gpu.py writes."""
+"""Page of GPU measurements, from the result files of benchmarks/gpu.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ A part that could not run says why.
 
 
 def page(results: Path) -> str:
-    """The page, in Markdown."""
+    """Return the page in Markdown."""
     files = sorted(results.glob("gpu-*.json"), key=lambda path: path.stem[-10:], reverse=True)
     if not files:
         return f"{HEAD}\n**Nothing has run on a card yet**, so there are no figures.\n"

@@ -23,14 +23,14 @@ Weights = dict[str, torch.Tensor]
 
 
 def weights(mib: int, seed: float, device: torch.device) -> Weights:
-    """bfloat16 tensors of 16 MiB, each filled with a number of its own."""
+    """Make bfloat16 tensors of 16 MiB, each filled with a different number."""
     count = (TENSOR_MIB << 20) // 2
     make = {f"layer{i}": seed + i for i in range(max(1, mib // TENSOR_MIB))}
     return {name: torch.full((count,), value, dtype=torch.bfloat16, device=device) for name, value in make.items()}
 
 
 def publish(device: torch.device, quick: bool) -> dict[str, Any]:
-    """By route: GB/s of the best of three publishes, or why it cannot serve. What arrived is compared with what was sent."""
+    """Measure GB/s of the best of three publishes per route, or the reason why it cannot be used. Checks the received weights."""
     mib = 64 if quick else 4096
     found: dict[str, Any] = {"mib": mib, "copy_gb_s": rounded(copy_gb_s(device, quick))}
     for route in auto_routes():
@@ -38,7 +38,7 @@ def publish(device: torch.device, quick: bool) -> dict[str, Any]:
             found[route] = {"gb_s": rounded(mib * 2**20 / _measure(route, mib, device) / 1e9)}
         except AgentrlError as problem:
             found[route] = {"error": str(problem)[:200]}
-        print(f"publish {route}: {found[route]}", flush=True)  # a route that hangs takes no figure of another with it
+        print(f"publish {route}: {found[route]}", flush=True)  # now, so that a hanging route loses no other figure
         clear(device)
     return found
 
@@ -62,7 +62,7 @@ def _sums(held: Weights) -> list[float]:
 def _load(receiver: Receiver, bucket: Bucket, own: Weights, device: torch.device) -> None:
     for name, tensor in receiver.receive(bucket):
         own[name].copy_(tensor)
-    wait(device)  # the slot may be filled again as soon as this is answered
+    wait(device)  # the slot may be filled again after the answer
 
 
 def _stream(sender: Sender, held: Weights, hand: Callable[[Bucket], None]) -> float:
@@ -88,7 +88,7 @@ def _across(sender: Sender, held: Weights, mib: int, device: torch.device) -> tu
     mine, theirs = context.Pipe()
     process = context.Process(target=_other, args=(theirs, mib, str(device)), daemon=True)
     process.start()
-    theirs.close()  # else the end of that process would not show here
+    theirs.close()  # so that this side notices the end of the process
     try:
         mine.send(sender.open())
         answer = mine.recv()
@@ -113,7 +113,7 @@ def _across(sender: Sender, held: Weights, mib: int, device: torch.device) -> tu
 
 
 def _other(pipe: Connection, mib: int, device: str) -> None:
-    """The receiving process."""
+    """Run the receiving process."""
     place = torch.device(device)
     own = weights(mib, 0.0, place)
     receiver: Receiver | None = None

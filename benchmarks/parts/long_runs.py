@@ -1,4 +1,4 @@
-"""Runs of long episodes, one after the other, and what is read of them: for long_horizon.py, long_horizon_means.py,
+"""Train runs of long episodes one after the other, and read their metrics: for long_horizon.py, long_horizon_means.py,
 distillation.py and branching.py."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parents[1]
 LADDER = "recipes/horizon/key_value"
 QUICK = "--quick"
 KEPT = {"distillation": "teachers"}
-"""By script, the folder of its tables and pictures, if it is not that of long episodes."""
+"""Folder of tables and pictures per script, if it is not that of long episodes."""
 COMMON = [
     "engine=embedded",
     "cluster.backend=inline",
@@ -30,36 +30,36 @@ COMMON = [
     "~algorithm.experience",  # what a base has and a comparison of means must not: a second use of episodes, and gold
     "~algorithm.demonstrations",
 ]
-"""What all compared runs have, whatever their tasks."""
+"""Overrides of all compared runs."""
 
 
 def command(*words: str) -> None:
-    """Run an agentrl command in the results' work folder; its own output tells how it goes on."""
+    """Run an agentrl command in the work folder and show its output."""
     subprocess.run([sys.executable, "-m", "agentrl.cli.main", *words], cwd=work(), check=True)
 
 
 def work() -> Path:
-    """Where runs are: not in the repository."""
+    """Return the folder of runs, outside of the repository."""
     folder = Path(os.environ.get("LONG_HORIZON_RUNS", HERE.parent / "runs" / "long_horizon"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def results() -> Path:
-    """Where tables and pictures go: those of a quick run are none to keep."""
+    """Return the folder of tables and pictures; a quick run does not write to the repository."""
     folder = work() / "results" if QUICK in sys.argv else HERE / KEPT.get(Path(sys.argv[0]).stem, "long_horizon")
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def finished(folder: Path) -> bool:
-    """Whether a run is at its end: one that was interrupted has a summary too."""
+    """Return True if a run is finished; an interrupted one has a summary too."""
     summary = folder / "summary.json"
     return summary.is_file() and json.loads(summary.read_text())["status"] != "interrupted"
 
 
 def run(name: str, config: str, overrides: Iterable[str]) -> None:
-    """Train, or go on with, the run of this name; nothing if it is done."""
+    """Train or resume the run of this name, unless it is finished."""
     folder = work() / "runs" / name
     if finished(folder):
         print(f"{name}: done already", flush=True)
@@ -70,7 +70,7 @@ def run(name: str, config: str, overrides: Iterable[str]) -> None:
 
 
 def warm(quick: bool, config: str = LADDER, name: str = "warm", more: Sequence[str] = ()) -> str:
-    """The warm start of all runs that begin as this config with `more` overrides does, as an override."""
+    """Return the warm start of this config with `more` overrides, as an override for runs that share it."""
     model = work() / "runs" / name / "warm_start"
     if not (model / "config.json").is_file():
         steps = ["sft.min_steps=50", "sft.max_steps=50", "sft.gate=0.0", "sft.gate_tasks=2"] if quick else []
@@ -79,18 +79,18 @@ def warm(quick: bool, config: str = LADDER, name: str = "warm", more: Sequence[s
 
 
 def curve(name: str, keys: Sequence[str]) -> list[list[float]]:
-    """(update, tokens sampled for updates so far, values of `keys`) at each evaluation of a run."""
+    """Return (update, tokens sampled for updates so far, values of `keys`) at each evaluation of a run."""
     tokens, rows = 0.0, list[list[float]]()
     for row in load_run(work() / "runs" / name).metrics:
         if row["phase"] == "train":
-            tokens += row.get("tokens_sampled", row["tokens"])  # a row of an older build has no thrown-away tokens
+            tokens += row.get("tokens_sampled", row["tokens"])  # rows of older builds lack discarded tokens
         elif row["phase"] in ("before", "eval", "after") and (not rows or rows[-1][0] != row["step"]):
             rows.append([row["step"], tokens, *[float(row[key]) for key in keys]])
     return rows
 
 
 def at(rows: Sequence[Sequence[float]], tokens: float) -> float:
-    """Success after so many sampled tokens, on the line between the evaluations before and after."""
+    """Return success after so many sampled tokens, interpolated between evaluations."""
     for before, after in pairwise(rows):
         if before[1] <= tokens <= after[1] and after[1] > before[1]:
             return before[2] + (after[2] - before[2]) * (tokens - before[1]) / (after[1] - before[1])
@@ -98,7 +98,7 @@ def at(rows: Sequence[Sequence[float]], tokens: float) -> float:
 
 
 def average(rows: Sequence[Sequence[float]], tokens: float) -> float:
-    """The mean of success over the first so many sampled tokens: who learns sooner, which the end does not tell."""
+    """Return mean success over the first so many sampled tokens, which shows who learns sooner."""
     points = [(row[1], row[2]) for row in rows if row[1] < tokens] + [(tokens, at(rows, tokens))]
     return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(points)) / tokens
 
@@ -124,7 +124,7 @@ def save(name: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]], name: str) -> None:
-    """Print a Markdown table; with a name, keep it as CSV too."""
+    """Print a Markdown table; with a name, also write it as CSV."""
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for row in rows:
         print("| " + " | ".join(str(value) for value in row) + " |")

@@ -1,4 +1,4 @@
-"""How long an event loop does not come round, less the time in which its thread had no processor."""
+"""Measure how long an event loop is blocked, without the time in which its thread had no processor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 
 async def longest_silence(case: Callable[[], Awaitable[object]], every: float = 0.0005) -> float:
-    """Milliseconds of the longest silence of the loop during `case`, beside which a task wakes up every so many seconds."""
+    """Return the longest blocking of the loop during `case` in milliseconds; a task wakes up every `every` seconds."""
     file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
 
     def queued() -> float:

@@ -56,14 +56,14 @@ def collector(policy: Policy, config: RolloutConfig, env: EnvRef | None = None, 
 
 
 def collector_of(player: Player, part: RunEnv, config: RolloutConfig, seed: int = 0) -> Collector:
-    """A collector of one environment, whose episodes `player` plays."""
+    """Return a collector of one environment, whose episodes `player` plays."""
     mixed = MixedTasks([Part(part.name, part.env, config.sampler)], config.mixture, seed)
     return Collector(player, [part], mixed, config, seed=seed)
 
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """What plays in a rollout worker."""
+    """Parts of a rollout worker."""
 
     player: Player
 
@@ -86,7 +86,7 @@ class ForcedRecipe:
 
 
 def workers(folder: str, policy: Policy, config: RolloutConfig, count: int) -> WorkerPool:
-    """Rollout workers in the replicas of the policy's engine, not started."""
+    """Return rollout workers in the replicas of the policy's engine, not started."""
 
     def recipe(connection: EngineConnection | None) -> ForcedRecipe:
         assert connection is not None
@@ -111,7 +111,7 @@ def vllm_section(context: int) -> VllmConfig:
 
 
 class Instant(Engine):
-    """Answers at once with the given turns, in order, over and over for each episode."""
+    """Engine that answers at once with the given turns in order, repeated for each episode."""
 
     def __init__(self, turns: Sequence[Sequence[int]]) -> None:
         self._turns = [list(turn) for turn in turns]
@@ -163,7 +163,7 @@ class Forced(Renderer):
 
 
 class Lookup(ToolEnv):
-    """One tool and a short question, for the comparison with TRL, whose tools are plain functions."""
+    """Environment with one tool and a short question, for the comparison with TRL, whose tools are plain functions."""
 
     id = "bench/Lookup-v0"
     summary = "look a number up"
@@ -184,7 +184,7 @@ class Lookup(ToolEnv):
 
 
 class Ref:
-    """Stands in for an EnvRef, because `Lookup` is not on a shelf."""
+    """Substitute for an EnvRef, because `Lookup` is not registered."""
 
     def build(self) -> ToolEnv:
         return Lookup()
