@@ -117,7 +117,7 @@ async def _run(run: DataRun, interrupt: Interrupt) -> bool:
 
 
 async def _measure(run: DataRun, step: int) -> float | None:
-    """Log the held-out metrics; return minus the loss, the checkpoint's score, or None without a finite loss."""
+    """Log the held-out metrics; return minus the loss (the checkpoint score), or None without a finite held-out loss."""
     held, each = run.store.heldout, run.data.batch
     if not len(held):
         return None
