@@ -221,8 +221,8 @@ def run_diff(args: argparse.Namespace) -> int:
     a, b = _score_rows(args, args.spec_a, args.spec_b), _score_rows(args, args.spec_b, args.spec_a)
     lines = read_lines(args.trajectories)
     trajectories = [parse_row(str(args.trajectories), number, line) for number, line in lines]
-    changes = changed_ranks(trajectories, [row["value"] for row in a], [row["value"] for row in b])
-    values = changed_values(trajectories, [row["value"] for row in a], [row["value"] for row in b])
+    before, after = ([row["value"] for row in rows] for rows in (a, b))
+    changes, values = changed_ranks(trajectories, before, after), changed_values(before, after)
     verdicts = [row for row, (one, other) in enumerate(zip(a, b, strict=True)) if one["success"] != other["success"]]
     single, tasks = count_single(trajectories)
     if args.json:

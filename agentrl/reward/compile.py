@@ -212,9 +212,4 @@ def given_spec(name: str) -> dict[str, Any]:
 def _as_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adapt a reward function to `function(view, args)`; one with a single parameter gets the Trajectory."""
     whole = len(inspect.signature(function).parameters) == 1
-
-    @wraps(function)
-    def leaf(view: View, args: Any) -> Any:
-        return function(view.trajectory) if whole else function(view, args)
-
-    return leaf
+    return wraps(function)(lambda view, args: function(view.trajectory)) if whole else function

@@ -106,12 +106,10 @@ class Change:
     rank_b: int | None
 
 
-def changed_values(
-    trajectories: Sequence[Trajectory], a: Sequence[float | None], b: Sequence[float | None]
-) -> list[tuple[int, float | None, float | None]]:
+def changed_values(a: Sequence[float | None], b: Sequence[float | None]) -> list[tuple[int, float | None, float | None]]:
     """List rows whose values differ by more than rounding, with both values: first those that only one spec could score, then by
     decreasing difference. For tasks with one episode, this is the only comparison, since there are no ranks."""
-    rows = [(row, a[row], b[row]) for row in range(len(trajectories)) if _gap(a[row], b[row]) > 1e-9]
+    rows = [(row, one, other) for row, (one, other) in enumerate(zip(a, b, strict=True)) if _gap(one, other) > 1e-9]
     return sorted(rows, key=lambda item: _gap(item[1], item[2]), reverse=True)
 
 

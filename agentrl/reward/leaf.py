@@ -132,8 +132,7 @@ class View:
     @property
     def rounds(self) -> dict[int, int]:
         """Turn index -> round index, counted from the episode's first turn, without the opening history."""
-        course = self.course
-        return {turn.index: number for turn, number in zip(self.trajectory.turns, course.rounds, strict=True)}
+        return {turn.index: number for turn, number in zip(self.trajectory.turns, self.course.rounds, strict=True)}
 
     @property
     def course(self) -> EpisodeRounds:

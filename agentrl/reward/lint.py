@@ -88,14 +88,11 @@ def _turns(
     env = build()
     env.reset(seed=task.seed, options={"task": task})
     opening = list(env.trajectory.messages)
-    env.close()
-    yield "question", [Message("assistant", copied_question(opening))]
-    # Random schema-valid calls, then an answer with every number.
-    env = build()
-    env.reset(seed=task.seed, options={"task": task})
     env.action_space.seed(seed + number)
     sampled = [env.action_space.sample() for _ in range(_SPAM_TURNS)]
     env.close()
+    yield "question", [Message("assistant", copied_question(opening))]
+    # Random schema-valid calls, then an answer with every number.
     yield "spam", [*sampled, Message("assistant", _EVERY_NUMBER)]
     if gold is None:
         return
@@ -180,14 +177,12 @@ def lint_spec(scorer: Scorer) -> list[LintFinding]:
             message = f"{where} has no parent, so its weight has no effect"
             findings.append(LintFinding("error", "dead-weight", top.pointer, message))
         for node in walk(top):
-            findings += [*_lint_children(node), *_lint_mods(node)]
-            if isinstance(node, LeafNode) and (warning := node.leaf.lint()) is not None:
-                findings.append(LintFinding("warning", warning[0], node.pointer, warning[1]))
+            findings += _lint_node(node)
     return findings
 
 
-def _lint_children(node: Node) -> Iterator[LintFinding]:
-    """Find children that cannot affect a node's value."""
+def _lint_node(node: Node) -> Iterator[LintFinding]:
+    """Find children that cannot affect a node's value, its modifiers without effect, and a leaf's own warning."""
     linear = isinstance(node, OpNode) and node.label in LINEAR
     for child in node.children:
         if linear and child.mods.weight == 0.0:
@@ -214,9 +209,6 @@ def _lint_children(node: Node) -> Iterator[LintFinding]:
             yield LintFinding("error", "never-decides", child.pointer, "another part is never above it, so it never is the min")
         if node.label == "product" and high - low <= _EPS and abs(low) <= _EPS:
             yield LintFinding("error", "constant-output", child.pointer, "is always 0, and so is the product")
-
-
-def _lint_mods(node: Node) -> Iterator[LintFinding]:
     scale, clip = node.mods.scale, node.mods.clip
     if scale is not None and scale[0] == scale[1]:
         yield LintFinding("error", "constant-output", node.pointer, f"scale maps every value to {scale[0]:g}")
@@ -230,6 +222,8 @@ def _lint_mods(node: Node) -> Iterator[LintFinding]:
         elif clip[0] >= high - _EPS or clip[1] <= low + _EPS:
             message = f"the value is within [{low:g}, {high:g}], so the clip {list(clip)} makes it a constant"
             yield LintFinding("error", "constant-output", node.pointer, message)
+    if isinstance(node, LeafNode) and (warning := node.leaf.lint()) is not None:
+        yield LintFinding("warning", warning[0], node.pointer, warning[1])
 
 
 Probes = Mapping[str, Sequence[Trajectory]]
@@ -274,10 +268,8 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None, 
 def lint_any_verdict(scorer: Scorer, probes: Probes, lint: Callable[[Scorer], list[LintFinding]]) -> list[LintFinding]:
     """Return the findings of `lint` that hold for any answers of the spec's services.
 
-    No service is called.
-
-    Kept are findings in four cases, with best answers for all episodes, none, only gold, and all but gold; a note `not-judged`
-    is added per leaf that was not judged. For a spec without services, all findings of `lint`.
+    No service is called. Kept are findings in four cases, with best answers for all episodes, none, only gold, and all but
+    gold; a note `not-judged` is added per leaf that was not judged. For a spec without services, all findings of `lint`.
     """
     if not scorer.asks:
         return lint(scorer)

@@ -305,9 +305,8 @@ class OpNode(Node):
                 least, most = min(ends_of), max(ends_of)
             return least, most
         if self.label == "mean":
-            return -_highest_mean([(w, -low, skip) for w, low, _, skip in bounds]), _highest_mean(
-                [(w, h, s) for w, _, h, s in bounds]
-            )
+            lowest = -_highest_mean([(w, -low, skip) for w, low, _, skip in bounds])
+            return lowest, _highest_mean([(w, high, skip) for w, _, high, skip in bounds])
         # The minimum is at most the smallest upper bound of the children that are never skipped; the maximum likewise.
         lows, highs = [low for _, low, _, _ in bounds], [high for _, _, high, _ in bounds]
         if self.label == "min":

@@ -198,7 +198,14 @@ class Replays:
         texts and events between rounds that determine the user's actions; its argument is True if the user acts the same
         whatever the policy says. A replay whose user side is a prefix of another's is served by that one.
         """
-        kept = self._task_replays(record.task)
+        task, key = record.task, (record.task.id, record.task.seed, record.task.split)
+        with self._lock:
+            kept = self._kept.get(key)
+            # Compared, not hashed, which takes ten times as long.
+            if kept is None or not (identical(kept.task.data, task.data) and identical(kept.task.gold, task.gold)):
+                kept = self._kept[key] = TaskReplays(task)
+            kept.task = task  # mostly the next call has the same object, which compares fast
+            self._kept.move_to_end(key)
         with kept.playing:
             for one in kept.golds:
                 here = user_side(one.played.repeats)
@@ -234,14 +241,3 @@ class Replays:
             log.exception("a replay failed (task %s)", record.task.id)
             found.fault = UnscorableError(f"the replay environment failed: {fault_text(error)}")
         return found
-
-    def _task_replays(self, task: Task) -> TaskReplays:
-        key = task.id, task.seed, task.split
-        with self._lock:
-            kept = self._kept.get(key)
-            # Compared, not hashed, which takes ten times as long.
-            if kept is None or not (identical(kept.task.data, task.data) and identical(kept.task.gold, task.gold)):
-                kept = self._kept[key] = TaskReplays(task)
-            kept.task = task  # mostly the next call has the same object, which compares fast
-            self._kept.move_to_end(key)
-        return kept
