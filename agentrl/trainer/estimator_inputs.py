@@ -117,9 +117,8 @@ def estimate(
     choice: Choice, given: AdvantageInput, estimator: Callable[[AdvantageInput], AdvantageOutput] | None = None
 ) -> AdvantageOutput:
     """Run the estimator `choice`, or the function `estimator` instead, and check its output. Raises as `call_component`."""
-    name = (
-        f"algorithm.advantage {choice.name!r}" if estimator is None else f"advantage {getattr(estimator, '__name__', 'given')!r}"
-    )
+    called = getattr(estimator, "__name__", "given")
+    name = f"algorithm.advantage {choice.name!r}" if estimator is None else f"advantage {called!r}"
     estimator = estimator or advantages(choice.name, choice.args)
     out: AdvantageOutput = call_component(name, estimator, given)
     for column in ("advantages", "returns"):

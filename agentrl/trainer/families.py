@@ -30,13 +30,9 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 def dropouts(config: Any) -> dict[str, float]:
     """Return the keys of a config with dropout or router noise above 0."""
-    found = {}
-    for part in parts_of(config):
-        for name, value in vars(part).items():
-            used = any(word in name for word in _DROPPED) and not any(word in name for word in _UNUSED)
-            if used and isinstance(value, float) and value > 0:
-                found[name] = value
-    return found
+    found = {name: one for part in parts_of(config) for name, one in vars(part).items() if isinstance(one, float) and one > 0}
+    noise = [name for name in found if any(word in name for word in _DROPPED) and not any(word in name for word in _UNUSED)]
+    return {name: found[name] for name in noise}
 
 
 def length_dependent_ropes(model: Any) -> Iterator[tuple[str, int]]:

@@ -45,8 +45,7 @@ def logits_stats(
     chosen = z.gather(1, targets[:, None]).squeeze(1)
     if not entropy:
         return lse, chosen, torch.zeros_like(lse)
-    p = (z - lse[:, None]).exp_()
-    return lse, chosen, lse - p.mul_(z).sum(-1)
+    return lse, chosen, lse - (z - lse[:, None]).exp_().mul_(z).sum(-1)
 
 
 def logits_gradient(

@@ -218,10 +218,8 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
     learning = [p for _, p in named]
     # As in FsdpEngine: checkpointing depends on the model without adapters, sharded gradients on trained parameters.
     size = numel(p for name, p in module.named_parameters() if ".lora_" not in name)
-    checkpoints, shards_gradients = (
-        by_size(cfg.activation_checkpointing, size),
-        by_size(cfg.shard_gradients, numel(learning)),
-    )
+    checkpoints = by_size(cfg.activation_checkpointing, size)
+    shards_gradients = by_size(cfg.shard_gradients, numel(learning))
     states = [sum(state_bytes(name, p, optim) * held[id(p)].max_numel for name, p in named) for optim in optims]
     # On the rank with the most elements.
     own = {"weights": MASTER * sum(held[id(p)].max_numel for p in parameters), "optimizer": math.ceil(max(states, default=0.0))}

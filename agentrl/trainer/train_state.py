@@ -57,9 +57,7 @@ class PlainReader(FileSystemReader):
 
     torch reads tensors with `weights_only`; other entries, which it would unpickle, are refused."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._index: Metadata | None = None
+    _index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the index once. Raises ValueError if it is damaged, or has entries other than tensors of this folder."""
@@ -192,8 +190,7 @@ def save_state(engine: BaseEngine, folder: Path, meta: dict[str, Any]) -> None:
 
     Raises CheckpointError if a rank could not write.
     """
-    _write_rng_and_meta(folder, meta)
-    _, alone = _rank_alone()
+    alone = _write_rng_and_meta(folder, meta)
     try:
         save({"state": engine.state()}, checkpoint_id=folder, no_dist=alone)
     except CheckpointException as error:
@@ -221,10 +218,9 @@ class BackgroundSave:
         Waits for an earlier save first. Raises CheckpointError if the earlier save failed.
         """
         self._finish()
-        _, alone = _rank_alone()
+        alone = _write_rng_and_meta(folder, meta)
         if not alone and self._group is None:
             self._group = dist.new_group(backend="gloo")
-        _write_rng_and_meta(folder, meta)
         copied = async_save({"state": engine.state()}, checkpoint_id=folder, process_group=self._group, no_dist=alone)
         assert isinstance(copied, Future)  # other types come only from stagers that copy in the background
         self._writing, self._folder = copied, folder
@@ -252,9 +248,9 @@ def _checkpoint_error(folder: Path, error: CheckpointException) -> CheckpointErr
     return CheckpointError(f"{folder}: rank {rank} could not write its part: {type(reason).__name__}: {reason}")
 
 
-def _write_rng_and_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """Write this rank's RNG state, and on rank 0 `meta`."""
-    rank, _ = _rank_alone()
+def _write_rng_and_meta(folder: Path, meta: dict[str, Any]) -> bool:
+    """Write this rank's RNG state, and on rank 0 `meta`; returns True without a process group."""
+    rank, alone = _rank_alone()
     folder.mkdir(parents=True, exist_ok=True)
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -262,6 +258,7 @@ def _write_rng_and_meta(folder: Path, meta: dict[str, Any]) -> None:
     torch.save(state, folder / f"rng_{rank}.pt")
     if rank == 0:
         (folder / META).write_text(json_text(meta), encoding="utf-8")
+    return alone
 
 
 def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
