@@ -193,8 +193,16 @@ class Collector:
     async def collect(self) -> list[Group]:
         """Return the groups of the next update. Raises StalledError, which names the missing episodes."""
         while True:
-            if self._crashed:
-                self._raise_crashed()
+            while self._crashed:
+                task = self._tasks.pop(self._crashed.pop(0), None)
+                if task is not None and not task.cancelled():
+                    try:
+                        task.result()
+                    except BaseExceptionGroup as several:
+                        first: BaseException = several
+                        while isinstance(first, BaseExceptionGroup):
+                            first = first.exceptions[0]
+                        raise first from several
             # In this order: dropping stale groups frees slots, admission fills them, and the selection sees both.
             for index in self.ledger.too_old():
                 self._give_up(index, GroupState.STALE, "its tokens are older than max_staleness allows")
@@ -375,15 +383,3 @@ class Collector:
     def _drop(self, index: int, state: GroupState, reason: str) -> None:
         self.ledger.drop(index, state)
         self.stats.count_drop(index, self._names.pop(index), state, reason, self.ledger.version, self.ledger.waiting_count)
-
-    def _raise_crashed(self) -> None:
-        while self._crashed:
-            task = self._tasks.pop(self._crashed.pop(0), None)
-            if task is not None and not task.cancelled():
-                try:
-                    task.result()
-                except BaseExceptionGroup as several:
-                    first: BaseException = several
-                    while isinstance(first, BaseExceptionGroup):
-                        first = first.exceptions[0]
-                    raise first from several

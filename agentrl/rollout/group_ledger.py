@@ -156,9 +156,8 @@ class GroupLedger:
         if not self.spare:
             return []
         kept = {group.index for group in chosen}
-        return [
-            e.index for e in self._entries.values() if e.index not in kept and self.version + 1 - e.oldest > self.max_staleness
-        ]
+        late = [e.index for e in self._entries.values() if self.version + 1 - e.oldest > self.max_staleness]
+        return [index for index in late if index not in kept]
 
     def ready(self) -> list[Group] | None:
         """Choose the B groups of the next update by oldest weights, then lowest index. Returns None if there are too few, or if
@@ -202,8 +201,7 @@ class GroupLedger:
 
     def to_json(self) -> dict[str, Any]:
         """State for a checkpoint. Running groups become pending again; complete groups are written separately, one at a time
-        (see `complete_groups`).
-        """
+        (see `complete_groups`)."""
         running = [e.index for e in self._entries.values() if e.state is GroupState.RUNNING]
         return {
             "version": self.version,

@@ -85,8 +85,7 @@ class GoldStart:
     def load(self, state: dict[str, Any]) -> None:
         """Restore the result of `state`."""
         self._left = {int(horizon): left for horizon, left in state["left"].items()}
-        window = self.config.window
-        self._recent = {int(horizon): deque(values, maxlen=window) for horizon, values in state["recent"].items()}
+        self._recent = {int(horizon): deque(values, self.config.window) for horizon, values in state["recent"].items()}
 
     def metrics(self) -> dict[str, float]:
         """Return the number of calls left to the policy, for each horizon that has advanced."""

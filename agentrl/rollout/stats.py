@@ -210,9 +210,7 @@ class RolloutStats:
         Raises NothingScoredError, much sooner, if no episode was ever scored. `playing`: indices of running or complete groups;
         `complete`: number of complete groups; `shares`: those of several environments, else empty."""
         at_once = min(self._config.max_episodes, self._config.groups * self._config.group_size)
-        if self._silent >= max(at_once, MIN_DEAD_GROUPS) * (
-            self._config.retries + 1
-        ):  # consecutively, a full set of concurrent episodes
+        if self._silent >= max(at_once, MIN_DEAD_GROUPS) * (1 + self._config.retries):  # in a row: as many as play at once
             raise StalledError(
                 f"update {version}: the engine is too slow: the last {self._silent} attempts at an episode were given up; "
                 f"the first: {self._first_fault}. {_FASTER}"

@@ -28,7 +28,6 @@ from agentrl.utils.errors import ConfigError, raised_text
 
 log = logging.getLogger(__name__)
 
-
 TRIES = 8
 """Maximum number of transcripts drawn for one index until one is short enough."""
 

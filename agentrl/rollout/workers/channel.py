@@ -248,8 +248,7 @@ async def connect_to_driver(endpoint: DriverAddress, name: str, on: dict[str, Ha
     channel, admitted, nonce = Channel(), asyncio.Event(), secrets.token_hex(16)
     channel.on, address = on, f"{endpoint.host}:{endpoint.port}"
 
-    def answer(fields: Fields) -> None:
-        channel.send("name", name=name, proof=proof(endpoint.secret, fields["nonce"], name), nonce=nonce)
+    admit = partial(channel.send, "name", name=name, nonce=nonce)
 
     def welcome(fields: Fields) -> None:
         if not hmac.compare_digest(str(fields.get("proof")), proof(endpoint.secret, nonce, "driver")):
@@ -257,7 +256,7 @@ async def connect_to_driver(endpoint: DriverAddress, name: str, on: dict[str, Ha
         channel.trusted = True
         admitted.set()
 
-    channel.on |= {"nonce": answer, "welcome": welcome}
+    channel.on |= {"nonce": lambda fields: admit(proof=proof(endpoint.secret, fields["nonce"], name)), "welcome": welcome}
     channel.on_lost = admitted.set
     try:
         await asyncio.get_running_loop().create_connection(lambda: channel, endpoint.host, endpoint.port)

@@ -209,7 +209,6 @@ class WorkerCore:
 PROGRESS_S = 0.5
 """Seconds between two updates of the request progress that a worker knows."""
 
-
 FEATURES: dict[str, dict[str, Any]] = {"stop": {"stop": ("a",)}, "grammar": {"grammar": 'start: "a"'}}
 """Optional features of an engine -> sampling parameters that request the feature."""
 
@@ -229,9 +228,6 @@ def serve_engine(channel: Channel, engine: Engine, owner: str) -> None:
 
         return await engine.stream(token_ids, sampling, f"{key}@{owner}", tell)
 
-    async def abort(key: str) -> None:
-        await engine.abort(f"{key}@{owner}")
-
     async def refusals() -> dict[str, str]:
         # In a thread: an engine that knows the text of its tokens loads a tokenizer on the first check.
         asked = {name: Sampling(1, **more) for name, more in FEATURES.items()}
@@ -242,7 +238,7 @@ def serve_engine(channel: Channel, engine: Engine, owner: str) -> None:
 
     channel.serves |= {
         "engine.ask": ask,
-        "engine.abort": abort,
+        "engine.abort": lambda key: engine.abort(f"{key}@{owner}"),
         "engine.stats": engine.stats,
         "engine.refusals": refusals,
         "engine.progress": progress,
