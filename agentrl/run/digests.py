@@ -60,7 +60,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Contents:
             if (card := env.card()) is not None:  # a remote environment: its server sends the digest of files and tool sets
                 digests |= {f"the files of {at}.id": card["files"]} if card["files"] is not None else {}
             else:
-                files = [] if env.at is not None else sorted(_sources(env.entry.path))
+                files = [] if env.at is not None else _sources(env.entry.path)
                 digests |= _digests({f"{at}.id": files, f"{tools}.sets": [find_tools(name) for name in env.tools.sets]})
             if (suite := suite_env(env)) is not None:
                 digests[f"the files of {at}.params.source"] = suite.source_digest()
@@ -107,7 +107,7 @@ def suite_env(env: EnvRef) -> Benchmark | None:
 
 def env_digest(env: EnvRef) -> str | None:
     """Compute the digest of an environment's files; None for an installed package."""
-    return _digest_all(sorted(_sources(env.entry.path)))
+    return _digest_all(_sources(env.entry.path))
 
 
 def _digests(files: Mapping[str, Sequence[Path]]) -> Identity:
@@ -148,16 +148,12 @@ def _files(folder: str | None) -> list[Path]:
     return sorted(_plain_files(Path(folder).iterdir())) if folder is not None and Path(folder).is_dir() else []
 
 
-def _sources(path: Path | None) -> Iterator[Path]:
-    """Yield the environment's file and, if it has a folder, the other files there except tests."""
-    if path is None:
-        return
-    if path.name != "env.py":
-        yield path
-        return
-    for file in _plain_files(path.parent.rglob("*")):
-        if "__pycache__" not in file.parts and not file.name.startswith("test_"):
-            yield file
+def _sources(path: Path | None) -> list[Path]:
+    """Return the environment's file and, if it has a folder, the other files there except tests; sorted."""
+    if path is None or path.name != "env.py":
+        return [] if path is None else [path]
+    files = _plain_files(path.parent.rglob("*"))
+    return sorted(file for file in files if "__pycache__" not in file.parts and not file.name.startswith("test_"))
 
 
 def _plain_files(paths: Iterator[Path]) -> Iterator[Path]:

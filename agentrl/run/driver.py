@@ -57,7 +57,6 @@ from agentrl.utils.threads import in_thread, share_the_lock
 
 log = logging.getLogger(__name__)
 
-
 RUN_KINDS: Registry[Callable[[TrainConfig], Any]] = Registry("run", "RUN_KINDS", "agentrl.run")
 """Makers, from a config, of runs that learn without playing episodes. Such a run checks the config, prepares a folder's data,
 trains (False if interrupted) and summarizes metrics.jsonl; `relevant_sections` is the config with the sections that it reads."""

@@ -141,7 +141,6 @@ class LogFile(RotatingFileHandler):
 DRIVER = "driver.json"
 """File of the driver's state in a checkpoint."""
 
-
 BEFORE_SFT = -2
 """Step of `rewind` before the warm start; -1 is after the warm start and before the first evaluation."""
 _RESERVED = 1 << 16

@@ -241,17 +241,10 @@ class Peak:
 
 def host_lines(placed: list[RolePlacement]) -> list[str]:
     """Describe the host memory that roles hold between their turns or always, one line per role."""
-    between = [
-        f"{one.role}: {one.memory.resident / GIB:.1f} GiB of pinned host memory per rank between its turns"
-        for one in placed
-        if one.rests and one.role != "rollout"
-    ]
-    always = [
-        f"{one.role}: {one.memory.host / GIB:.1f} GiB of host memory per rank (model.offload)"
-        for one in placed
-        if one.memory.host
-    ]
-    return between + always
+    resting = [one for one in placed if one.rests and one.role != "rollout"]
+    held = [(one.role, one.memory.resident, "pinned host memory per rank between its turns") for one in resting]
+    held += [(one.role, one.memory.host, "host memory per rank (model.offload)") for one in placed if one.memory.host]
+    return [f"{role}: {size / GIB:.1f} GiB of {what}" for role, size, what in held]
 
 
 class RunMemory:

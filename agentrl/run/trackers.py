@@ -89,11 +89,9 @@ class Tracker(ABC):
 
 TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "agentrl.run.trackers", given=1)
 
-
 LIVE_METRICS: Registry[Any] = Registry("prometheus", "LIVE_METRICS", "agentrl.run.trackers")
 """Servers of a run's metrics, made with their section and the run's outlets. They take rows as a tracker, and read the Session
 given to `watch`; `check(section)` raises before a run."""
-
 
 TRACING: Registry[Any] = Registry("traces", "TRACING", "agentrl.run.trackers")
 SPANS = "steps"

@@ -51,9 +51,26 @@ class Both(Generic[P, R]):
         return run_blocking(self._work(*args, **kwargs))
 
     async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Await the result in any event loop."""
+        """Await the result in any event loop. If the caller is cancelled, cancels the work too and awaits its end."""
         check_arguments(self._work, args, kwargs)
-        return await run_awaited(self._work(*args, **kwargs))
+        work, held, begun = self._work(*args, **kwargs), background(), list[asyncio.Task[Any]]()
+        if held.here:
+            return await work
+        share_the_lock()
+        running = _run_cancellable(work, begun, threading.Event())
+        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(running, held.loop))
+        cancelled = False
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError:
+                cancelled = True
+                if begun:
+                    held.loop.call_soon_threadsafe(begun[0].cancel)
+        if cancelled and not future.cancelled():
+            future.exception()  # mark as retrieved: errors during cancellation are not the cause
+            raise asyncio.CancelledError
+        return future.result()
 
     def __get__(self: Both[Concatenate[S, Q], R], instance: S | None, owner: type[S] | None = None) -> Both[Q, R]:
         """Bind a method to its instance; accessed on the class it stays unbound."""
@@ -107,29 +124,6 @@ async def _run_cancellable(work: Coroutine[Any, Any, T], begun: list[asyncio.Tas
         return await work
     finally:
         ended.set()
-
-
-async def run_awaited(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` in the background loop and await its result, from any event loop. If the caller is cancelled, cancels `work`
-    too and awaits its end."""
-    held = background()
-    if held.here:
-        return await work
-    share_the_lock()
-    begun: list[asyncio.Task[Any]] = []
-    future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_run_cancellable(work, begun, threading.Event()), held.loop))
-    cancelled = False
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            cancelled = True
-            if begun:
-                held.loop.call_soon_threadsafe(begun[0].cancel)
-    if cancelled and not future.cancelled():
-        future.exception()  # mark as retrieved: errors during cancellation are not the cause
-        raise asyncio.CancelledError
-    return future.result()
 
 
 # Configs from Python
