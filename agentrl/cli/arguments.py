@@ -18,9 +18,7 @@ from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import say
 
 COMMANDS: Registry[Callable[[argparse.ArgumentParser], None]] = Registry("command", "COMMANDS", "agentrl.cli")
-"""Subcommands. Each function adds arguments, `run` (returns the exit code) and `epilog` to the parser; its docstring is the help.
-"""
-
+"""Subcommands. Each function adds arguments, `run` (returns the exit code) and `epilog`; its docstring is the help."""
 
 ENV_ACTION = "env "
 """Prefix in `COMMANDS` of actions of `agentrl env`."""

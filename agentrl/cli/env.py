@@ -213,9 +213,8 @@ def run_new(args: argparse.Namespace) -> int:
         return 0
     if hidden:
         say(f"in this folder {args.name} now means this environment; use the full id for {hidden[0]}")
-    shelf, root = "", folder.parents[1].resolve()
-    if root not in shelves():
-        shelf = f"export AGENTRL_PATH={shlex.quote(str(root))}${{AGENTRL_PATH:+:$AGENTRL_PATH}}; "
+    root = folder.parents[1].resolve()
+    shelf = "" if root in shelves() else f"export AGENTRL_PATH={shlex.quote(str(root))}${{AGENTRL_PATH:+:$AGENTRL_PATH}}; "
     say(f"next: {shelf}agentrl env check {args.name}; agentrl env play {args.name}; agentrl train {shlex.quote(str(config))}")
     installed = importlib.util.find_spec("pytest") is not None
     say(f"its test: pytest {shlex.quote(str(folder))}{'' if installed else ' (after pip install pytest)'}")

@@ -217,13 +217,12 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
 
     if args.resume is not None:
         return _resume(args, restarts)
-    file: Path | None = None
     if args.config is not None and is_override(args.config):
         args.overrides, args.config = [args.config, *args.overrides], None
+    file = None if args.config is None else find_config_file(args.config)
     options = _options_as_overrides(args)
     given = [*options, *args.overrides]
-    if args.config is not None:
-        file = find_config_file(args.config)
+    if file is not None:
         if options and not args.data and load_whole(file, args.overrides).data is None:
             raise ConfigError(
                 f"{options[0].partition('=')[0]}: it needs data, but {args.config} names none; name it too: --data PATH"
@@ -278,7 +277,6 @@ def _resume(args: argparse.Namespace, restarts: int) -> int:
     command = TrainCommand(args, restarts, config, before, texts)
     if before.data is None:
         if not restarts and not needs_warm_start(config, RunFolder(Path(args.resume))):
-            run = shlex.quote(args.resume)
-            raise ConfigError(f"{args.resume}: no warm start to continue. Use agentrl train --resume {run}")
+            raise ConfigError(f"{args.resume}: no warm start to continue. Use agentrl train --resume {shlex.quote(args.resume)}")
         return command.resume(command.check, only_warm_start=True)
     return command.resume(partial(RUN_KINDS[DATA](config).check, prepared=True))
