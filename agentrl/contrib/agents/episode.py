@@ -157,8 +157,7 @@ class AgentEpisode:
             f"{base}/user" if self.config.user else None,
         )
         try:
-            ended = await self._play(brief)
-            return await self._conclude(ended)
+            return await self._conclude(await self._play(brief))
         except EpisodeOverError as over:
             self._check_asked(f"the episode ended ({over.stop.value}) before the policy's first turn", over.error)
             self.error = over.error
@@ -327,7 +326,7 @@ class AgentEpisode:
         if replies is None or self.env.has_finished:
             self._stop(EpisodeOverError(StopReason.DONE))
             return None
-        self.record.record_replies(replies)
+        self.record.heard.update(message.content for message in replies)
         return [message.content for message in replies]
 
     async def _note_answer(self, work: Awaitable[Answer], what: str, blame: Blame) -> Answer:

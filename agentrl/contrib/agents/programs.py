@@ -127,7 +127,6 @@ _LONGEST_VARIABLE = 100_000
 _SHOWN = 2_000
 """Maximum characters of an agent's output in an error."""
 
-
 MAX_ANSWER = 16 << 20
 """Maximum bytes of the answer of an agent behind a URL."""
 
@@ -174,9 +173,14 @@ class Command(Program):
 
     async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True) as folder:
-            process = await AgentProcess.start(
-                resolve_references(self._command, "agent.command"), self._variables(brief, Path(folder))
-            )
+            given, file = brief.variables(), Path(folder) / "task.json"
+            file.write_text(given["AGENTRL_TASK"])
+            own = {name: os.environ[name] for name in self._passed if name in os.environ}
+            short = {name: value for name, value in given.items() if len(value.encode()) <= _LONGEST_VARIABLE}
+            fixed = {"AGENTRL_TASK_FILE": str(file), "AGENTRL_FOLDER": folder}
+            variables = {**own, **resolve_references(self._env, "agent.env"), **short, **fixed}
+            exempt(httpx.URL(brief.openai_url).host, environ=variables)
+            process = await AgentProcess.start(resolve_references(self._command, "agent.command"), variables)
             code: int | None = None
             try:
                 code = await process.wait()
@@ -186,18 +190,6 @@ class Command(Program):
                 record |= {"exit_code": code, "stdout": stdout, "stderr": stderr}
         failure = None if code == 0 else f"exit code {code}{_tail(stderr or stdout)}"
         return Outcome(stdout.strip() or None, failure)
-
-    def _variables(self, brief: Brief, folder: Path) -> dict[str, str]:
-        own = {name: os.environ[name] for name in self._passed if name in os.environ}
-        given = brief.variables()
-        file = folder / "task.json"
-        file.write_text(given["AGENTRL_TASK"])
-        host = httpx.URL(brief.openai_url).host
-        fixed = {"AGENTRL_TASK_FILE": str(file), "AGENTRL_FOLDER": str(folder)}
-        short = {name: value for name, value in given.items() if len(value.encode()) <= _LONGEST_VARIABLE}
-        found = {**own, **resolve_references(self._env, "agent.env"), **short, **fixed}
-        exempt(host, environ=found)
-        return found
 
 
 class Episode:

@@ -142,7 +142,7 @@ class Record:
         self._own = 0
         self.cut = False
         """True if the last sampled turn was truncated, so that its calls are not answered."""
-        self._heard: Counter[str] = Counter()
+        self.heard: Counter[str] = Counter()  # replies of the user, which the agent will pass on to the policy
 
     def catch_up(self) -> None:
         """Record the turns sampled since the last call."""
@@ -157,8 +157,8 @@ class Record:
                 if message.role == "tool":
                     self._result(message)
                 elif message.role != "assistant" and not fresh:
-                    if self._heard[message.content] > 0:
-                        self._heard[message.content] -= 1
+                    if self.heard[message.content] > 0:
+                        self.heard[message.content] -= 1
                     else:
                         self._env.trajectory.messages.append(message)
             self._read[turn.ledger] = at + 1
@@ -200,10 +200,6 @@ class Record:
         if turns and turns[-1].message.content.strip() == text.strip() and not turns[-1].message.tool_calls:
             return turns[-1]
         return self._add(Message("assistant", text))
-
-    def record_replies(self, replies: Sequence[Message]) -> None:
-        """Remember the user's replies, which the agent will pass on to the policy."""
-        self._heard.update(message.content for message in replies)
 
     def answer(self, output: str | None) -> Turn | None:
         """Return the turn that ends the episode: the newest, or one with `output` if that differs; None if the agent stopped

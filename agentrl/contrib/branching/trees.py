@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,7 +117,13 @@ class Places(EpisodeHook):
         With fixed turns each branch has its own: whether a turn has a branch must not depend on tokens sampled after it.
         """
         await self._settle(trajectory.turns, trajectory.ledgers)
-        turns = self._fixed or (self._spread() if self._config.at == "depth" else self._best(self._most))
+        turns: Collection[int] = self._fixed or self._best(self._most)
+        if self._config.at == "depth" and not self._fixed:  # the kept turns that cut the episode into the most equal parts
+            kept = sorted(self._kept)
+            most = min(self._most, len(kept))
+            # Of n + 1 turns, the first without a fork, cut k times: before those at (n + 1) i / (k + 1).
+            places = (round((len(kept) + 1) * i / (most + 1)) for i in range(1, most + 1))
+            turns = sorted({kept[min(max(place, 1), len(kept)) - 1] for place in places})
         for turn in self._kept.keys() - set(turns):
             await self._kept.pop(turn)[1].close()
         found = [self._kept[turn][1] if turn in self._kept else None for turn in turns] or [None]
@@ -157,14 +163,6 @@ class Places(EpisodeHook):
     def _best(self, most: int) -> list[int]:
         """Return the kept turns by descending score, earlier ones first among equals."""
         return sorted(self._kept, key=lambda turn: (-self._kept[turn][0], turn))[:most]
-
-    def _spread(self) -> list[int]:
-        """Return the kept turns that cut the episode into the most equal parts."""
-        turns = sorted(self._kept)
-        most = min(self._most, len(turns))
-        # Of n + 1 turns, the first without a fork, cut k times: before those at (n + 1) i / (k + 1).
-        at = [round((len(turns) + 1) * i / (most + 1)) for i in range(1, most + 1)]
-        return sorted({turns[min(max(place, 1), len(turns)) - 1] for place in at})
 
 
 def count_places(config: BranchConfig, branches: int) -> int:

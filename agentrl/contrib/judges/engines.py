@@ -38,7 +38,6 @@ SHORTEST, LONGEST = 16, 500
 FRAME = 48
 """Tokens of a verdict besides its text: braces, keys, the score."""
 
-
 COUNTED = ("verdicts", "cached", "failed", "prompt_tokens", "sampled_tokens", "busy_s")
 """Counters per judge: requested verdicts, cached (or shared) ones, failed ones; prompt and sampled tokens; busy seconds."""
 

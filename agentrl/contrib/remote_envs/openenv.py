@@ -59,7 +59,6 @@ STATE: dict[str, Json] = {
     "properties": {"episode_id": _TEXT, "step_count": {"type": "integer"}, "env_id": _TEXT},
 }
 
-
 _action_check = cache(partial(compile_validator, "action", ACTION))
 """Compiled on first use: it takes longer than the rest of the import."""
 
@@ -211,10 +210,7 @@ def openenv_app(build: Callable[..., ToolEnv], scorer: ScorerLike | None = None,
 
     one = build()
     one.close()
-
-    def make() -> ToolEnv:
-        return build(scorer=scorer) if scorer is not None else build()
-
+    make = build if scorer is None else partial(build, scorer=scorer)
     return Starlette(routes=OpenEnvFace(make, one.id, one.summary, SessionLimits(episodes=sessions), None).routes(""))
 
 
@@ -365,22 +361,17 @@ def _result(result: Json) -> str | list[str | Image]:
     blocks = [block for block in content or () if isinstance(block, dict)]
     if not any(isinstance(block.get("text"), str) or block.get("type") == "image" for block in blocks):
         return as_text("act", result)
-    parts = list(map(_part, blocks))
+    parts: list[str | Image] = []
+    for block in blocks:
+        part: str | Image = str(block["text"]) if isinstance(block.get("text"), str) else f"[{block.get('type')}, not shown]"
+        if block.get("type") == "image" and not isinstance(block.get("text"), str):
+            try:
+                part = Image.read(base64.b64decode(str(block.get("data")), validate=True))
+            except ValueError as problem:
+                part = f"[image, not shown: {problem}]"
+        parts.append(part)
     texts = [part for part in parts if isinstance(part, str)]
     return "\n".join(texts) if len(texts) == len(parts) else parts
-
-
-def _part(block: Mapping[str, Json]) -> str | Image:
-    """Return the text or image of a content block; for other kinds a line with the type."""
-    if isinstance(block.get("text"), str):
-        return str(block["text"])
-    why = ""
-    if block.get("type") == "image":
-        try:
-            return Image.read(base64.b64decode(str(block.get("data")), validate=True))
-        except ValueError as problem:
-            why = f": {problem}"
-    return f"[{block.get('type')}, not shown{why}]"
 
 
 def _calls(name: str | None = None) -> Callable[..., Any]:

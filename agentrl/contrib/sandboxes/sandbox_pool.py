@@ -340,16 +340,11 @@ class HeldSandbox:
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldSandbox:
         other = HeldSandbox(self.config, self.spec)
         other._ended = self._ended
-        other._begins = self._begins if self._sandbox is None else self._moment()
+        other._begins = self._begins
+        if self._sandbox is not None:  # the files as they are now; the same for all copies made before the next change
+            other._begins = (self._saved() if self._saved is not None else None) or Saved(self)
+            self._saved = weakref.ref(other._begins)
         return other
-
-    def _moment(self) -> Saved:
-        """Return the current files; all copies made before the next change share them."""
-        saved = self._saved() if self._saved is not None else None
-        if saved is None:
-            saved = Saved(self)
-            self._saved = weakref.ref(saved)
-        return saved
 
     def __reduce__(self) -> Any:
         raise TypeError("a live sandbox cannot be pickled")

@@ -289,10 +289,9 @@ def _step(api: Api, ident: str, args: argparse.Namespace) -> int:
     for row in metrics:
         shown = [(key, value) for key, value in row.items() if key not in ("step", "phase")]
         out.print(table(f"metrics of step {step}, {row['phase']}", ("metric", "value"), shown))
-    columns = ("group", "task", "mean", "std", "rewards")
     rewards = [" ".join("-" if m["reward"] is None else f"{m['reward']:.3g}" for m in group["members"]) for group in groups]
     keys = ("group", "task", "mean", "std")
-    out.print(table("groups", columns, [(*(g[k] for k in keys), r) for g, r in zip(groups, rewards, strict=True)]))
+    out.print(table("groups", (*keys, "rewards"), [(*(g[k] for k in keys), r) for g, r in zip(groups, rewards, strict=True)]))
     headings = ("episode", "task", "reward", "success", "stop", "turns", "calls", "tool errors", "tokens", "signs")
     fields = ("id", "task", "reward", "success", "stop", "turns", "calls", "tool_errors", "tokens")
     listed = [(*(row[field] for field in fields), " ".join(row["suspects"])) for row in page["rows"]]
@@ -313,8 +312,7 @@ def _run(api: Api, ident: str, args: argparse.Namespace) -> int:
         print_json({**run, "failures": failures, "suspects": suspects})
         return 0
     out = console()
-    planned = api.library.row(api.library.get(ident))
-    out.print(runs_table([planned]))
+    out.print(runs_table([api.library.row(api.library.get(ident))]))
     if run["error"]:
         out.print(table("", ("error",), [(run["error"],)], most=2000))
     if held := run["evaluations"]:

@@ -107,7 +107,6 @@ SCHEMA = hashlib.sha256(_TABLES.encode() + _CODE).hexdigest()[:8]
 """Part of the file name: hash of the tables and the code that fills them. Indexes of other versions are left alone."""
 _DETAIL_TABLES = ("tools", "errors", "terms", "failures")
 
-
 FileStates = dict[str, tuple[int, int, int] | None]
 
 
