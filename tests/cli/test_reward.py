@@ -404,7 +404,7 @@ def test_score_says_why_episodes_are_unscored(tmp_path, capsys):
     assert "0 of 3 episodes scored, no value" in said
     assert "unscored: 2 x `when` reads /task/gold/part, which does not exist" in said
     assert "unscored: 1 x '/task/gold/anser' resolves to nothing" in said
-    files = {tmp_path / "none" / "x.jsonl": "there is no folder", rows: "read too", tmp_path / "s.json": "read too"}
+    files = {tmp_path / "none" / "x.jsonl": "there is no folder", rows: "also an input", tmp_path / "s.json": "also an input"}
     for out, why in files.items():
         with pytest.raises(UserError, match=why):
             agentrl("score", tmp_path / "s.json", rows, "--out", out)

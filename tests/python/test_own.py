@@ -156,7 +156,7 @@ def test_a_policy_is_evaluated_like_a_model() -> None:
     ]:
         with pytest.raises(CallbackError, match=f"policy odd_one: it returned no message: .*{said}"):  # and not an empty answer
             agentrl.evaluate(give(lambda messages, tools, answer=answer: answer, "odd_one"), Pick, n=1, reward=SPEC)
-    with pytest.raises(ConfigError, match="an environment is needed"):
+    with pytest.raises(ConfigError, match="env is missing"):
         agentrl.evaluate(guess)
     with pytest.raises(ConfigError, match="n = 0, k = 1: expected at least 1"):
         agentrl.evaluate(guess, Pick, n=0, reward=SPEC)

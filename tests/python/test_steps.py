@@ -129,7 +129,7 @@ def test_calls_out_of_order_say_what_is_missing(loop: agentrl.StepLoop) -> None:
     trainer.forward_backward(batch)
     with pytest.raises(StepOrderError, match=r"publish: the gradients of 1 call of .* call trainer.optim_step\(\)"):
         trainer.publish()
-    with pytest.raises(StepOrderError, match='"token_mean" wait'):
+    with pytest.raises(StepOrderError, match='"token_mean" are waiting'):
         trainer.forward_backward(batch, algorithm={"aggregate": "seq_mean_token_mean"})
     trainer.optim_step()
     for call in (lambda: policy.sample("x"), lambda: policy.play(tasks=1), policy.collect, policy.evaluate):
