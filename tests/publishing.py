@@ -64,10 +64,7 @@ def holder(held: Any, rank: int) -> Holder:
 
 
 async def publish(engine: Engine, version: int, *parts: Tensors, bucket_mib: float = 1.0) -> None:
-    """The tensors of all parts, in order, as the weights of `version`: pause, bring, resume, as in a run.
-
-    Raises what `Publisher.send` raises.
-    """
+    """The tensors of all parts, in order, as the weights of `version`; raises what `Publisher.send` raises."""
     actors = launch(Holder, backend="inline")
     actors.run(Holder.hold, Held(*parts))
     publisher = Publisher(actors, engine, WeightsConfig(bucket_mib=bucket_mib))
@@ -84,8 +81,7 @@ async def exchange(collector: Collector, *parts: Tensors) -> None:
 
 
 def weights_of(actors: WorkerGroup[Any]) -> dict[str, Tensor]:
-    """Copies of all weights of an actor by Hugging Face name, in the order in which they come; a route that was open is
-    closed."""
+    """Copies of all weights of an actor by Hugging Face name, in order; an open route is closed."""
     for route in ("memory", "shared"):
         offer = actors.run(Actor.open_route, route, WeightsConfig(bucket_mib=1.0), 1)
         try:

@@ -160,8 +160,7 @@ def test_everything_else_works_without_a_folder(name: str, tree: Path, tmp_path:
 @proof
 @pytest.mark.timeout(7200)
 def test_each_test_passes_without_the_folders_that_it_does_not_name(tree: Path, tmp_path: Path) -> None:
-    """Each quick test: all folders are gone at once, so the suite is played once and not once a folder; a test that needs one
-    fails also without others."""
+    """All folders are gone at once; a test that needs one of them fails also without others."""
     groups, failed = kept_for_tests(tree), []
     for number, (kept, files) in enumerate(groups.items()):
         (aside := tmp_path / str(number)).mkdir()

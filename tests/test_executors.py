@@ -74,8 +74,7 @@ async def test_no_more_threads_run_at_once_than_there_are_slots_and_the_wait_is_
 async def test_calls_that_begin_together_run_together_and_the_loop_waits_for_no_threads_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twenty calls that wait for each other all get a thread. The loop's own thread starts the first one at most: beside
-    threads that compute, `Thread.start` waits until each of them had its turn. Then all but one end."""
+    """Twenty calls that wait for each other all get a thread; the loop's own starts the first at most."""
     monkeypatch.setattr(executors, "_IDLE_S", 0.05)
     threads, together, starters = DaemonThreads("crew", 64), threading.Barrier(20, timeout=30), list[int]()
     start = threading.Thread.start

@@ -1,7 +1,4 @@
-"""A forked process (AsyncVectorEnv, the default start method of Python 3.11) has none of its parent's threads.
-
-What its parent used before must work in it: pools, loops, and locks that another thread held at that moment.
-"""
+"""A forked process has none of its parent's threads: pools, loops and held locks must work in it."""
 
 import asyncio
 import json

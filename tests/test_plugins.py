@@ -1,5 +1,4 @@
-"""One file brings an estimator, a loss, a sampler, a context policy, a wrapper, a route, a tracker, an engine or a training
-engine, by name; what it needs and what it is are honoured by the checks before a run, and by the run."""
+"""One file brings any registered part by name; its needs and traits are honoured before a run and in it."""
 
 import json
 import sys

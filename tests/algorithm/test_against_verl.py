@@ -77,8 +77,7 @@ def test_multi_reward_but_for_the_last_step() -> None:
 
 
 def test_gpg_counts_what_teaches() -> None:
-    """verl scales by rows / rows whose reward is not 0; here by rows / rows in groups that differ (the paper's
-    count of samples with a gradient)."""
+    """verl scales by rows with a reward; here by rows in groups that differ, as in the paper."""
     ours = advantages("gpg", {})(BATCH).advantages * MASK
     theirs = flat(torch.tensor(FOUND["advantages"]["gpg"]["advantages"]))
     nonzero = int((BATCH.reward != 0).sum())

@@ -1,5 +1,4 @@
-"""A worker that enters a collective, in a module that imports little: a process of it starts in half the time of one of
-`cluster_workers.py`, which imports tensordict."""
+"""A worker that enters a collective, in a module that imports little and so starts fast."""
 
 from typing import ClassVar
 

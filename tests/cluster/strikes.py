@@ -91,8 +91,7 @@ def carrying(mark: bytes) -> list[int]:
 
 
 def strike(victim: str, note: str) -> None:
-    """SIGKILL to the first descendant of the driver (this process) that is one, or to itself, and a note of it. Once: a driver
-    that is started again in a process of its own comes to that moment, too."""
+    """SIGKILL, once, to the first such descendant of the driver, or to itself, and a note of it."""
     if Path(note).exists():
         return
     everyone = [psutil.Process()] if victim == "driver" else psutil.Process().children(recursive=True)

@@ -335,8 +335,7 @@ def test_a_ray_that_is_stopped_after_it_lost_its_gcs_leaves_no_agents(vital: dic
 
 
 def family(vital: dict[str, psutil.Process], mark: bytes) -> list[psutil.Process]:
-    """The vital processes and what the raylet has started, its agents with their titles: each carries the mark, over which a
-    title may be written."""
+    """The vital processes and what the raylet has started, with their titles: each carries the mark."""
     until = time.monotonic() + 60
     while True:
         found = vital["raylet"].children(recursive=True)

@@ -112,8 +112,7 @@ async def test_a_folder_that_the_processes_do_not_share_is_seen_before_a_run_and
 
 
 async def test_workers_get_one_thread_and_the_shelf_and_no_records_of_calls(four):
-    """Ray would keep records of 100,000 calls, for lists that nobody asks a run's own Ray for, and would add 15 to the workers'
-    niceness: beside a busy program a start of vLLM then took minutes."""
+    """Ray's own records of calls and niceness of 15 would slow a start on a busy machine."""
     assert four.run(Plain.env, "OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS", "1")
     assert str(Path.cwd()) in four.run(Plain.env, "AGENTRL_PATH").split(os.pathsep)
     assert await four.in_processes(os.getpriority, os.PRIO_PROCESS, 0) == [os.getpriority(os.PRIO_PROCESS, 0)] * 4

@@ -1,5 +1,4 @@
-"""Two Ray nodes on one machine, behind a token: who may join, pools per node, the shelf on the workers, a run over both.
-Replicas in a pool of their own: tests/run/test_gpu_placement.py."""
+"""Two Ray nodes on one machine, behind a token: who may join, pools per node, the shelf, a run."""
 
 import os
 import subprocess

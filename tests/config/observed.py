@@ -324,8 +324,7 @@ def first_evaluation(config: TrainConfig, out: Path) -> Any:
 
 
 def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
-    """The warm start: rows of each step and the number of its first transcript, after how many steps the gate
-    was asked and with what, the transcripts' environment and teacher, and how it ended."""
+    """The warm start: rows of each step, when the gate was asked, the transcripts' teacher, and its end."""
     course = Course(config, out)
 
     class Source:

@@ -1,8 +1,4 @@
-"""What config keys do, at the function that reads them; other keys have a test beside the code that they change.
-
-An entry says what is observed (tests/config/observed.py) and what that is for each value, as a number that was worked out
-beforehand.
-"""
+"""Config keys at the function that reads them: what observed.py sees against numbers worked out beforehand."""
 
 from __future__ import annotations
 

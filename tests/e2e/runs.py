@@ -51,8 +51,7 @@ def exit_code(target: Callable[..., None], *args: Any) -> int | None:
 
 
 class Command:
-    """`agentrl ARGS` (or `pytest ARGS`) in a session of its own, so that a test can end it with all its children; like
-    subprocess.Popen."""
+    """`agentrl ARGS` (or `pytest ARGS`), as subprocess.Popen, in a session that ends with all its children."""
 
     def __init__(self, cwd: Path, *args: str, typed: str = "", program: str = "agentrl") -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="agentrl-command-")

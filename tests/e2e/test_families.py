@@ -1,7 +1,4 @@
-"""Whole runs of families with other mixers than attention: what the engine samples is what the trainer computes.
-
-Their rows are packed. The embedded engine serves them without its cache, which would not hold their states.
-"""
+"""Whole runs of families with other mixers than attention: the trainer computes what the engine samples."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The means for long episodes (docs/howto/long_horizon.md) from configs on two ranks of a real Ray: the numbers and the weights
-of one actor in this process. With rollout workers, too; and what holds of them while rollouts and updates overlap."""
+"""The means for long episodes (docs/howto/long_horizon.md) on two ranks have the numbers of one actor."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A model that brings its own code, with `model.trust_remote_code`: trained from a config, saved with its code, evaluated and
-replayed by other processes. (Without the key it is refused: tests/run/test_bad_models.py.)"""
+"""A model with its own code, by `model.trust_remote_code`: trained, saved, evaluated and replayed."""
 
 from __future__ import annotations
 

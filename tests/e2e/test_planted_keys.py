@@ -1,5 +1,4 @@
-"""Distinct keys are planted wherever a run may hold one, a real small run and an evaluation with a record are played by things
-that repeat them, and everything that they left is searched: only config.toml holds what was given in plain text."""
+"""Keys planted wherever a run and an evaluation may hold one are left in config.toml alone."""
 
 from __future__ import annotations
 
@@ -141,8 +140,7 @@ SPEC = {
 
 
 class Echo(Loopback):
-    """A provider that repeats what it was sent: a judge in its reasons, a policy in its calls and answers, an error in its
-    body."""
+    """A provider that repeats what it was sent: a judge's reasons, a policy's calls, an error's body."""
 
     def __init__(self) -> None:
         super().__init__(self.reply)
@@ -234,8 +232,7 @@ def test_no_key_is_anywhere_but_in_the_private_config(place: Path, capfd: pytest
 
 
 def test_no_key_is_in_what_processes_of_ray_leave(place: Path) -> None:
-    """Training processes and a rollout worker that Ray started: the same places, and what they wrote to Ray's own logs. The
-    environment's token is a reference, and the environment prints and logs it where it is played."""
+    """Training processes and a worker that Ray started: the same places, and Ray's own logs."""
     if find_spec("mcp") is None or find_spec("litellm") is None:
         pytest.skip("needs agentrl[mcp] and agentrl[litellm]")
     given, session = place / "work" / "c.toml", Path(tempfile.mkdtemp(prefix="hk-", dir="/tmp"))  # a short path, for sockets

@@ -1,5 +1,4 @@
-"""Temperature and truncation from the config to the update: engine, actor, proximal and reference name the same
-policy, softmax(z / T) over the whole vocabulary, and an evaluation has its own temperature and its own tasks."""
+"""Temperature and truncation: engine, actor, proximal and reference name one policy, softmax(z / T)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`agentrl train` from a config on four ranks that split matrices or experts has the numbers of one actor: on Ray, over gloo,
-with weights published to the engine and a second update on what that sampled."""
+"""`agentrl train` on four ranks that split matrices or experts has the numbers of one actor."""
 
 from __future__ import annotations
 

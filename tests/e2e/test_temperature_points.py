@@ -29,8 +29,7 @@ SPOKEN = pytest.approx([1.3, 1.1, 0.9, 0.7, 0.7])
 
 
 def test_each_update_is_sampled_and_computed_at_its_temperature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engine and trainer agree to 1e-4 on every sampled token of every update; the first step's ratio is 1. Evaluations stay at
-    theirs. A run resumed after the second update has the rows of the unbroken one."""
+    """Engine and trainer agree to 1e-4 at each update's temperature; a resumed run has the same rows."""
     seen: list[tuple[str, float | None]] = []
     play = LocalPlayer.play
 

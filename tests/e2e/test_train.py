@@ -118,8 +118,7 @@ def test_ctrl_c_finishes_the_step_leaves_a_checkpoint_and_says_how_to_go_on(tmp_
 def test_two_ranks_learn_the_same_and_when_one_is_killed_it_is_named_and_the_run_goes_on(
     done: Path, tmp_path: Path, kill: bool
 ) -> None:
-    """Two ranks in a pool. Same batch, so the first update has the loss and gradient norm of one rank, in fp32. (Without the
-    kill: who died is in tests/cluster/test_ray_group.py, and that a run goes on after it in tests/run/test_restarts.py.)"""
+    """The first update has one rank's numbers. The kill alone: test_ray_group.py and test_restarts.py."""
     pool = ["cluster.actors=2", "cluster.pools.train.per_node=2", "cluster.pools.train.cpus=0.5", "cluster.roles.actor=train"]
     steps = 6 if kill else 1
     config = [arg for arg in small(tmp_path, "lost", f"steps={steps}", *pool) if not arg.startswith(("sft.", "model.init."))]
@@ -195,8 +194,7 @@ def test_the_trained_model_is_evaluated_by_its_folder_and_a_second_call_runs_not
 
 
 def test_a_run_whose_groups_all_score_alike_goes_on_to_its_end_and_is_no_success(tmp_path: Path) -> None:
-    """A model that knows nothing never has the answer: every group is without variance. Of each update three groups are
-    filtered, then three are taken; no weight moves, and the run says that, with the cause."""
+    """A model that knows nothing: no group has variance, no weight moves, and the run says the cause."""
     keys = "cluster.backend=inline env.reward=key_value_exact steps=2 eval.every=0 health.idle_updates=2"
     keys += " rollout.filter_zero_variance=true rollout.max_filtered=1.0"
     said = train(tmp_path, *small(tmp_path, "alike", *keys.split()), code=1)

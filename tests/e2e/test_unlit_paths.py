@@ -1,7 +1,4 @@
-"""Whole runs next to the quickstart's path: stale weights, a critic, several ledgers, a temperature, and kills at random.
-
-The runs are small and inside this process. `make proofs` kills more often and runs for longer.
-"""
+"""Runs next to the quickstart's path: stale weights, a critic, several ledgers, and kills at random."""
 
 from __future__ import annotations
 

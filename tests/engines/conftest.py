@@ -54,8 +54,7 @@ def spawned(monkeypatch):
 
 @pytest.fixture
 async def started(model_folder, spawned):
-    """`await started(...)` -> an engine, which is closed after the test. `keep`: as on a CPU, else as on GPUs. `sleeps`: it now
-    does."""
+    """`await started(...)` -> an engine, closed after the test. `keep`: as on a CPU; `sleeps`: it now does."""
     from agentrl.config.schema import VllmConfig
     from agentrl.engines.vllm.vllm_engine import VllmEngine
 

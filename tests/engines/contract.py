@@ -1,5 +1,4 @@
-"""What every engine must do. A test module gives the `engine` fixture (weights of `model_folder`, version 0)
-and `tolerance`, the largest logprob difference to a forward pass."""
+"""The contract of every engine, over the fixtures `engine` (version 0) and `tolerance` (of logprobs)."""
 
 import asyncio
 import copy
@@ -55,8 +54,7 @@ def among(probability, unused, top_k, top_p):
 
 
 class EngineContract:
-    """Subclass with fixtures `engine`, `model` and `tolerance`; and `unused`, the ids that the engine was told to draw never.
-    `both`: whether it takes top_k and top_p together."""
+    """Subclass with `engine`, `model`, `tolerance`, `unused`. `both`: it takes top_k and top_p together."""
 
     both = True
 
@@ -68,8 +66,7 @@ class EngineContract:
     async def test_logprobs_are_of_the_whole_vocabulary_and_tokens_of_the_kept_set(
         self, engine, model, tolerance, unused, temperature
     ):
-        """Truncation, and ids without a token, say which may be drawn, and nothing else; at temperature 0 it is the likeliest of
-        them. Requests of all kinds share a batch."""
+        """Truncation and ids without a token say what may be drawn alone; all kinds share a batch."""
         prompt = prompt_of(13, seed=5)
         options = [(temperature, *truncation) for truncation in TRUNCATIONS] + [(0.0, 0, 1.0), (0.0, 3, 0.6)]
         options = [(t, k, p) for t, k, p in options if self.both or not (k and p < 1)]
@@ -210,8 +207,7 @@ class EngineContract:
         assert len((await engine.generate(prompt_of(9), Sampling(max_tokens=3), "k0")).token_ids) == 3
 
     async def test_a_request_lives_through_three_updates(self, engine, model, tolerance):
-        """Its tokens carry the version that sampled them, and each matches that version's weights and no other's:
-        what runs over an update is recomputed, so no token is conditioned on an older version's cache."""
+        """Tokens match the weights of their version: what runs over an update is computed again."""
         first = (await engine.stats()).version
         prompt = prompt_of(30)
         task = asyncio.ensure_future(engine.generate(prompt, Sampling(max_tokens=1500, seed=1), "long"))
@@ -234,8 +230,7 @@ class EngineContract:
                 assert off_by[versions == other].max() > 0.05
 
     async def test_an_episode_lives_through_three_updates(self, engine, model, tolerance):
-        """One update between every two turns, its tensors in any order and in any share of buckets: the cache of the earlier
-        turns is not carried over."""
+        """An update between every two turns, in any buckets: the cache of earlier turns is dropped."""
         first = (await engine.stats()).version
         weights = [parameters(model), *(changed(model, seed=seed) for seed in (3, 4, 5))]
         replay_env = copy.deepcopy(model)

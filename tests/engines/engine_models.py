@@ -68,8 +68,7 @@ def log_table(model, prompt, sampled, *, temperature=1.0):
 
 
 def kept(probability, top_k, top_p):
-    """The tokens that truncation leaves of a distribution, likeliest first: the `top_k` likeliest, then as few of those
-    as have a renormalized probability of at least `top_p` together."""
+    """Tokens that truncation leaves, likeliest first: the `top_k`, then the fewest that reach `top_p` of them."""
     order = np.argsort(-probability)[: top_k or None]
     before = np.cumsum(probability[order] / probability[order].sum()) - probability[order] / probability[order].sum()
     return order[before < top_p] if top_p < 1 else order

@@ -90,8 +90,7 @@ async def test_a_run_is_reproduced_exactly(started, model_folder):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_the_loop_turns_while_a_real_model_computes(started, tmp_path, dtype):
-    """A prefill that takes a while; a coroutine that shall get its turn meanwhile; one whose caller goes away, and one that is
-    aborted: neither waits for the pass, and both leave the cache to others."""
+    """Neither a caller that goes away nor an abort waits for the pass, and both leave the cache to others."""
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
     engine = await started(build_model(tmp_path / "wide", **wide), dtype=dtype)
     batcher, forward, where, turns = engine._batcher, engine._model.forward, [], 0
@@ -148,8 +147,7 @@ async def test_a_publish_a_pause_and_the_end_wait_for_the_pass_under_way(engine,
 
 
 async def test_where_weights_lie_in_their_file_or_after_a_sleep_changes_no_digit(started, model_folder, model, tmp_path):
-    """A resumed run reads its weights from another file than the unbroken one did, and has not slept: products of a single
-    token round by where in memory its weights begin."""
+    """Products of a single token round by where in memory weights begin, which a resume changes."""
     prompts = [prompt_of(40, seed=seed) for seed in range(8)]
 
     async def logprobs(engine):
@@ -215,8 +213,7 @@ async def test_forgetting_makes_it_as_new(started, model_folder):
 
 
 async def test_a_branch_computes_nothing_of_the_turns_that_it_shares(started, model_folder):
-    """Another episode begins with all that one has seen and sampled until its third turn: the last blocks alone are its own.
-    What it samples is what an engine samples that knows of nothing."""
+    """The last blocks alone are its own, and it samples what an engine samples that knows of nothing."""
 
     async def answer(engine, key, prompt, seed):
         out = await engine.generate(prompt, Sampling(max_tokens=24, seed=seed), key)

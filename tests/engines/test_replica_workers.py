@@ -1,5 +1,4 @@
-"""Rollout workers in the replicas' processes, with stand-ins for the actors: who plays what, and what follows from deaths,
-machines that join and leave, and updates that fail. With real vLLM, in whole runs: tests/e2e/test_vllm_workers.py."""
+"""Rollout workers in the replicas' processes, on stand-ins: deaths, machines that join, failed updates."""
 
 import asyncio
 import json

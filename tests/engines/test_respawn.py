@@ -1,7 +1,4 @@
-"""Death and respawn of vLLM replicas, with stand-ins for the actors so that each can die at a chosen call.
-
-The real thing, a kill -9 of real vLLM in a whole run, is in test_vllm.py.
-"""
+"""Death and respawn of vLLM replicas, on stand-ins that die at a chosen call; the real thing: test_vllm.py."""
 
 import asyncio
 import logging
@@ -209,8 +206,7 @@ async def test_the_stage_of_a_start_is_told_and_named_if_it_is_late(model_folder
 
 
 async def test_a_closed_engine_has_no_task_left_whatever_was_under_way(started, spawned):
-    """Ray exits the process if one of its calls is still awaited after `ray.shutdown`: open streams, requests and their
-    cancels, statistics, polls, a replica that starts."""
+    """Ray exits the process if one of its calls is still awaited after `ray.shutdown`."""
     before = asyncio.all_tasks()
     engine = await started(replicas=3, max_respawns=1)
     for actor in spawned:

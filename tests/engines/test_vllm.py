@@ -1,7 +1,4 @@
-"""Real vLLM (its CPU build on a machine without GPU) in Ray actors: the contract, and the death of all, which uses the engine up.
-With two replicas, as a proof, also routing, death in the middle of a run, and respawn; on stand-ins test_respawn.py has them.
-
-Tensor parallel is in tests/weights/test_publish_vllm.py."""
+"""Real vLLM (its CPU build without GPU) in Ray actors: the contract, deaths, routing and respawn."""
 
 import asyncio
 import copy
@@ -68,8 +65,7 @@ class TestVllm(EngineContract, TextContract):
         return UNUSED
 
     async def test_it_wakes_in_two_stages_around_a_publish(self, engine, model, tolerance):
-        """The calls of a colocated run on real vLLM. On a CPU its workers free nothing, but its engine sleeps and wakes as on a
-        GPU: partly awake it computes nothing, and it goes on by itself once all is there."""
+        """Calls of a colocated run: partly awake it computes nothing, and it goes on once all is there."""
         engine._sleeps = True
         await engine.pause()
         await engine.sleep()
@@ -84,8 +80,7 @@ class TestVllm(EngineContract, TextContract):
 
 @proof
 async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
-    """A whole rollout run, one-step-off, in which a replica is killed: its episodes go on at the other with the
-    same ids, no group is lost or trained twice, and the replica comes back with the newest weights."""
+    """One-step-off: episodes of the killed replica go on at the other; none is lost or trained twice."""
     caplog.set_level(logging.WARNING, logger="agentrl.engines")
     weights = [parameters(model)] + [changed(model, seed=i) for i in range(1, UPDATES + 1)]
     await publish(engine, 0, weights[0])  # a run begins at version 0

@@ -72,8 +72,7 @@ def test_defaults_are_the_devices(cuda: bool, qwen3_8b: str) -> None:
 
 @installed
 def test_the_table_of_memory_counts_the_cache_where_it_is(cuda: bool, qwen3_8b: str) -> None:
-    """An 80 GiB card of which vLLM takes 0.92: what 16 GB of weights leave, unless the config says how much; with no card,
-    what a replica on a CPU gets."""
+    """Of 80 GiB at 0.92: what 16 GB of weights leave, or the config says; without a card a CPU's share."""
     from vllm.config import CacheConfig
 
     card, weights = (80 << 30, 16_000_000_000) if cuda else (None, 32_000_000_000)

@@ -145,8 +145,7 @@ async def test_each_token_of_a_request_has_the_version_that_sampled_it(replica: 
 
 
 async def test_a_stream_and_its_stop_string_go_on_over_an_update(replica: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stop string begins under the old weights and ends under the new: nothing sampled after it is in the turn, and all that
-    is in it was told, once, before the end."""
+    """The string spans an update: nothing after it is in the turn, and all in it came once, in time."""
     monkeypatch.setattr(replica.words, "load", lambda: None)
     # Tokens spell their places' letters; the update comes between two of them.
     monkeypatch.setattr(replica.words, "decode", lambda ids: "".join(chr(ord("a") + token % 100 - 2) for token in ids))

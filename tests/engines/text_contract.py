@@ -25,8 +25,7 @@ class TextContract:
     """Subclass beside `EngineContract`."""
 
     async def test_tokens_are_told_as_they_are_sampled(self, engine):
-        """Each once, in order, with its log probability, most of them long before the turn is over; and the same tokens as
-        without."""
+        """Once, in order, with logprobs, most before the turn is over; and the same tokens as without."""
         sampling = Sampling(max_tokens=48, seed=11)
         fine = False
         for attempt in range(4):  # a reader that gets no processor for a while is told many at once
@@ -44,8 +43,7 @@ class TextContract:
         assert whole.token_ids == streamed.token_ids
 
     async def test_a_stop_string_ends_sampling_with_the_token_that_completes_it(self, engine, model, tokenizer, tolerance):
-        """Also one that spans tokens, and with other requests in the batch that go on: what comes back is all that was
-        sampled."""
+        """Also one that spans tokens, next to other requests: what comes back is all that was sampled."""
         prompt = prompt_of(12, seed=3)
         free = await engine.generate(prompt, Sampling(max_tokens=60, seed=5), "free")
         text = tokenizer.decode(free.token_ids)
@@ -70,8 +68,7 @@ class TextContract:
 
     @pytest.mark.parametrize("temperature", [0.0, 0.7])
     async def test_a_grammar_says_which_tokens_are_drawn_and_no_more(self, engine, model, tokenizer, tolerance, temperature):
-        """The text fits, requests beside it are as without it, and the log probabilities are those of the whole vocabulary:
-        what the grammar leaves of it is less than a tenth at some token, so its own normalizer would show."""
+        """Log probabilities stay of the whole vocabulary, of which the grammar leaves less than a tenth somewhere."""
         prompt, end = prompt_of(14, seed=7), 1
         plain = Sampling(max_tokens=30, temperature=temperature, seed=3, stop_token_ids=(end,))
         bound = Sampling(max_tokens=60, temperature=temperature, seed=3, stop_token_ids=(end,), grammar=GRAMMAR)

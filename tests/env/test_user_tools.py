@@ -252,8 +252,7 @@ TURNS = st.lists(st.one_of(WORDS, st.lists(st.booleans(), min_size=1, max_size=2
 def test_the_order_of_calls_is_the_order_of_the_script_and_a_recorded_user_repeats_it(
     lines: list[Any], turns: list[Any], opens: bool
 ) -> None:
-    """Against a plain simulation of both sides; then a second environment with the recorded user, to which the same turns are
-    played, makes and records the same calls at the same places, and its state is the same."""
+    """Against a plain simulation; a second environment with the recorded user records the same calls."""
     env = Phone(script=lines, opens=opens, scorer=None)
     played = play(env, turns)
     done, calls, said = simulated(lines, turns[:played], opens)

@@ -151,8 +151,7 @@ def an_object(text: str) -> dict[str, Any] | None:
 
 
 def schema(text: str) -> None:
-    """A schema is refused by name, or its tool answers any arguments; nothing is fetched (see conftest: no sockets,
-    no files)."""
+    """A schema is refused by name, or its tool answers any arguments; nothing is fetched."""
     if (parameters := an_object(text)) is None:
         return
     try:
@@ -289,8 +288,7 @@ def override(text: str) -> None:
 
 
 def params(text: str) -> None:
-    """Parameters of an environment, from its server's client and from a config: it is built, or refused by name, and a client's
-    references lead to no variable of this machine."""
+    """Built or refused by name, from client and config; a client's references lead to nothing here."""
     if (given := an_object(text)) is None:
         return
     with suppress(ConfigError, CatalogError):

@@ -1,5 +1,4 @@
-"""Chat templates in the shapes of public model families: which tokens open and close a turn, where tools,
-calls and results stand, what is trimmed, escaped or dropped. The texts are the tests' own."""
+"""Chat templates in the shapes of public model families; the texts are the tests' own."""
 
 # ruff: noqa: E501
 

@@ -1,7 +1,4 @@
-"""The renderer over the real chat templates of public models: what a ledger holds is what the template writes.
-
-Without them (`.ci/templates.py`) only agentrl's own, which `model.chat_template` names, are tested.
-"""
+"""The renderer over real chat templates (`.ci/templates.py`): a ledger holds what the template writes."""
 
 import asyncio
 import json
@@ -297,8 +294,7 @@ class Both(ToolEnv):
 
 @with_tools
 def test_a_transcript_makes_every_call_of_the_teacher(real):
-    """gpt-oss' template drops the second of two calls without a word: each is then made in a turn of its own. Llama's takes one
-    call a turn as a message, but its syntax has several."""
+    """gpt-oss drops the second of two calls, so each gets a turn of its own; Llama takes one a turn."""
     Both.asked.clear()
     made_of = asyncio.run(transcript(Both(), made(real)[1], 1, teacher={}))
     assert Both.asked == ["a", "b"]

@@ -74,8 +74,7 @@ async def test_of_a_plug_in_leaf_alone_and_among_others(planted: None, value: st
 async def test_numbers_of_numpy_and_decimals_are_theirs_and_texts_are_none(
     planted: None, value: str, number: float | None
 ) -> None:
-    """A text of numpy's was paid, of a complex number the real part; a leaf's decimal ended in a trace, and more than 1 by a last
-    digit was no score."""
+    """A text of numpy's and a complex number's real part were paid; a decimal ended in a trace."""
     assert (await value_of(planted_leaf(value)))[0] == pytest.approx(number)
     context = Context(python={"own": lambda view, args: (made := eval(value, NAMES), {"value": made})})
     found = await compile_spec(spec(leaf("python", {"name": "own"})), context=context).ascore(episode())

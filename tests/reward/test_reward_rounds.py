@@ -287,8 +287,7 @@ class Watched(Cabinet):
 @settings(max_examples=30, deadline=None, database=None)
 @given(st.lists(turns, min_size=1, max_size=3), st.booleans())
 def test_a_replay_of_an_episodes_own_calls_goes_through_its_own_states(rounds: list[list[list[ToolCall]]], brings: bool) -> None:
-    """With refusals, several calls a turn (which may run together), and a tool that comes with the second round. Gold that is the
-    accepted calls, one a turn, has the same states. Nothing of the record or the task changes."""
+    """Gold of the accepted calls, one a turn, has the same states; neither record nor task changes."""
     env = Watched()
     task = task_of([[]] * len(rounds), brings={"1": ["swap"]} if brings and len(rounds) > 1 else {})
     episode = played(task, rounds, env)

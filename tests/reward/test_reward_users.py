@@ -111,8 +111,7 @@ def test_a_gold_of_another_shape_is_unscored():
 
 
 def test_one_call_serves_several_equal_gold_calls_if_the_spec_says_so():
-    """As a benchmark does that asks of each gold action by itself whether it was made: every list of at most three calls of two
-    kinds against every other, by a plain loop."""
+    """Every list of at most three calls of two kinds against every other, by a plain loop."""
     kinds = [("f", {"x": 1}), ("f", {"x": 2})]
     lists = [list(items) for size in range(4) for items in itertools.product(kinds, repeat=size)]
     args = {"expect": {"$": "/task/gold/calls"}, "compare": "superset", "assign": "reuse"}

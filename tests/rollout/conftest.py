@@ -127,8 +127,7 @@ async def only_update(collect: Collector) -> list[Group]:
 
 
 async def resume(first: Collector, again: Collector) -> dict[str, Any]:
-    """End a run after an update and go on with it in another collector; the state between them, as files have it, with its
-    complete groups."""
+    """End a run after an update, and go on in another collector from the state that files have."""
     groups = [group.to_json() for group in first.ledger.complete_groups()]
     state, written = json.loads(json.dumps([first.to_json(), groups]))
     await first.close()

@@ -214,8 +214,7 @@ async def test_a_pattern_that_never_ends_is_answered_and_the_loop_goes_on_meanwh
 def test_a_busy_machine_sends_no_check_against_a_schema_into_a_thread_but_much_to_check_does(
     numbers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread answers some loop iterations later, so other requests share the engine's next step, and a run's last digits would
-    depend on the load of the machine. Nor does waiting use up the time of a check: a valid call was the policy's mistake."""
+    """A thread's late answer would make a run's last digits depend on the load of the machine."""
     monkeypatch.setattr(schemas, "SCHEMA_S", 0.08)
     where, best, loop = list[bool](), schemas.best_match, threading.get_ident()
 
@@ -309,8 +308,7 @@ async def test_a_users_rule_that_never_ends_does_not_fit(monkeypatch: pytest.Mon
 
 
 def test_an_answer_is_cut_where_its_budget_ends_and_only_its_beginning_is_counted() -> None:
-    """Against the definition: the longest beginning that fits together with the mark; counted are at most 16 characters for
-    each token of the budget, and the mark."""
+    """Against the definition: the longest beginning that fits with the mark; little more is counted."""
 
     def cut(text: str, keep: int) -> str:
         return text[:keep] + MARK.format(cut=len(text) - keep, total=len(text))

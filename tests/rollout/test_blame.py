@@ -324,8 +324,7 @@ async def test_who_used_an_episodes_time_decides(room: Any, renderer: Renderer) 
 
 
 async def test_a_harmless_call_in_the_same_turn_does_not_take_the_blame(room: Any, renderer: Renderer) -> None:
-    """A policy that puts a quick call beside its endless loop is late all the same; one whose tools of the infrastructure
-    take longer than its own is not."""
+    """A quick call does not excuse an endless loop next to it; slower tools of the infrastructure do."""
     quick, slow = ("wait", {"seconds": 0.01}), ("wait", {"seconds": 0.4})
     parts = {
         0: [("call", *quick, "work", {"code": "loop"})],

@@ -1,8 +1,4 @@
-"""200 calls in a context of 4,096 tokens, under each context policy: what the model sees at every turn, by a second computation;
-that the gold still scores; and what a policy that acts on what it sees alone still knows.
-
-`truncate` keeps every call while that leaves room; 200 of them are longer than that, and then the older half of the turns goes.
-`make proofs` has the 200 calls, `make test` 50 of the same kind."""
+"""200 calls (50 in `make test`) in 4,096 tokens under each context policy, by a second computation."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -170,8 +170,7 @@ def test_a_checkpoint_has_what_was_thrown_since_the_update_and_what_waits_for_on
 
 @pytest.mark.parametrize("oversample", ["oversample", "oversample_members"])
 async def test_an_episode_that_ends_as_its_group_is_given_up_is_thrown_away(renderer: Renderer, oversample: str) -> None:
-    """One member is a few turns of the loop later than the others, each number in turn: among them is the one in which its group
-    no longer waits for it and has not stopped it yet."""
+    """Among the delays is the one in which its group no longer waits for it and has not stopped it."""
 
     async def scenario(pace: int) -> tuple[int, float, float, float]:
         engine, collect = made(renderer, **{oversample: 1.5})

@@ -1,5 +1,4 @@
-"""Episodes that begin after gold calls (`rollout.start`): what stands in the ledger, what is paid, when more is left to the
-policy, and what is refused by name."""
+"""Episodes that begin after gold calls (`rollout.start`): ledger, pay, schedule, and refusals by name."""
 
 import json
 import re

@@ -92,8 +92,7 @@ async def test_evaluation_has_streams_of_its_own(room: Callable[..., EnvRef], re
 async def test_a_publish_starts_what_the_bound_has_room_for(
     room: Callable[..., EnvRef], renderer: Renderer, staleness: int, started: int
 ) -> None:
-    """One group an update. While the trainer works, `staleness` further groups run; the publish makes room for one more, which
-    asks the engine for its turn before anybody collects. Without staleness the next group waits for `collect`."""
+    """`staleness` further groups run while the trainer works; a publish makes room for one more at once."""
     engine = Actor(renderer, {0: ["bye"], 1: ["bye"]})
     config = RolloutConfig(groups=1, group_size=2, max_staleness=staleness)
     collect = collector_of(room(), Policy(engine, renderer), compile_spec(DONE), config, context=4000, seed=0)

@@ -333,8 +333,7 @@ def test_what_a_ledger_refuses() -> None:
 
 
 def test_a_batch_has_the_experts_of_its_rows() -> None:
-    """Of rows of 3, 5 and 4 tokens the first 2, none and all 4 have experts; the others are marked as free, also when rows are
-    taken out of the batch and put end to end."""
+    """Of rows of 3, 5 and 4 tokens, 2, none and 4 have experts, also when taken out and put end to end."""
     lengths, known = (3, 5, 4), (2, 0, 4)
     rows = []
     for number, (length, count) in enumerate(zip(lengths, known, strict=True)):

@@ -30,8 +30,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Strict(Loopback):
-    """Answers only requests that a strict provider takes: no temperature but 1, a history in which each call has a name, JSON
-    arguments and its answer, with the fields that were sent under those names, and the assistant's messages as they came."""
+    """Answers only requests that a strict provider takes: temperature 1, and a whole history as it was sent."""
 
     def __init__(self, answer: Callable[[dict[str, Any], int], Any], temperature: float | None = 1.0) -> None:
         super().__init__(self._judged)

@@ -1,6 +1,4 @@
-"""`model.chat_template`: a model whose template knows no tools plays with them, and is saved with the template.
-
-`model.tool_parser`: every name is taken or refused with the nearest one; a parser must fit the template."""
+"""`model.chat_template` gives a model tools and is saved with it; `model.tool_parser` must fit it."""
 
 from pathlib import Path
 

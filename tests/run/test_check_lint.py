@@ -30,8 +30,7 @@ def notes(config: TrainConfig) -> list[str]:
 
 
 def test_a_typo_in_a_pointer_is_refused_before_the_run(tmp_path: Path) -> None:
-    """What the pointer should name is not there, so no episode gets a reward; or all get the same, if what is missing counts as
-    0, although success is right."""
+    """No episode gets a reward, or all get the same, if what is missing counts as 0."""
     with pytest.raises(ConfigError, match=r"'mine'.*'/task/gold/anwser' resolves to nothing"):
         check_config(with_spec(tmp_path, {"op": "mean", "of": [RIGHT, TYPO]}))
     zero = {**TYPO, "missing": 0}

@@ -106,8 +106,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> tuple[Display, Any, io.StringIO]:
 
 
 def test_plain_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Phases, steps every few seconds with how far the policy moves (what is 0 or unknown takes no room), and what goes on
-    within a long one: less and less often. No control codes."""
+    """Phases, steps every few seconds, and what goes on within a long one, less and less often."""
     display, clock, out = plain(monkeypatch)
     count = Count(6)
 

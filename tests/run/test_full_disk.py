@@ -1,5 +1,4 @@
-"""A full disk at each writer of a run: one line names it, the summary says so, and what goes on once there is space equals the
-whole."""
+"""A full disk at each writer of a run: one line names it, and what goes on later equals the whole."""
 
 import json
 import pkgutil

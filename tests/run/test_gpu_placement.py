@@ -1,7 +1,4 @@
-"""Where a run's processes are on GPUs: Ray places them on fake ones, and the configs of configs/gpu are dry-run there.
-
-Four nodes of eight each; that the head node may have none is in test_devices.py.
-"""
+"""A run's processes on fake GPUs of four nodes of eight, and dry runs of the configs of configs/gpu."""
 
 import asyncio
 import json

@@ -1,8 +1,4 @@
-"""Configs for one GPU are started on a made-up card of 80 GiB: what the start computes and refuses of the engine's cache.
-
-The models have the real ones' layers, key heads and their width, which decide the cache, and tiny widths else, so that they
-train on a CPU; what needs CUDA itself (memory of a real card, the copy of a growing cache through host memory) is not seen here.
-"""
+"""Configs for one GPU on a made-up card of 80 GiB: the engine's cache, with real heads and tiny widths."""
 
 import asyncio
 from pathlib import Path

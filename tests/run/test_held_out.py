@@ -1,6 +1,4 @@
-"""A run that would train on what it is evaluated on is refused, by the task's name.
-
-An environment with weight 0 is only evaluated: what training needs is asked of it nowhere."""
+"""A run that would train on its evaluation is refused by the task's name; weight 0 only evaluates."""
 
 import json
 from collections.abc import Callable

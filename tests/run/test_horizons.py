@@ -1,5 +1,4 @@
-"""Success, reward and length by horizon, the number of gold calls of a task: against counts by hand, from the config to every
-place that says it."""
+"""Success, reward and length by horizon, a task's number of gold calls, against counts by hand."""
 
 import io
 import json

@@ -106,8 +106,7 @@ def test_the_gate_is_of_each(
 def test_transcripts_are_written_while_the_actors_compute(
     size: float, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the next call, but none beyond a gate that may end the warm start; and each step has its own, in order, and is
-    shown, however many a call has."""
+    """Those of the next call, none beyond a gate; each step has its own, in order, and is shown."""
     monkeypatch.setattr(ModelConfig, "size", lambda self: size)
     course, events = Course(config_of(min_steps=3, gate_every=3, gate=0.25), tmp_path), list[str]()
     source = SimpleNamespace(skipped=0)

@@ -1,7 +1,4 @@
-"""What a step does with large data happens in threads: the event loop answers meanwhile.
-
-Each of these asks for ticks of the loop from inside the work. On the loop's own thread none would ever come.
-"""
+"""A step's work with large data happens in threads: each of these asks for ticks of the loop from inside."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,4 @@
-"""A dead worker restarts the run from its newest checkpoint, up to cluster.max_restarts times.
-
-The whole run with a killed process is tests/e2e/test_train.py; here each attempt dies by itself.
-"""
+"""A dead worker restarts the run from its newest checkpoint; a whole run: tests/e2e/test_train.py."""
 
 import asyncio
 import shutil

@@ -1,5 +1,4 @@
-"""A run that is broken off and resumed equals the unbroken one to the digit, next to what else has a state: a curriculum, a
-mixture, a suite's user rounds, files that rotate, an environment on a server, and rollout workers."""
+"""A run that is broken off and resumed equals the unbroken one to the digit, next to what else has a state."""
 
 import json
 import re

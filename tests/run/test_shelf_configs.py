@@ -1,5 +1,4 @@
-"""Configs of the shelf: each passes the checks of a run; DAPO's overlong shaping is the paper's; in configs/recipes/horizon
-every stage is a task that fits the limits, each longer than the last, and success climbs them."""
+"""Configs of the shelf pass a run's checks; each stage of recipes/horizon is longer than the last."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""`tokens/*.jsonl` against what this file computes from the episodes itself: advantages from rewards, ratios from the model's
-log probabilities before the update."""
+"""`tokens/*.jsonl` against advantages, ratios and log probabilities that this file computes itself."""
 
 import asyncio
 import json

@@ -1,7 +1,4 @@
-"""The mcp environment: the packaged server and its tasks, a server of one's own over stdio, forks, faults.
-
-That it passes `env check` is in tests/env/test_env_check.py, with every other environment of the shelf.
-"""
+"""The mcp environment: the packaged server and its tasks, an own server over stdio, forks, faults."""
 
 import json
 import logging

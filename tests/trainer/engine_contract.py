@@ -1,5 +1,4 @@
-"""What every training engine must do (`BaseEngine`). A test module gives the fixtures `made`, a function that makes an engine of
-`tiny`, and `traits`. Several ranks are not here: `ranks.py` and `split_ranks.py` have the layouts of each engine."""
+"""The contract of training engines (`BaseEngine`) on one rank, over the fixtures `made` and `traits`."""
 
 import math
 from collections.abc import Callable

@@ -216,8 +216,7 @@ def of_families(out: Path, mesh: dict[str, int]) -> Body:
 
 
 def of_routers(path: str, model: ModelConfig, optim: OptimConfig, context: WorkerContext) -> Any:
-    """Metrics and gradients of an update of a mixture of experts whose tokens go where they are told, also in the layers that are
-    computed again."""
+    """Metrics and gradients of an update with dictated experts, also in layers that are computed again."""
     actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
     actor.init_model(path, model.model_copy(update={"activation_checkpointing": True}), optim)
     update_log = logged(actor)
@@ -252,8 +251,7 @@ if TITAN and LONG:
 
 
 def reduced(tiny: str, out: Path) -> Body:
-    """Gradients of an update of several micro-batches a step, and the most numbers of them that this rank kept from one
-    micro-batch to the next: with `shard_gradients` and without."""
+    """Gradients, and the most numbers of them kept between micro-batches, with `shard_gradients` and without."""
 
     def body(context: WorkerContext) -> None:
         found: dict[str, Any] = {}
@@ -439,8 +437,7 @@ def routed(experts: int = moe.EXPERTS) -> Any:
 
 
 def by_token(batch: Any, routers: int) -> tuple[Any, torch.Tensor]:
-    """The rows, whose tokens went to two experts that hang on the token alone, so that equal prefixes went to the same ones; and
-    these: [ids, routers, 2]."""
+    """Rows whose tokens went to two experts that hang on the token alone; and these: [ids, routers, 2]."""
     scores = torch.rand(moe.VOCAB, routers, moe.EXPERTS, generator=torch.Generator().manual_seed(9))
     table = scores.topk(moe.CHOSEN).indices.to(torch.uint8)
     ids = batch["token_ids"]

@@ -1,5 +1,4 @@
-"""Rows that cannot have a gradient are not computed, and that changes no step: not its gradient, not the number of steps, not
-the weights."""
+"""Rows that cannot have a gradient are not computed, which changes no gradient, step or weight."""
 
 import itertools
 from typing import Any

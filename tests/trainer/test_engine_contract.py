@@ -1,5 +1,4 @@
-"""Each of agentrl's own training engines, in one process: without a process group if it can, else in one of one rank (the other
-way is a long form)."""
+"""Each of agentrl's training engines in one process, without a process group or in one of one rank."""
 
 from collections.abc import Iterator
 from typing import Any

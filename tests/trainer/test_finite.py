@@ -91,8 +91,7 @@ def test_skipped_steps_are_bounded_in_a_row_leave_the_kl_coefficient_and_the_err
 def test_an_optimizer_step_that_is_not_finite_is_not_taken_and_the_others_are(
     tiny: str, caplog: pytest.LogCaptureFixture, value: float
 ) -> None:
-    """Two minibatches, one with a broken advantage (1e38: the loss is finite, its gradient is not): weights and optimizer are
-    those of the other one alone."""
+    """One of two minibatches has an advantage of 1e38: weights and optimizer are the other's alone."""
     broken = make_batch(8)
     values = broken["advantages"].values()
     spot = int(broken["sampled"].values().nonzero()[0])

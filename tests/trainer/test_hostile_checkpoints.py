@@ -1,6 +1,4 @@
-"""A checkpoint that somebody else wrote, its manifest included: loading one runs nothing that is in it.
-
-Each payload makes a file if any of it runs."""
+"""Loading a checkpoint that another wrote runs nothing in it: each payload would make a file."""
 
 import json
 import os

@@ -195,8 +195,7 @@ def critic_by_hand(tiny: str, critic: CriticConfig, algorithm: AlgorithmConfig) 
 
 @pytest.mark.parametrize("key", CRITIC)
 def test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does(tiny: str, key: str) -> None:
-    """Values after both steps under [optim] warm-up; a key's own effect is hundreds of times the tolerance. An episode counts
-    once, however many ledgers it has."""
+    """Values after both steps under [optim] warm-up; an episode counts once, however many ledgers."""
     section = toy_critic(**{"lr": 1e-3, "clip": 0.02, **CRITIC[key]})
     usual = AlgorithmConfig(minibatch=4)
     algorithm = usual.model_copy(update={"aggregate": "seq_mean_token_mean"}) if key == "aggregate" else usual

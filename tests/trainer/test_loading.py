@@ -274,8 +274,7 @@ def test_the_region_of_a_rank_on_two_axes_and_what_has_none() -> None:
 
 
 def test_no_digit_hangs_on_the_file_that_weights_come_from(tiny: str, tmp_path: Path) -> None:
-    """The trainer of a resumed run reads another file than that of the unbroken one did. Here the second file's header is
-    8 bytes longer, and with it every weight begins 8 bytes later."""
+    """The second file's header is 8 bytes longer, and with it every weight begins 8 bytes later."""
     state = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
     found = []
     for more in (0, 8):

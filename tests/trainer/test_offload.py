@@ -1,7 +1,4 @@
-"""Roles that wait give their memory back: their storages are empty, and what they learn later is the same to the bit.
-
-`check_on_host` passes in these tests: on a CPU the mechanism is the same, only that nothing is gained by it.
-"""
+"""Roles that wait give their memory back and learn the same to the bit; `check_on_host` passes here."""
 
 import asyncio
 from pathlib import Path

@@ -25,8 +25,7 @@ ALGORITHM = AlgorithmConfig(minibatch=64, groups="kept", epochs=2, entropy_bonus
 
 
 def groups_of(sizes: tuple[int, ...], prompt: int = 40, seed: int = 0) -> TensorDict:
-    """Groups of so many members over one prompt each; the last member of each has a forked second ledger, which
-    keeps half of the prompt."""
+    """Groups over one prompt each; the last member's forked second ledger keeps half of the prompt."""
     rng = np.random.default_rng(seed)
     found = []
     for number, size in enumerate(sizes):

@@ -1,5 +1,4 @@
-"""Loss and gradient do not depend on packing, micro-batch size, rank count or Ulysses; a kill -9 in the middle
-of a background save loses that save and nothing else. The ranks' work is done once, by `ranks.py`."""
+"""Loss and gradient do not depend on packing, sizes, ranks or Ulysses; a kill -9 loses its save alone."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,4 @@
-"""A reference that moves: which weights it has after each update, what KL is measured to it, that a resume goes on with it, and
-what is refused."""
+"""A reference that moves: its weights after each update, the KL to it, resumes, and refusals."""
 
 import asyncio
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""The host does not wait for the GPU within an optimizer step: every number that it reads there makes the GPU idle until the
-next kernels are queued."""
+"""The host does not wait for the GPU within an optimizer step, which would leave the GPU idle."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -116,8 +115,7 @@ def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("engine", ["trainer", "embedded"])
 def test_a_forward_pass_does_not_search_for_packed_rows(tiny: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers would look for them in the positions, and wait for the answer, before the first layer of each pass; where
-    rows end is known."""
+    """transformers would look for them in the positions and wait; where rows end is known."""
     searched: list[int] = []
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: searched.append(positions.shape[-1]))
     if engine == "embedded":

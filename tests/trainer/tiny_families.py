@@ -60,8 +60,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # model type, and what is n
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A model of that family in evaluation mode, all its parameters random: sinks, biases and norms start at 0 or 1, which
-    would hide what is done with them."""
+    """A model of that family in evaluation mode, with all parameters random: 0 and 1 would hide their use."""
     kind, settings = FAMILIES[family]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **{**_PLAIN, **settings, **changes})

@@ -77,8 +77,7 @@ def toy_critic(**changed: Any) -> CriticConfig:
 
 
 def train_batch(group: WorkerGroup[Any], method: Callable[..., Any], batch: TensorDict, *given: Any, **named: Any) -> Any:
-    """Call a training method on a batch as the learner does: cut for its ranks first. `sft_steps` and the like take the number
-    of steps after the batch."""
+    """Call a training method on a batch cut for its ranks; `sft_steps` takes the steps after the batch."""
     ranks = group.mesh.size("dp")
     if method.__name__ in ("update", "forward_backward"):
         order = {key: named[key] for key in ("step", "seed", "part") if key in named}

@@ -333,8 +333,7 @@ async def test_an_adapter_alone_is_published_in_place_of_the_one_before(tiny: st
 
 
 def test_lent_weights_are_read_where_the_trainer_has_them() -> None:
-    """Two parameters of one storage and one of its own: what the trainer writes is seen without another bucket. A tensor
-    made for the stream goes through the bucket."""
+    """Two parameters of one storage and one of its own, written again; a made tensor goes through the bucket."""
     both = torch.arange(64.0)
     held = {"a": both[:16], "b": both[16:].view(6, 8), "c": torch.full((3, 5), 7.0)}
     made = torch.full((4,), 9.0)

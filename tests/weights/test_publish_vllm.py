@@ -1,6 +1,4 @@
-"""Two FSDP ranks publish into a live vLLM of two tensor-parallel workers, over every route between processes.
-
-Adapters alone are in tests/e2e/test_sampling_paths.py."""
+"""Two FSDP ranks publish into a live vLLM of two tensor-parallel workers, over every route between processes."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

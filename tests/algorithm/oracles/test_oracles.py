@@ -152,8 +152,7 @@ STEP = 1e-6
 
 
 def gradient(rows: Callable[[Array], Array], at: Array) -> tuple[Array, Array]:
-    """Central differences [N, L] of independent rows, one column of all rows at a time; and how far a kink within the step
-    can put them off: the bend, which is next to 0 if there is none."""
+    """Central differences [N, L] of independent rows, and the bend by which a kink can put them off."""
     slope, bend = np.zeros_like(at), np.zeros_like(at)
     here = rows(at)
     for column in range(at.shape[1]):

@@ -102,8 +102,7 @@ def says(text: str = "", *calls: ToolCall) -> Message:
 
 
 class Dice(Still):
-    """Answers with one of some turns, drawn from prompt and seed alone: equal requests get equal answers, in whatever order
-    they come. `slow`: seconds a turn takes; `fails`: from which request on it fails."""
+    """Answers with a turn drawn from prompt and seed alone. `slow`: seconds of a turn; `fails`: from which request on."""
 
     def __init__(self, turns: Sequence[Message], *, slow: float = 0.0, fails: int | None = None) -> None:
         self.turns = [RENDERER.assistant(turn) for turn in turns]

@@ -148,8 +148,7 @@ async def embedded(model_folder):
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_stream_comes_token_by_token_and_is_the_whole_answer(embedded, renderer, tokenizer):
-    """Of two choices that are sampled side by side: the deltas of each are its message, and the first came long before the
-    last token was sampled; its logprobs are the ledger's."""
+    """Of two choices sampled side by side: deltas are the message, begin early, and have the ledger's logprobs."""
     asked = {"messages": ROWS, "n": 2, "logprobs": True}
     async with Endpoint(embedded, renderer, sampling=Sampling(max_tokens=90), decode=tokenizer.decode) as server:
         async with client_of(server, "early", seed=1) as client:
@@ -176,8 +175,7 @@ async def test_a_stream_comes_token_by_token_and_is_the_whole_answer(embedded, r
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_stop_string_ends_sampling_and_the_ledger_holds_what_was_sampled(embedded, renderer, tokenizer):
-    """The stop string spans two tokens. The client sees the text before it, streamed or not; the next prompt goes on from the
-    tokens that were sampled, closed by the template."""
+    """Of two tokens: the client sees the text before it, and the next prompt goes on from what was sampled."""
     ledgers = []
     async with Endpoint(embedded, renderer, sampling=Sampling(max_tokens=90)) as server:
         async with client_of(server, "free", seed=4) as client:

@@ -256,8 +256,7 @@ STAY: Any = {"type": "function", "function": {"name": "stay", "parameters": CLOS
 @proof
 @pytest.mark.asyncio(loop_scope="module")
 async def test_answers_are_constrained_where_a_client_asks_for_it(embedded_with_calls, renderer):
-    """JSON of a schema over each protocol, calls that must be made, of one tool or any, with arguments that fit; from a model
-    of random weights, which does none of it by itself."""
+    """JSON of a schema, and calls that must be made, over each protocol; from a model of random weights."""
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER, "strict": True}}
     named = {"type": "json_schema", "name": "answer", "schema": ANSWER}
     async with Endpoint(embedded_with_calls, renderer, sampling=Sampling(max_tokens=120)) as server:
@@ -299,8 +298,7 @@ async def test_answers_are_constrained_where_a_client_asks_for_it(embedded_with_
 
 
 async def test_at_most_one_call_a_turn(renderer, tokenizer):
-    """parallel_tool_calls = false ends sampling with the first call; what is sampled is in the ledger, and the turn goes on
-    from it."""
+    """parallel_tool_calls = false ends sampling with the first call, and the turn goes on from it."""
     two = Message("assistant", "", (ToolCall("get", {"key": "a"}), ToolCall("get", {"key": "b"})))
     ids = renderer.assistant(two)
 

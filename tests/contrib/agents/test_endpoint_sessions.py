@@ -1,5 +1,4 @@
-"""Whatever an agent's requests do, each token that was sampled for them is in exactly one ledger, behind what it was sampled
-behind."""
+"""Each token that was sampled for an agent's requests is in exactly one ledger, behind its own prompt."""
 
 import asyncio
 from collections import Counter

@@ -1,5 +1,4 @@
-"""Whole runs with an agent, in `make proofs`: trained as the built-in loop's episodes are, resumed, with adapters, stale weights
-and rollout workers, and ended without a trace."""
+"""Whole runs with an agent, in `make proofs`: trained, resumed, with adapters, stale weights and workers."""
 
 import contextlib
 import os

@@ -1,5 +1,4 @@
-"""Episodes that branch off others (`rollout.branch`): at which turns, with which state, what counts as sampled, and what becomes
-of a branch that fails."""
+"""Episodes that branch off others (`rollout.branch`): turns, state, what counts as sampled, and failures."""
 
 from __future__ import annotations
 
@@ -369,8 +368,7 @@ def ended(spec: EpisodeSpec, failed: bool = False) -> Trajectory:
 
 
 class Made(Player):
-    """Plays by a rule: `fails` says of a key whether that attempt ends by a fault. `most` is how many were open at once, from
-    the moment in which a tree began."""
+    """Plays by a rule: `fails` says which attempt of a key faults; `most`: how many were open at once."""
 
     def __init__(self, fails: Callable[[str], bool] = lambda key: False) -> None:
         self.fails, self.open, self.most, self.trees = fails, 0, 0, list[str]()

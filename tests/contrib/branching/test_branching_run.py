@@ -1,5 +1,4 @@
-"""Runs whose episodes branch (`rollout.branch`), from a config: which tokens are trained, and with which advantages. A run
-that is broken off and resumed is in tests/run/test_resume_neighbours.py."""
+"""Runs whose episodes branch (`rollout.branch`), from a config: trained tokens and their advantages."""
 
 from __future__ import annotations
 
@@ -178,8 +177,7 @@ def test_with_neighbours_that_choose_tasks_beginnings_and_groups(out: Path) -> N
 
 
 def test_an_environment_in_wrappers_branches_as_one_without(whole: Path, out: Path) -> None:
-    """A wrapper has no tools of its own to be asked about, which ended the check of the config in a traceback. One that changes
-    nothing plays the same episodes; one by which tools fail is forked with its draws."""
+    """One that changes nothing plays the same episodes; one by which tools fail is forked with its draws."""
     same = execute(config(out, "wrapped", "steps=1", "env.wrappers=[{name='turn_limit', args={turns=100}}]"))
     assert [told(m) for m in episodes(same, 1)] == [told(m) for m in episodes(whole, 1)]
     failing = execute(config(out, "failing", "steps=1", "env.wrappers=[{name='tool_faults', args={rate=0.5}}]"))

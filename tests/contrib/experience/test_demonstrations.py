@@ -87,8 +87,7 @@ def choice(seed: int, calls: int) -> TaskChoice:
 
 
 async def test_the_gold_of_failed_groups_is_shown_up_to_so_many_episodes() -> None:
-    """Those with the lowest numbers, each the gold of its own task with its own parameters; a group in which one succeeded, or
-    in which nobody's success is known, shows none."""
+    """Lowest numbers first, each its own task's gold; none of groups with a success or with none known."""
     part: Any = Part()
     shows = shows_of(2)
     for index, successes in ((9, (False, False)), (3, (False, None)), (5, (False, True)), (1, (None, None)), (7, (False, False))):
@@ -323,8 +322,7 @@ def rows_of(batch: TensorDict) -> dict[tuple[int, int], list[list[int]]]:
 @proof
 @pytest.mark.timeout(300)
 def test_a_kept_episode_comes_back_with_all_its_ledgers(tmp_path: Path) -> None:
-    """What is drawn are rows of episodes that were trained before, whole, with the advantage of their own update on each. The
-    policy has learned to make calls first, of which each but the first begins another ledger."""
+    """Drawn rows are earlier episodes, whole, of several ledgers, with the advantages of their own update."""
     folder, seen = ran(tmp_path, *WARM)
     trained, several = list[list[list[int]]](), 0
     for number, added in enumerate(seen):

@@ -323,8 +323,7 @@ ALONE = {
 
 @pytest.mark.parametrize("part", ALONE)
 def test_what_is_added_is_in_the_supervised_term_alone(tiny: str, part: str) -> None:
-    """A critic learns from an update's own episodes, the KL is of their tokens, and a correction, which rejects tokens whose
-    ratio is above 1.1, takes nothing from a term that has no ratio."""
+    """Critic, KL and correction are of an update's own episodes; the added term has no ratio."""
     own, same = ALONE[part]
     found = []
     for kept in (None, experience(term="supervised", share=1.0)):

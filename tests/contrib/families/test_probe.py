@@ -1,5 +1,4 @@
-"""The probe tells a family that is computed right from one that is not, and says which, what differed and by how much;
-docs/families.json has what it finds, for every causal language model of transformers."""
+"""The probe tells a family that is computed right from others, and what differed (docs/families.json)."""
 
 import json
 import math

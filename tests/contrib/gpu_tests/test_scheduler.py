@@ -40,8 +40,7 @@ class MadeUpTime(asyncio.SelectorEventLoop):
 
 @dataclass
 class MadeUpSession:
-    """Runs for `seconds`; asked to end it takes 0.3 s, or 30 s if it is `stuck`; asked again none. Its test passes if it
-    comes to its own end."""
+    """Runs for `seconds`; asked to end it takes 0.3 s, or 30 s if it is `stuck`; asked again none."""
 
     job: FileJob
     cards: tuple[int, ...]
@@ -74,8 +73,7 @@ class MadeUpSession:
 
 
 class World:
-    """A scheduler over made-up cards. `lengths`: seconds of each file (10 for others). `used`: MiB in use by others. `stops`: the
-    seconds of each Ctrl-C."""
+    """A scheduler over made-up cards. `lengths`: seconds by file; `used`: MiB of others; `stops`: of each Ctrl-C."""
 
     def __init__(
         self, jobs: list[FileJob], cards: int, locks: Path, lengths: Mapping[str, float] | None = None, *, slots: int = 1,

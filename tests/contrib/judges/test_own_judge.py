@@ -1,6 +1,4 @@
-"""Judges on engines of the run's own (`reward.judge.engines`), from configs: what they say is the reward, what they cannot say is
-no reward, what cannot work is refused by name, and what else there is next to them: several environments and judges, comparisons
-within a group, evaluations, records and replays, recorded episodes, and a judge that was trained."""
+"""Judges on engines of the run's own (`reward.judge.engines`), from configs: rewards, refusals, and neighbours."""
 
 import asyncio
 import json

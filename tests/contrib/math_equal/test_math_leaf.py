@@ -1,5 +1,4 @@
-"""`math.equal`: what counts as equal, what a hostile answer costs, and gold that nobody can read, which ends a
-run before it starts, with the task's name."""
+"""`math.equal`: what counts as equal, what a hostile answer costs, and gold that nobody can read."""
 
 from __future__ import annotations
 

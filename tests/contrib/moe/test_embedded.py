@@ -1,5 +1,4 @@
-"""The experts that the embedded engine tells: those of a plain forward pass over the same ids, whatever was cached or done
-again."""
+"""Experts of the embedded engine are those of a plain forward pass, whatever was cached or done again."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -66,8 +65,7 @@ async def ask(engine: EmbeddedEngine, prompt: list[int], start: int | None, key:
 
 
 async def test_turns_of_an_episode_and_a_prefix_of_another(engine: EmbeddedEngine) -> None:
-    """A prompt in chunks; the next turn from its own cache, told from where the ledger ends; another episode from the
-    first one's."""
+    """A prompt in chunks; the next turn from its own cache; another episode from the first one's."""
     model, prompt = moe.model(FAMILY), prompt_of(40)
     first = await ask(engine, prompt, 0)
     ids = [*prompt, *first.token_ids]

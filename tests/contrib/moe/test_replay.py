@@ -1,5 +1,4 @@
-"""A trainer that sends tokens to the experts that the engine sent them to: in every pass of the policy, however rows are
-packed; a run of a tiny mixture of experts, from config to metrics; and what is refused."""
+"""A trainer sends tokens to the engine's experts in every pass of the policy; a whole run; and refusals."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,8 +154,7 @@ def test_what_is_computed_again_for_the_gradient_goes_to_the_same_experts(folder
 
 
 def test_loads_are_those_of_the_tokens_that_were_computed(folder: str, plain: Any) -> None:
-    """Counted by numpy: the dictated choices, and those of a plain pass where tokens are free. Once, though layers are computed
-    twice; rows without a gradient are not computed."""
+    """Counted by numpy: dictated choices, else those of a plain pass; once, and of rows with a gradient."""
     batch = routed()
     advantages = batch["advantages"].values()
     advantages[offsets_of(batch["advantages"])[3] :] = 0.0
@@ -175,8 +173,7 @@ def test_loads_are_those_of_the_tokens_that_were_computed(folder: str, plain: An
 
 @pytest.mark.parametrize("cap", [200, 4096])
 def test_a_shared_prefix_counts_for_each_row_that_has_it(folder: str, cap: int) -> None:
-    """The loads, counted by numpy over all tokens of all rows, are the same with prefixes computed once and without; with a small
-    cap a prefix is computed once in each of several micro-batches."""
+    """Loads, counted by numpy over all rows, are the same with prefixes computed once and without."""
     batch, table = by_token(noisy(120), 2)
     counts = np.stack(
         [np.bincount(table[batch["token_ids"].values(), layer].flatten(), minlength=moe.EXPERTS) for layer in (0, 1)]
@@ -225,8 +222,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_what_the_engine_chose_is_repeated_from_the_first_step_on(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ledgers have the experts of a plain forward pass over their tokens, the trainer's logprobs are the engine's; and a run that
-    is told others computes something else."""
+    """Experts of a plain pass, the engine's logprobs; and a run with others computes something else."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     short = [f"model.path={model}", REPLAY, "steps=2", "algorithm.proximal=recompute", "rollout.groups=2", "rollout.group_size=2"]
     run = execute(config_of(tmp_path, "replayed", *short))

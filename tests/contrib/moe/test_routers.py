@@ -1,5 +1,4 @@
-"""Routers that are watched and dictated, family by family, against gates worked out in float64; and which experts a request's
-tokens went to, from made-up steps: chunks, the prefix cache, what is computed again, and who never asks."""
+"""Routers watched and dictated, family by family, against float64 gates; and the experts of requests."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -66,8 +65,7 @@ GATES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("family", GATES)
 def test_a_dictated_expert_has_the_gate_of_its_own_score(family: str) -> None:
-    """Whatever else scores higher, a bias or a group prefers: its gate follows from the current scores of the dictated experts,
-    and so does the gradient of the router's weight."""
+    """Gates follow from current scores of the dictated experts, and so does the router's gradient."""
     gates, settings = GATES[family]
     model = moe.model(family, **settings)
     plain = logits_of(model)

@@ -1,5 +1,4 @@
-"""What a run on data learns and measures, over a store whose episodes have rows of their own: against plain forward passes, and
-against TRL's losses of the same batch (benchmarks/parts/trl_losses.py made the numbers), however rows are packed."""
+"""A run on data learns and measures as plain forward passes and TRL do (benchmarks/parts/trl_losses.py)."""
 
 import asyncio
 import json

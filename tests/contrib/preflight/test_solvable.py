@@ -1,5 +1,4 @@
-"""Whether an episode has room for its gold solution: the numbers against the real loop at exactly these limits, and what is
-refused, shown and left out."""
+"""Room for the gold solution: against the real loop at exactly these limits, and what is refused."""
 
 from dataclasses import replace
 from pathlib import Path

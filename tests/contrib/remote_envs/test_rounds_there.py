@@ -78,8 +78,7 @@ def scored(scorer: Scorer, episode: Trajectory) -> Any:
 
 @pytest.mark.parametrize("kind", ["Cabinet", "Chatty", "Guest"])
 def test_scores_by_round_over_http_are_those_in_process(kind: str, server: Running) -> None:
-    """Gold, a wrong second round, nothing at all: the same values and evidence, under a record and from it as well; no
-    model that is the user is asked."""
+    """Gold, a wrong second round, nothing: the same values and evidence, also under and from a record."""
     there = maker(server, kind)
     right = [[[call] for call in calls] for calls in GOLD]
     refused = [GOLD[0], [ToolCall("take", {"drawer": "nowhere"})]]

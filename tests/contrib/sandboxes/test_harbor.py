@@ -178,8 +178,7 @@ def test_a_solution_of_several_files_is_gold_if_the_sandbox_has_a_root_of_its_ow
 
 
 def test_a_policy_neither_sees_tests_nor_leaves_a_verdict(tmp_path: Path, provider: str) -> None:
-    """Everything that it could prepare: files at the places, links there, a process that writes later. Not looked through are
-    programs, and /proc beyond what processes there are (tests/contrib/sandboxes/test_bubblewrap.py says how long that takes)."""
+    """Files, links and late writers; programs, and /proc beyond its processes, are not looked through."""
     secret = "expected-4711"
     root = task_folder(
         tmp_path, "a", test=f'[ "$(cat answer 2>/dev/null)" = {secret} ] && echo 1 > "$LOGS_DIR/reward.txt"; sleep 0.2'

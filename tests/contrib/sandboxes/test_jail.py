@@ -27,8 +27,7 @@ OUTPUT = 16 << 10
 
 
 def left_by(code: str, spec: SandboxSpec = SHORT, wall: float = 120.0) -> tuple[ExecResult, dict[str, bytes], list[str]]:
-    """What comes of a program in the sandbox, the files that it leaves, and the names of those that are not kept. A long wall: on
-    a busy machine nothing but its own tests may meet it."""
+    """Outcome of a program in the sandbox (its wall is long), its files, and names of those not kept."""
 
     async def main() -> tuple[ExecResult, dict[str, bytes], list[str]]:
         box = await SANDBOXES.bind("local", {})().start(spec)

@@ -40,8 +40,7 @@ def versions(folder: Path, step: int) -> set[int]:
 
 
 def test_a_run_trains_on_two_servers(model: Path, tmp_path: Path) -> None:
-    """At T = 0.7; `make proofs` resumes it after an evaluation of another model: its weights come back to servers that have
-    others by then."""
+    """At T = 0.7; `make proofs` resumes it after an evaluation gave the servers other weights."""
     with StandIn(str(model), SERVER) as one, StandIn(str(model), SERVER) as two:
         more = [*overrides(model, one, two), "checkpoint.every=1", "algorithm.minibatch=12"]
         folder = execute(config_of(tmp_path, "run", *more, "steps=2"))
@@ -63,8 +62,7 @@ def test_a_run_trains_on_two_servers(model: Path, tmp_path: Path) -> None:
 
 @proof
 def test_a_run_goes_on_when_a_server_dies(model: Path, tmp_path: Path) -> None:
-    """One of two servers is killed in the middle of an update's episodes, which may be one update old: none is lost or scored 0
-    for it."""
+    """One of two servers is killed in mid-update: no episode is lost or scored 0 for it."""
     with StandIn(str(model), SERVER) as one, StandIn(str(model), SERVER) as two, logging_kept():
 
         def kill() -> None:

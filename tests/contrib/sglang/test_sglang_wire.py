@@ -277,8 +277,7 @@ async def test_before_a_run_the_servers_are_asked(model_folder, tmp_path, monkey
 
 
 async def test_weights_that_the_files_name_otherwise_cannot_be_published(tmp_path):
-    """Experts are one by one in files, as they are published, and fused in modules: SGLang would pass over the fused names
-    without a word."""
+    """Experts are single in files and fused in modules: SGLang would pass over fused names silently."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}

@@ -1,5 +1,4 @@
-"""Tensor and expert parallelism: what four ranks compute that split matrices, heads and experts is what one rank computes, and
-what they save, export and publish is what it would. The ranks' work is done once, by `split_ranks.py`."""
+"""Four ranks that split matrices, heads and experts compute, save and publish as one (`split_ranks.py`)."""
 
 import json
 from pathlib import Path

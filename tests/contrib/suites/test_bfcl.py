@@ -1,8 +1,4 @@
-"""bfcl: the leaderboard's tasks and classes, read from a package in its layout (`bfcl_toy`, a few tasks of our own).
-
-The comparison with the leaderboard's own checkers on its own data is benchmarks/parity/bfcl.py; a small part of it runs here if
-the package can be found.
-"""
+"""bfcl: the leaderboard's tasks and classes in its layout (`bfcl_toy`); see benchmarks/parity/bfcl.py."""
 
 import hashlib
 import json

@@ -83,8 +83,7 @@ def test_packed_rows_are_rows_alone_in_transformers(alone: None, tmp_path: Path,
 
 
 def test_tokens_go_to_the_experts_that_are_dictated_and_loads_are_counted(alone: None, tmp_path: Path) -> None:
-    """Metrics, with the loads of the experts, and gradients are FSDP2's: of rows in several micro-batches, with layers computed
-    twice; and other ones where the routers choose."""
+    """Metrics, loads and gradients are FSDP2's; and other ones where the routers choose."""
     path, batch = moe.build("qwen3_moe", tmp_path / "m"), routed()
     both = {name: updated(actor_of(path, 64, engine=name, activation_checkpointing=True), batch) for name in ("fsdp2", "titan")}
     assert both["titan"][0] == pytest.approx(both["fsdp2"][0], rel=1e-5, abs=1e-6)
@@ -114,8 +113,7 @@ def test_bfloat16_is_fsdp2s(alone: None, tmp_path: Path) -> None:
 
 
 def test_a_config_with_the_one_engine_trains_as_with_the_other(tmp_path: Path) -> None:
-    """Two updates from a config, at a temperature and with a reference, the second on tokens that the embedded engine sampled
-    with published weights; then the checkpoint is exported without torchtitan, and FSDP2 goes on with it."""
+    """Two updates from a config, the second on published weights; FSDP2 goes on from its checkpoint."""
     both = {}
     for name in ("titan", "fsdp2"):
         keys = ("steps=2", "checkpoint.every=2", "eval.tasks=1", "algorithm.kl.coef=0.1", "rollout.temperature=0.8")

@@ -1,8 +1,4 @@
-"""BFCL's Java and JavaScript categories: arguments are texts, read as source by the declared type, then compared as in Python.
-
-What each text must give is written by hand, from what the leaderboard's package (bfcl-eval 2026.3.23) gives for it;
-benchmarks/parity/bfcl.py compares with the package itself.
-"""
+"""BFCL's Java and JavaScript, by hand from bfcl-eval 2026.3.23 (benchmarks/parity/bfcl.py compares)."""
 
 from typing import Any
 

@@ -1,5 +1,4 @@
-"""One small run tells OpenTelemetry of its steps, is scraped by Prometheus and writes a timeline of a step: each says what was
-really done, and when."""
+"""One small run in OpenTelemetry, Prometheus and a timeline: each says what was really done, and when."""
 
 import gzip
 import json

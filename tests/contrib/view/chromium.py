@@ -18,8 +18,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def browser_path() -> str:
-    """The Chromium of this machine. Without one (or without Playwright) the test is skipped with the reason, or fails if
-    AGENTRL_REQUIRE_BROWSER is set."""
+    """The machine's Chromium; without one the test is skipped, or fails if AGENTRL_REQUIRE_BROWSER is set."""
     path = next((found for name in NAMES if (found := shutil.which(name))), None)
     why = "" if path else f"no browser on this machine: none of {', '.join(NAMES)} is on the path"
     try:
@@ -71,8 +70,7 @@ class Tab:
         self.page.goto(base)
 
     def go(self, address: str, shows: str) -> None:
-        """Go to `#/address` and wait until `shows`, a selector, is there; by way of a page that is empty, so that it is
-        not the last page's."""
+        """Go to `#/address` by way of an empty page, and wait until `shows`, a selector, is there."""
         self.page.evaluate("location.hash = '#/-'")
         self.page.wait_for_selector("text=There is no such page")
         self.page.evaluate("to => { location.hash = to; scrollTo(0, 0); }", f"#/{address}")

@@ -1,5 +1,4 @@
-"""The viewer's API on small runs: what each address answers, against numbers worked out by hand, also while a run goes on; the
-state that an episode began with; and that the server keeps what it shows to the browser of whoever started it."""
+"""The viewer's API on small runs: each address against numbers by hand, also while a run goes on."""
 
 import asyncio
 import json

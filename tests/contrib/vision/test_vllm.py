@@ -1,8 +1,4 @@
-"""Images in real vLLM, by an engine that a config makes: what it samples with them is what transformers alone computes, from its
-own weights and from published ones. Runs from a config are in tests/contrib/vision/test_run.py.
-
-A second vLLM beside that of test_vllm.py is half a minute: `make proofs` and continuous integration have it, `make test` has not.
-"""
+"""Images in real vLLM: it samples what transformers computes, from its own and from published weights."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
