@@ -277,7 +277,7 @@ class Reader:
         code = compile(block.text, block.place, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         made = eval(code, vars(self.module))
         if inspect.iscoroutine(made):
-            asyncio.run(_awaited(made))
+            asyncio.run(made)
 
     def _command(self, words: list[str], expected: int) -> None:
         if words[0] == "agentrl" and words[-1] != "&":
@@ -309,7 +309,3 @@ class Reader:
             parts = [" ".join(part.split()) for part in line.split("...")]
             pattern = ".*".join(re.escape(part) for part in parts)
             assert re.search(pattern, said), f"{block.place}: the page shows {line!r}, which was not printed"
-
-
-async def _awaited(made):
-    return await made

@@ -39,12 +39,6 @@ def four(ray_cluster):
         yield group
 
 
-@pytest.fixture(scope="module")
-def pair(ray_cluster):
-    with launch(Plain, world_size=2, num_cpus=0.1, name="pair") as group:
-        yield group
-
-
 @pytest.fixture
 def mortal(ray_cluster):
     with launch(Mortal, world_size=2, num_cpus=0.1, name="mortal") as group:
@@ -163,7 +157,7 @@ def test_doctor_checks_ray_and_the_pools_of_a_config(monkeypatch):
     assert tight[-1].level == "fail" and "pool train" in tight[-1].found
 
 
-def test_a_column_is_put_once_for_all_calls_and_groups_until_the_driver_lets_go_of_it(four, pair, monkeypatch):
+def test_a_column_is_put_once_for_all_calls_and_groups_until_the_driver_lets_go_of_it(four, monkeypatch):
     """Every call put the whole batch: with a reference, a critic and a recomputed proximal policy five times a step."""
     put, sizes = ray.put, []
 
@@ -179,7 +173,8 @@ def test_a_column_is_put_once_for_all_calls_and_groups_until_the_driver_lets_go_
     assert four.run(Plain.count, batch)["rows"] == 5 / 4
     assert sum(sizes) == tokens * (8 + 2), "ids and half, once for four ranks"
     sizes.clear()
-    out = pair.run(Plain.double, batch)
+    with launch(Plain, world_size=2, num_cpus=0.1, name="pair") as pair:
+        out = pair.run(Plain.double, batch)
     assert sum(sizes) == 0, "another group finds them"
     assert torch.equal(out["twice"].values(), batch["token_ids"].values() * 2) and out["name"][4] == "row4"
     more = batch.copy().update({"extra": batch["token_ids"] + 1, "row": torch.arange(5)})

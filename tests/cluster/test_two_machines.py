@@ -165,6 +165,8 @@ out["left"] = [str(path) for path in Path("/tmp/runs/two").rglob(".agentrl-share
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_the_trainer_on_one_machine_and_vllm_on_the_other(tmp_path: Path) -> None:
     """Weights go through the shared folder, a killed run goes on, the trained model loads; other folders are refused by name."""
+    from transformers import AutoModelForCausalLM
+
     (tmp_path / "split.toml").write_text(SPLIT)
     out = told(tmp_path, (3, 1), SPLIT_RUN)
     code, text = out["resumed"]
@@ -172,7 +174,8 @@ def test_the_trainer_on_one_machine_and_vllm_on_the_other(tmp_path: Path) -> Non
     last = int(out["killed"][5:]) + 2
     assert out["steps"] == list(range(1, last + 1))
     assert "weights are sent by route disk" in out["log"] and "do not share memory" in out["log"]
-    final, first = (_weights(tmp_path / "shared" / "two" / name) for name in ("final", "model"))
+    places = (tmp_path / "shared" / "two" / name for name in ("final", "model"))
+    final, first = (AutoModelForCausalLM.from_pretrained(place).state_dict() for place in places)
     assert final.keys() == first.keys() and any((final[name] != first[name]).any() for name in final)
     code, text, seconds = out["own disk"]
     assert seconds < 120 and code == 1 and "/tmp/runs/two/model: not a folder on machine-b. All nodes must see the model" in text
@@ -193,9 +196,3 @@ def test_a_rank_of_the_trainer_on_each_machine(tmp_path: Path) -> None:
     assert code == 2 and out["left"] == [] and "[train]" not in text and seconds < 90
     assert " of the group 'actor', on machine-b (10.77.0.2)" in text, text
     assert "on machine-a (10.77.0.1), do not share the folder /tmp/runs/two" in text
-
-
-def _weights(folder: Path) -> dict[str, Any]:
-    from transformers import AutoModelForCausalLM
-
-    return dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())

@@ -25,18 +25,13 @@ def run(*words: str, root: Path = ROOT, python: str = sys.executable) -> subproc
     return subprocess.run([script, *words], capture_output=True, text=True, env=settings, check=False)
 
 
-def found_in(text: str) -> dict[str, object]:
-    """The figures by part: the last line of each process of benchmarks/gpu.py."""
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"benchmark"')]
-    return {name: figures for one in lines for name, figures in one["parts"].items()}
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_is_rehearsed_on_a_cpu(part: str) -> None:
     done = run("rehearse", part)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found = found_in(done.stdout)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"benchmark"')]
+    found = {name: figures for one in lines for name, figures in one["parts"].items()}
     assert f"== {part}: done after" in done.stdout
     expected = {
         "learn": {"learn"},

@@ -8,20 +8,13 @@ from agentrl.render import make_renderer
 from agentrl.render.chatml import CHATML_TEMPLATE
 from tests.render.render_tokenizers import CONTROL_TOKENS, SENTENCEPIECE, build_sentencepiece, build_tokenizer
 
-QWEN25 = """
-{%- if tools %}
-{{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else 'You help.') + '\\n<tools>' }}
-{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '\\n</tools><|im_end|>\\n' }}
-{%- elif messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}
-{%- endif %}
-{%- for m in messages %}
-{%- if m.role in ['user', 'system'] %}
-{%- if not (m.role == 'system' and loop.first and tools) %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
-{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + m.content }}
+# A turn's calls and its end, and the results of tools up to the next turn, as all of Qwen's write them.
+CALLS = """
 {%- for call in m.tool_calls or [] %}
 {{- ('\\n' if m.content or not loop.first else '') + '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
 {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
-{%- endfor %}{{ '<|im_end|>\\n' }}
+{%- endfor %}{{ '<|im_end|>\\n' }}"""
+ANSWERS = """
 {%- elif m.role == 'tool' %}
 {{- '<|im_start|>user' if loop.previtem and loop.previtem.role != 'tool' else '' }}
 {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
@@ -30,8 +23,24 @@ QWEN25 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+QWEN25 = (
+    """
+{%- if tools %}
+{{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else 'You help.') + '\\n<tools>' }}
+{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+{%- if m.role in ['user', 'system'] %}
+{%- if not (m.role == 'system' and loop.first and tools) %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
+{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + m.content }}"""
+    + CALLS
+    + ANSWERS
+)
+
 # Reasoning of a turn stays while tools answer and goes once the user speaks again.
-QWEN3 = """
+QWEN3 = (
+    """
 {%- if tools %}
 {{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else '') + '\\n<tools>' }}
 {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '\\n</tools><|im_end|>\\n' }}
@@ -43,20 +52,13 @@ QWEN3 = """
 {%- if m.role == 'user' %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}
 {%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}
 {%- if m.reasoning_content and loop.index0 > ns.last %}{{ '<think>\\n' + m.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}
-{{- m.content }}
-{%- for call in m.tool_calls or [] %}
-{{- ('\\n' if m.content or not loop.first else '') + '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
-{%- endfor %}{{ '<|im_end|>\\n' }}
-{%- elif m.role == 'tool' %}
-{{- '<|im_start|>user' if loop.previtem and loop.previtem.role != 'tool' else '' }}
-{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
-{{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' else '' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+{{- m.content }}"""
+    + CALLS
+    + ANSWERS
+)
 
-QWEN3_CODER = """
+QWEN3_CODER = (
+    """
 {%- if messages[0].role == 'system' or tools %}
 {{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else '') }}
 {%- if tools %}<tools>{% for tool in tools %}<function>{{ tool.function | tojson }}</function>{% endfor %}</tools>{% endif %}
@@ -70,14 +72,9 @@ QWEN3_CODER = """
 {%- for key, value in call.function.arguments.items() %}
 {{- '<parameter=' + key + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' }}
 {%- endfor %}{{ '</function>\\n</tool_call>' }}
-{%- endfor %}{{ '<|im_end|>\\n' }}
-{%- elif m.role == 'tool' %}
-{{- '<|im_start|>user' if loop.previtem and loop.previtem.role != 'tool' else '' }}
-{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
-{{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' else '' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+{%- endfor %}{{ '<|im_end|>\\n' }}"""
+    + ANSWERS
+)
 
 # Trims contents, writes results as JSON strings, allows one call a turn.
 LLAMA3 = """{{ bos_token }}

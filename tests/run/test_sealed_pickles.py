@@ -4,8 +4,6 @@ import pickle
 import shutil
 from pathlib import Path
 
-import pytest
-
 from agentrl.trainer.checkpoint import check_intact, seal
 from tests.conftest import PROOFS
 from tests.e2e.runs import small, train
@@ -14,14 +12,9 @@ from tests.trainer.test_hostile_checkpoints import Payload
 INLINE = ("cluster.backend=inline", "engine=embedded", "sft=false", "trackers=[]", "steps=2", "eval.tasks=2", "rollout.groups=2")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("runs")
-    train(out, *small(out, "r", *INLINE, "checkpoint.every=1"))
-    return out / "r"
-
-
-def test_a_resume_runs_no_pickle_of_a_sealed_checkpoint(run: Path, tmp_path: Path) -> None:
+def test_a_resume_runs_no_pickle_of_a_sealed_checkpoint(tmp_path: Path) -> None:
+    train(tmp_path / "runs", *small(tmp_path / "runs", "r", *INLINE, "checkpoint.every=1"))
+    run = tmp_path / "runs" / "r"
     newest = max((run / "checkpoints").glob("step_*"))
     files = sorted(str(file.relative_to(newest)) for file in newest.rglob("*") if file.is_file() and file.name != "manifest.json")
     assert {"actor/.metadata", "actor/rng_0.pt"} <= set(files) and len(files) >= 5

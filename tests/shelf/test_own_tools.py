@@ -317,20 +317,15 @@ def test_a_run_offers_each_group_its_own_tools_which_the_viewer_shows(here: Path
         by_task.setdefault(row["task"]["id"], set()).add(tuple(tools_of(row)))
     assert len(rows) == 8 and len(by_task) == 4 and all(len(names) == 1 for names in by_task.values()), "a group has one list"
     assert len(set().union(*by_task.values())) > 1, "and groups differ"
-    _prompts_hold_their_tools(rows, "runs/straight")
+    tokenizer = AutoTokenizer.from_pretrained("runs/straight/final")
+    for row in rows:
+        text = tokenizer.decode(Trajectory.from_json(row).ledgers[0].ids())  # that the model saw and was trained on
+        for name in ("price_of", "shelf_of", "platform_of", "height_of"):
+            assert (name in text) == (name in tools_of(row)), row["task"]["id"]
     metrics = [json.loads(line) for line in Path("runs/straight/metrics.jsonl").read_text().splitlines()]
     assert all(row["tokens_trained"] > 0 for row in metrics if row["phase"] == "train")
     shown = client(Path("runs/straight")).ask("/runs/straight/episodes/step_000001.0")
     assert [tool["function"]["name"] for tool in shown["tools"]] == tools_of(rows[0])
-
-
-def _prompts_hold_their_tools(rows: list[dict[str, Any]], run: str) -> None:
-    """What the model saw, read back from the tokens of the ledger that was trained on."""
-    tokenizer = AutoTokenizer.from_pretrained(f"{run}/final")
-    for row in rows:
-        text = tokenizer.decode(Trajectory.from_json(row).ledgers[0].ids())
-        for name in ("price_of", "shelf_of", "platform_of", "height_of"):
-            assert (name in text) == (name in tools_of(row)), row["task"]["id"]
 
 
 @proof

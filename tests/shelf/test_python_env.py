@@ -49,16 +49,12 @@ def test_every_family_is_right_where_its_files_hold_the_data() -> None:
         task = env.make_task(seed, "train")
         if left[task.data["family"]] > 0:
             left[task.data["family"]] -= 1
-            assert _printed(task.gold["solution"], task.data["files"]) == str(task.gold["answer"])
+            with tempfile.TemporaryDirectory() as folder, chdir(folder), redirect_stdout(io.StringIO()) as out:
+                for name, text in task.data["files"].items():
+                    Path(name).write_text(text)
+                exec(task.gold["solution"], {"__name__": "__main__"})
+            assert out.getvalue().strip() == str(task.gold["answer"])
     assert not any(left.values())
-
-
-def _printed(code: str, files: dict[str, str]) -> str:
-    with tempfile.TemporaryDirectory() as folder, chdir(folder), redirect_stdout(io.StringIO()) as out:
-        for name, text in files.items():
-            Path(name).write_text(text)
-        exec(code, {"__name__": "__main__"})
-    return out.getvalue().strip()
 
 
 def test_answers_cannot_be_read_off_the_prompt_and_null_policies_score_nothing() -> None:

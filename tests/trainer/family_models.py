@@ -32,20 +32,16 @@ def config_of(family: str) -> Any:
     return AutoConfig.for_model(family, **{**SIZES, **MIXED[family]})
 
 
-@torch.no_grad()
-def perturb(model: torch.nn.Module) -> None:
-    for tensor in model.parameters():
-        if tensor.dim() < 2:
-            tensor.add_(0.3 * torch.randn_like(tensor))
-        else:
-            tensor.normal_(0.0, 1.3 / math.sqrt(tensor[0].numel() if tensor.dim() != 3 else tensor.shape[-1]))
-
-
 def model_of(family: str, attention: str = "eager", seed: int = 0) -> Any:
     """The model; the same seed gives the same weights whatever the attention function."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation=attention, dtype=torch.float32)
-    perturb(model)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.dim() < 2:
+                tensor.add_(0.3 * torch.randn_like(tensor))
+            else:
+                tensor.normal_(0.0, 1.3 / math.sqrt(tensor[0].numel() if tensor.dim() != 3 else tensor.shape[-1]))
     return model.train()
 
 

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -28,11 +27,6 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-
-
-def rotated(weight: np.ndarray, heads: int) -> np.ndarray:
-    """GGUF keeps the two halves of a head's rotary dimensions interleaved."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +66,10 @@ def write(model: LlamaForCausalLM, file: Path, kind: str = "F32", left_out: str 
     for layer in range(LAYERS):
         for ours, theirs in NAMES.items():
             weight = weights[f"model.layers.{layer}.{ours}.weight"]
-            heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(theirs)
-            tensors[f"blk.{layer}.{theirs}.weight"] = weight if heads is None else rotated(weight, heads)
+            if heads := {"attn_q": HEADS, "attn_k": KV_HEADS}.get(theirs):
+                # GGUF keeps the two halves of a head's rotary dimensions interleaved.
+                weight = weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+            tensors[f"blk.{layer}.{theirs}.weight"] = weight
     for name, weight in tensors.items():
         if name == left_out:
             continue

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from agentrl.config.schema import AlgorithmConfig, Choice, CriticConfig, KlConfig, TrainConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, TrainConfig
 from agentrl.data.rows import collate, nested_tensor, offsets_of
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.optim import rate
@@ -186,13 +186,6 @@ def valued(batch: TensorDict, seed: int) -> TensorDict:
     return batch.copy().update({name: nested_tensor(column, offsets_of(batch["sampled"])) for name, column in columns.items()})
 
 
-def critic_by_hand(tiny: str, critic: CriticConfig, algorithm: AlgorithmConfig) -> PlainCritic:
-    made = PlainCritic(tiny, critic, toy_optim(warmup=2))
-    for step, batch in enumerate(batches(tiny)):
-        made.step(valued(batch, step), algorithm, step)
-    return made
-
-
 @pytest.mark.parametrize("key", CRITIC)
 def test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does(tiny: str, key: str) -> None:
     """Values after both steps under [optim] warm-up; an episode counts once, however many ledgers."""
@@ -205,7 +198,10 @@ def test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does(tiny: str
     ]
     batch = batches(tiny)[0]
     found = critic.run(Critic.compute_values, batch)["values"].values()[batch["sampled"].values()]
-    by_hand = [critic_by_hand(tiny, *of) for of in ((section, algorithm), (toy_critic(lr=1e-3, clip=0.02), usual))]
+    by_hand = [PlainCritic(tiny, of, toy_optim(warmup=2)) for of in (section, toy_critic(lr=1e-3, clip=0.02))]
+    for made, how in zip(by_hand, (algorithm, usual), strict=True):
+        for step, rest in enumerate(batches(tiny)):
+            made.step(valued(rest, step), how, step)
     with torch.no_grad():
         expected, defaults = (torch.cat(one.values(Batch(batch))) for one in by_hand)
     assert (found - expected).abs().max() < 1e-5

@@ -31,13 +31,6 @@ pytestmark = proof
 skip_without_vllm()
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A two-layer model whose heads are as wide as vLLM's CPU attention asks."""
-    sizes = InitModelConfig(layers=2, hidden=32, mlp=64, heads=4, kv_heads=2, head_dim=32, context=512)
-    return str(init_model(sizes, tmp_path_factory.mktemp("models") / "wide", seed=0))
-
-
 def plain_gap(folder: Path, ledger: TokenLedger) -> float:
     """Largest difference of the ledger's logprobs to those of the folder in plain transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -58,7 +51,9 @@ async def publish(actors: WorkerGroup[Any], engine: VllmEngine, cfg: WeightsConf
         await publisher.close()
 
 
-async def test_fsdp_ranks_into_tensor_parallel_workers(ray_up: None, tiny: str, tmp_path: Path) -> None:
+async def test_fsdp_ranks_into_tensor_parallel_workers(ray_up: None, tmp_path: Path) -> None:
+    sizes = InitModelConfig(layers=2, hidden=32, mlp=64, heads=4, kv_heads=2, head_dim=32, context=512)  # as vLLM's CPU asks
+    tiny = str(init_model(sizes, tmp_path / "wide", seed=0))
     actors = trained(tiny, backend="ray", ranks=2, cls=Counting)
     assert actors.run(Counting.most_whole) == (1, 3)  # of two layers and the rest
     actors.run(Actor.export_hf, str(tmp_path / "export"))

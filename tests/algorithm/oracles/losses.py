@@ -47,11 +47,11 @@ def ratio(new: Array, old: Array) -> Array:
     return np.exp(np.minimum(np.maximum(new - old, -BOUND), BOUND))
 
 
-def surrogate(r: Array, a: Array, low: float, high: float, dual: float | None) -> Array:
+def surrogate(r: Array, a: Array, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = 3.0) -> Array:
     """-max(min(r A, clip(r) A), c A), the outer maximum for A < 0 only."""
-    gain = np.minimum(r * a, np.minimum(np.maximum(r, 1 - low), 1 + high) * a)
-    if dual is not None:
-        gain = np.where(a < 0, np.maximum(gain, dual * a), gain)
+    gain = np.minimum(r * a, np.minimum(np.maximum(r, 1 - clip_low), 1 + clip_high) * a)
+    if dual_clip is not None:
+        gain = np.where(a < 0, np.maximum(gain, dual_clip * a), gain)
     return -gain
 
 
@@ -59,34 +59,15 @@ def total(tokens: Tokens, weights: Array, loss: Array) -> Array:
     return np.where(tokens.mask, weights * loss, 0.0).sum(1)
 
 
-def ppo_clip(
-    t: Tokens,
-    new: Array,
-    frozen: Array,
-    w: Array,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
-) -> Array:
-    return total(t, w, surrogate(ratio(new, t.old), t.advantages, clip_low, clip_high, dual_clip))
+def ppo_clip(t: Tokens, new: Array, frozen: Array, w: Array, **clips: Any) -> Array:
+    return total(t, w, surrogate(ratio(new, t.old), t.advantages, **clips))
 
 
-def decoupled_ppo(
-    t: Tokens,
-    new: Array,
-    frozen: Array,
-    w: Array,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
-    weight_cap: float | None = None,
-) -> Array:
+def decoupled_ppo(t: Tokens, new: Array, frozen: Array, w: Array, *, weight_cap: float | None = None, **clips: Any) -> Array:
     behind = ratio(t.old, t.behave)
     if weight_cap is not None:
         behind = np.minimum(behind, weight_cap)
-    return total(t, w, behind * surrogate(ratio(new, t.old), t.advantages, clip_low, clip_high, dual_clip))
+    return total(t, w, behind * surrogate(ratio(new, t.old), t.advantages, **clips))
 
 
 def cispo(t: Tokens, new: Array, frozen: Array, w: Array, *, clip_low: float = 1.0, clip_high: float = 5.0) -> Array:
@@ -114,18 +95,8 @@ def reinforce(t: Tokens, new: Array, frozen: Array, w: Array) -> Array:
     return total(t, w, -t.advantages * new)
 
 
-def clip_cov(
-    t: Tokens,
-    new: Array,
-    frozen: Array,
-    w: Array,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
-) -> Array:
-    loss = surrogate(ratio(new, t.old), t.advantages, clip_low, clip_high, dual_clip)
-    return total(t, w, np.where(t.picked, 0.0, loss))
+def clip_cov(t: Tokens, new: Array, frozen: Array, w: Array, **clips: Any) -> Array:
+    return total(t, w, np.where(t.picked, 0.0, surrogate(ratio(new, t.old), t.advantages, **clips)))
 
 
 def kl_cov(t: Tokens, new: Array, frozen: Array, w: Array, *, coefficient: float = 1.0) -> Array:

@@ -214,24 +214,15 @@ def serving(*args: str, **how: Any) -> Iterator[str]:
         process.wait(20)
 
 
-@pytest.fixture
-def http_server(script: Path) -> Iterator[str]:
+async def test_over_http_and_through_a_config(script: Path) -> None:
     with serving(str(script)) as url:
-        yield url
-
-
-async def test_over_http_and_through_a_config(http_server: str) -> None:
-    tools = ToolsConfig(sets=["calculator"], mcp={"shop": McpServerConfig(url=http_server, tools=["count"])})
-    ref = pickle.loads(pickle.dumps(EnvRef("key_value", {"calls": 2}, tools=tools)))
-    env = ref.build()
-    await env.areset(seed=0)
-    assert env.toolbox.names == ("get", "set", "list", "add", "calculate", "count")
-    turn = Message(
-        "assistant",
-        tool_calls=(ToolCall("count", {"name": "tea"}), ToolCall("calculate", {"expression": "2*3"})),
-    )
-    assert [m.content for m in (await env.astep(turn))[0]] == ["3", "6"]
-    await env.aclose()
+        tools = ToolsConfig(sets=["calculator"], mcp={"shop": McpServerConfig(url=url, tools=["count"])})
+        env = pickle.loads(pickle.dumps(EnvRef("key_value", {"calls": 2}, tools=tools))).build()
+        await env.areset(seed=0)
+        assert env.toolbox.names == ("get", "set", "list", "add", "calculate", "count")
+        calls = (ToolCall("count", {"name": "tea"}), ToolCall("calculate", {"expression": "2*3"}))
+        assert [m.content for m in (await env.astep(Message("assistant", tool_calls=calls)))[0]] == ["3", "6"]
+        await env.aclose()
     with pytest.raises(CatalogError, match="no tool set 'calculater'"):
         EnvRef("key_value", tools=ToolsConfig(sets=["calculater"])).build()
 

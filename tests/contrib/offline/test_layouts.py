@@ -211,24 +211,20 @@ def test_a_template_that_drops_reasoning_writes_a_row_each_time_the_user_speaks(
     answers = [n for n, message in enumerate(THOUGHT) if message["role"] == "assistant"]
     said = [{**message, "weight": 0} if n in [answers[c] for c in context] else message for n, message in enumerate(THOUGHT)]
     ledgers = render_chat(openai_chat({"messages": said, "tools": TOOLS}), make_renderer(tokenizer))
+    calls = [{**CALL, "function": {"name": "add", "arguments": {"a": 1}}}]  # arguments as an object, as templates take them
+    taken = [{**message, "tool_calls": calls} if "tool_calls" in message else message for message in THOUGHT]
     rows = [[0], [1, 2], [3]]  # the turns of each row: reasoning is kept while tools answer
     kept = [[turn for turn in row if turn not in context] for row in rows]
     assert [sorted({int(t) for t in ledger.turns[ledger.sampled]}) for ledger in ledgers] == [row for row in kept if row]
     for ledger, row in zip(ledgers, [row for row, left in zip(rows, kept, strict=True) if left], strict=True):
         prompt = tokenizer.apply_chat_template(
-            [{k: v for k, v in message.items() if v is not None} for message in unescaped(THOUGHT[: answers[row[0]]])],
+            [{k: v for k, v in message.items() if v is not None} for message in taken[: answers[row[0]]]],
             tools=TOOLS, add_generation_prompt=True, tokenize=False,
         )  # fmt: skip
         assert tokenizer.decode(ledger.ids()).startswith(prompt)
         learned = tokenizer.decode(ledger.token_ids[ledger.sampled].tolist())
         for turn, text in enumerate(("0 and 1", "1 and 1", ">\n\n2<", "sure")):
             assert (text.strip("<>\n") in learned) == (turn in row and turn not in context), (turn, text, learned)
-
-
-def unescaped(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With arguments as an object, as templates take them."""
-    calls = [{**CALL, "function": {"name": "add", "arguments": {"a": 1}}}]
-    return [{**message, "tool_calls": calls} if "tool_calls" in message else message for message in messages]
 
 
 def test_arguments_that_the_templates_syntax_cannot_tell_from_others_are_found_out() -> None:

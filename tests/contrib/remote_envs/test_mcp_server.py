@@ -4,7 +4,6 @@ import base64
 import json
 import socket
 import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -39,24 +38,13 @@ async def solve(client: Any) -> None:
     assert "report" in await text("start_episode", seed=5)
 
 
-async def test_an_environment_served_over_stdio() -> None:
+async def test_an_environment_served_over_stdio_and_over_http() -> None:
     from mcp import Client, StdioServerParameters
 
-    async with Client(StdioServerParameters(command=sys.executable, args=SERVE)) as client:
-        await solve(client)
-
-
-@pytest.fixture
-async def served_http() -> AsyncIterator[str]:
     with serving(*SERVE, "--http") as url:
-        yield url
-
-
-async def test_an_environment_served_over_http(served_http: str) -> None:
-    from mcp import Client
-
-    async with Client(served_http) as client:
-        await solve(client)
+        for server in (StdioServerParameters(command=sys.executable, args=SERVE), url):
+            async with Client(server) as client:
+                await solve(client)
 
 
 def test_a_port_that_cannot_be_had_is_a_mistake_with_a_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -66,12 +65,6 @@ def test_a_sandbox_that_does_not_come_up_is_no_zero(monkeypatch: pytest.MonkeyPa
 # -- attacks -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def listener() -> Iterator[tuple[str, int]]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[:2]
-
-
 FORBIDDEN = {
     "from socket import *\nsocket(AF_UNIX)": "not permitted",
     "from socket import *\nsocketpair()": "not permitted",
@@ -90,13 +83,14 @@ FORBIDDEN = {
 }
 
 
-def test_no_network_no_children_no_other_programs_and_no_other_process(listener: tuple[str, int]) -> None:
+def test_no_network_no_children_no_other_programs_and_no_other_process() -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    reach = {f"import socket\nsocket.create_connection({listener!r}, timeout=1)": "not permitted"}
-    for code, says in {**reach, **FORBIDDEN}.items():
-        outcome = attack(code)
-        assert outcome.end == "error" and says in outcome.stdout, code
-        assert {child.pid for child in psutil.Process().children(recursive=True)} <= before, code
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reach = {f"import socket\nsocket.create_connection({server.getsockname()!r}, timeout=1)": "not permitted"}
+        for code, says in {**reach, **FORBIDDEN}.items():
+            outcome = attack(code)
+            assert outcome.end == "error" and says in outcome.stdout, code
+            assert {child.pid for child in psutil.Process().children(recursive=True)} <= before, code
 
 
 def test_nothing_outside_the_folder_is_read_or_changed(tmp_path: Path) -> None:

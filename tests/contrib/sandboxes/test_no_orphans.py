@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,16 +47,11 @@ def mark() -> str:
     return f"300.{next(_NUMBERS):07}"
 
 
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the folders of sandboxes are."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    yield tmp_path
-
-
 def test_an_episode_cancelled_in_the_middle_of_a_command_leaves_nothing(
-    mark: str, temporary: Path, caplog: pytest.LogCaptureFixture
+    mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # for the folders of sandboxes
+
     async def main() -> None:
         env = make_env("harbor")
         await env.areset(seed=0)
@@ -69,7 +63,7 @@ def test_an_episode_cancelled_in_the_middle_of_a_command_leaves_nothing(
         with pytest.raises(asyncio.CancelledError):
             await step
         assert env.trajectory.stop is StopReason.CANCELLED
-        assert list(temporary.iterdir()) == []
+        assert list(tmp_path.iterdir()) == []
 
     asyncio.run(main())
     assert until(lambda: not marked(mark), 5.0)

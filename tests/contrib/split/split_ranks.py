@@ -150,7 +150,9 @@ def measured(folder: Path, out: Path, name: str, context: WorkerContext) -> None
     path = str(folder / case.model)
     actor, found = updated(path, case, context)
     found["moved"], found["finite"] = moved(actor), broken(actor, context)
-    found["held"] = {key: tuple(whole_of(tensor)) for key, tensor in actor._ready(onload=False).state().items()}
+    state = actor._ready(onload=False).state()
+    local = {key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in state.items()}
+    found["held"] = {key: tuple(tensor.shape) for key, tensor in local.items()}
     actor.save(str(out / f"{name} saved"))
     actor.export_hf(str(out / f"{name} exported"))
     found["goes on"] = step_of(actor, context)
@@ -170,11 +172,6 @@ def step_of(actor: Actor, context: WorkerContext) -> dict[str, torch.Tensor]:
     """The weights after another update."""
     actor.update(mine(Actor, noisy(), ALGORITHM, context), ALGORITHM, step=2)
     return weights_on(actor)
-
-
-def whole_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Shape on this rank, of a state's tensor."""
-    return tuple(tensor.to_local().shape) if isinstance(tensor, DTensor) else tuple(tensor.shape)
 
 
 def alone(folder: Path, out: Path, name: str) -> None:

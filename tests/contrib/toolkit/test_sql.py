@@ -128,13 +128,9 @@ def test_a_constant_is_no_answer_where_there_are_twins() -> None:
         env = make_env("sql", twins=twins)
         for seed in range(6):
             rows = env.make_task(seed, "train").gold["results"][0]
-            literal = " UNION ALL ".join("SELECT " + ", ".join(map(_literal, row)) for row in rows[:20])
+            literal = " UNION ALL ".join("SELECT " + ", ".join(map(repr, row)) for row in rows[:20])
             if len(rows) <= 20:
                 assert submitted(env, seed, literal) == expected
-
-
-def _literal(value: Any) -> str:
-    return f"'{value}'" if isinstance(value, str) else repr(value)
 
 
 def test_null_policies_score_nothing() -> None:

@@ -3,7 +3,6 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +63,11 @@ def test_numbers_of_another_episode_are_not_shown(tmp_path: Path) -> None:
     assert client(tmp_path).ask("/runs/r/episodes/step_000001.0/tokens")["advantage"] is None
 
 
-@pytest.fixture
-def open_tmp() -> Iterator[Path]:
-    """A folder that others than root may enter."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
-
-
 @pytest.mark.parametrize(("file", "kind"), [("tokens/step_000001.jsonl", "a pipe"), ("model", "unreadable")])
-def test_what_cannot_be_read_is_unknown_and_no_wait(open_tmp: Path, file: str, kind: str) -> None:
+def test_what_cannot_be_read_is_unknown_and_no_wait(file: str, kind: str) -> None:
+    temporary = tempfile.TemporaryDirectory()
+    open_tmp = Path(temporary.name)
+    open_tmp.chmod(0o755)  # others than root may enter
     folder = run_folder(open_tmp / "r", {"step_000001": [episode(1, 0)]})
     folder.write_tokens("step_000001", token_lines([episode(1, 0)], Made()))  # type: ignore[arg-type]
     folder.model.mkdir()
@@ -88,6 +82,7 @@ def test_what_cannot_be_read_is_unknown_and_no_wait(open_tmp: Path, file: str, k
         with damage.limited(20):
             found = api.tokens("r", "step_000001.0", {})
     (folder.path / file).chmod(0o755)
+    temporary.cleanup()
     assert (found["advantage"] is None) == (kind == "a pipe") and (found["text_problem"] is None) == (kind == "a pipe")
 
 

@@ -47,26 +47,6 @@ class Frozen:
         return {field: one["default"] for field, one in self.table["classes"][name]["properties"].items()} | body
 
 
-def _class(name: str) -> Any:
-    from sglang.srt.managers import io_struct
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    return SamplingParams if name == SAMPLING else getattr(io_struct, name)
-
-
-def _fields(kind: Any) -> dict[str, Any]:
-    import msgspec
-
-    found = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else msgspec.structs.fields(kind)
-    return {field.name: field for field in found}
-
-
-def _default(field: Any) -> Any:
-    """A field's default; None if it has none that JSON could hold."""
-    value = getattr(field, "default", None)
-    return value if isinstance(value, (bool, int, float, str)) else None
-
-
 def _required(field: Any) -> bool:
     import msgspec
 
@@ -78,9 +58,12 @@ def describe(name: str) -> dict[str, Any]:
     """A class of the package as JSON schema. Fields with types of their own (images and such) may have any value."""
     import msgspec
     from pydantic import TypeAdapter
+    from sglang.srt.managers import io_struct
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
-    kind = _class(name)
-    fields, plain = _fields(kind), not dataclasses.is_dataclass(kind)
+    kind: Any = SamplingParams if name == SAMPLING else getattr(io_struct, name)
+    plain = not dataclasses.is_dataclass(kind)
+    fields = {field.name: field for field in (msgspec.structs.fields(kind) if plain else dataclasses.fields(kind))}
     hints = typing.get_type_hints(kind, include_extras=not plain) if not plain else {n: f.type for n, f in fields.items()}
     properties: dict[str, Any] = {}
     for field in fields:
@@ -89,7 +72,8 @@ def describe(name: str) -> dict[str, Any]:
         except Exception:  # a type that JSON does not have
             schema = {}
         schema = {} if "$defs" in schema or "$ref" in str(schema) or "contentEncoding" in str(schema) else schema
-        properties[field] = {**schema, "default": _default(fields[field])}
+        default = getattr(fields[field], "default", None)
+        properties[field] = {**schema, "default": default if isinstance(default, (bool, int, float, str)) else None}
     required = [name for name, field in fields.items() if _required(field)]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
