@@ -1,4 +1,4 @@
-"""The contract of every engine, over the fixtures `engine` (version 0) and `tolerance` (of logprobs)."""
+"""The contract of every engine, over the fixture `engine` (version 0) and its `tolerance` (of logprobs)."""
 
 import asyncio
 import copy
@@ -54,18 +54,12 @@ def among(probability, unused, top_k, top_p):
 
 
 class EngineContract:
-    """Subclass with `engine`, `model`, `tolerance`, `unused`. `both`: it takes top_k and top_p together."""
+    """Subclass with fixtures `engine` and `model`, `tolerance`, `context`. `both`: it takes top_k and top_p together."""
 
-    both = True
-
-    @pytest.fixture
-    def unused(self):
-        return []
+    both, unused = True, []
 
     @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.5])
-    async def test_logprobs_are_of_the_whole_vocabulary_and_tokens_of_the_kept_set(
-        self, engine, model, tolerance, unused, temperature
-    ):
+    async def test_logprobs_are_of_the_whole_vocabulary_and_tokens_of_the_kept_set(self, engine, model, temperature):
         """Truncation and ids without a token say what may be drawn alone; all kinds share a batch."""
         prompt = prompt_of(13, seed=5)
         options = [(temperature, *truncation) for truncation in TRUNCATIONS] + [(0.0, 0, 1.0), (0.0, 3, 0.6)]
@@ -80,15 +74,15 @@ class EngineContract:
             ids = np.array(generation.token_ids)
             table = log_table(model, prompt, generation.token_ids, temperature=t or 1.0)
             whole = table[np.arange(len(ids)), ids]
-            assert np.abs(whole - generation.logprobs).max() < tolerance, (t, k, p)
-            sets = [among(row, unused, k, p + 1e-4) for row in np.exp(table)]
+            assert np.abs(whole - generation.logprobs).max() < self.tolerance, (t, k, p)
+            sets = [among(row, self.unused, k, p + 1e-4) for row in np.exp(table)]
             assert all(token in (chosen if t else chosen[:1]) for token, chosen in zip(ids, sets, strict=True)), (t, k, p)
             if t and (k, p) != (0, 1.0):  # control: the kept set's own normalizer would show
                 masses = [np.exp(row[list(chosen)]).sum() for row, chosen in zip(table, sets, strict=True)]
                 assert np.abs(np.log(masses)).max() > 0.2, (t, k, p)
 
     @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.5, 0, 0.6), (0.7, 3, 1.0), (1.0, 8, 0.6), (1.5, 12, 0.9)])
-    async def test_draws_follow_the_renormalized_kept_set(self, engine, model, unused, temperature, top_k, top_p):
+    async def test_draws_follow_the_renormalized_kept_set(self, engine, model, temperature, top_k, top_p):
         """Pearson's statistic of 500 seeded draws, against the expected count of each kept token."""
         if top_k and top_p < 1 and not self.both:
             pytest.skip("the engine does not take top_k and top_p together")
@@ -99,7 +93,7 @@ class EngineContract:
         )
         counts = np.bincount([generation.token_ids[0] for generation in generations], minlength=VOCAB)
         probability = np.exp(log_table(model, prompt, [0], temperature=temperature)[0])
-        chosen = among(probability, unused, top_k, top_p)
+        chosen = among(probability, self.unused, top_k, top_p)
         assert len(chosen) > 1 and counts[chosen].sum() == draws
 
         def pearson(expected):
@@ -132,21 +126,21 @@ class EngineContract:
         assert alone.token_ids == again.token_ids
         assert alone.token_ids != other.token_ids
 
-    async def test_64_at_once(self, engine, model, tolerance):
+    async def test_64_at_once(self, engine, model):
         prompts = [prompt_of(3 + 2 * i, seed=i) for i in range(64)]
         generations = await asyncio.gather(
             *(engine.generate(prompt, Sampling(max_tokens=5 + i % 9, seed=i), f"e{i}") for i, prompt in enumerate(prompts))
         )
         for i, (prompt, generation) in enumerate(zip(prompts, generations, strict=True)):
             assert len(generation.token_ids) == 5 + i % 9
-            assert off(model, prompt, generation) < tolerance
+            assert off(model, prompt, generation) < self.tolerance
 
-    async def test_turns_of_an_episode_reuse_its_cache(self, engine, model, tolerance):
+    async def test_turns_of_an_episode_reuse_its_cache(self, engine, model):
         before = await engine.stats()
         ids = prompt_of(64)
         for turn in range(3):
             generation = await engine.generate(ids, Sampling(max_tokens=40, seed=turn), "episode")
-            assert off(model, ids, generation) < tolerance
+            assert off(model, ids, generation) < self.tolerance
             ids = [*ids, *generation.token_ids, *prompt_of(10, seed=turn)]
         after = await engine.stats()
         prompts = after.prompt_tokens - before.prompt_tokens
@@ -154,12 +148,12 @@ class EngineContract:
         assert prompts == 64 + 114 + 164
         assert 64 + 114 <= cached + 2 * 32 <= prompts  # all but the last block of each turn
 
-    async def test_a_rewritten_history_is_not_taken_for_the_cached_one(self, engine, model, tolerance):
+    async def test_a_rewritten_history_is_not_taken_for_the_cached_one(self, engine, model):
         ids = prompt_of(80)
         await engine.generate(ids, Sampling(max_tokens=8, seed=1), "episode")
         rewritten = [*ids[:40], (ids[40] + 1) % VOCAB, *ids[41:], 1, 2, 3]
         generation = await engine.generate(rewritten, Sampling(max_tokens=8, seed=1), "episode")
-        assert off(model, rewritten, generation) < tolerance
+        assert off(model, rewritten, generation) < self.tolerance
 
     async def test_abort_returns_what_was_sampled(self, engine):
         prompt = prompt_of(9)
@@ -206,7 +200,7 @@ class EngineContract:
         await until(engine, lambda stats: stats.running == stats.waiting == 0)
         assert len((await engine.generate(prompt_of(9), Sampling(max_tokens=3), "k0")).token_ids) == 3
 
-    async def test_a_request_lives_through_three_updates(self, engine, model, tolerance):
+    async def test_a_request_lives_through_three_updates(self, engine, model):
         """Tokens match the weights of their version: what runs over an update is computed again."""
         first = (await engine.stats()).version
         prompt = prompt_of(30)
@@ -225,11 +219,11 @@ class EngineContract:
         logprobs = torch.tensor(generation.logprobs)
         for version, tensors in enumerate(weights):
             off_by = (forward_logprobs(replay_env, prompt, generation.token_ids, weights=tensors) - logprobs).abs()
-            assert off_by[versions == version].max() < tolerance
+            assert off_by[versions == version].max() < self.tolerance
             for other in {0, 1, 2, 3} - {version}:  # control: another version's tokens under these weights
                 assert off_by[versions == other].max() > 0.05
 
-    async def test_an_episode_lives_through_three_updates(self, engine, model, tolerance):
+    async def test_an_episode_lives_through_three_updates(self, engine, model):
         """An update between every two turns, in any buckets: the cache of earlier turns is dropped."""
         first = (await engine.stats()).version
         weights = [parameters(model), *(changed(model, seed=seed) for seed in (3, 4, 5))]
@@ -241,7 +235,7 @@ class EngineContract:
             generation = await engine.generate(ids, Sampling(max_tokens=20, seed=version), "episode")
             assert set(generation.versions) == {first + version}
             distances = [off(replay_env, ids, generation, weights=candidate) for candidate in weights]
-            assert distances[version] < tolerance
+            assert distances[version] < self.tolerance
             assert all(distance > 0.05 for other, distance in enumerate(distances) if other != version)
             ids = [*ids, *generation.token_ids, *prompt_of(10, seed=version)]
 
@@ -254,7 +248,7 @@ class EngineContract:
         assert len((await asyncio.wait_for(task, 30)).token_ids) == 4
 
     @pytest.mark.parametrize("fault", ["shape", "missing", "unknown", "twice"])
-    async def test_a_wrong_publish_is_refused_until_a_right_one_comes(self, engine, model, fault, tolerance):
+    async def test_a_wrong_publish_is_refused_until_a_right_one_comes(self, engine, model, fault):
         weights = parameters(model)
         name = "model.layers.1.mlp.up_proj.weight"
         parts = [weights]
@@ -273,7 +267,7 @@ class EngineContract:
             await engine.generate(prompt_of(5), Sampling(max_tokens=2), "a")
         await publish(engine, 10, parameters(model))
         generation = await engine.generate(prompt_of(5), Sampling(max_tokens=6, seed=1), "a")
-        assert off(model, prompt_of(5), generation) < tolerance
+        assert off(model, prompt_of(5), generation) < self.tolerance
         assert set(generation.versions) == {10}
 
     async def test_what_cannot_be_generated_says_why(self, engine):
@@ -284,6 +278,6 @@ class EngineContract:
         with pytest.raises(EngineError, match="max_tokens"):
             await engine.generate([1], Sampling(max_tokens=0), "a")
 
-    async def test_the_end_of_the_context_ends_a_generation(self, engine, context):
-        generation = await engine.generate(prompt_of(context - 5), Sampling(max_tokens=50, seed=1), "a")
+    async def test_the_end_of_the_context_ends_a_generation(self, engine):
+        generation = await engine.generate(prompt_of(self.context - 5), Sampling(max_tokens=50, seed=1), "a")
         assert generation.finish == "length" and len(generation.token_ids) == 5

@@ -47,20 +47,8 @@ async def engine(model_folder, passes, started):
     return await started(model_folder, max_slots=96, unused=UNUSED)
 
 
-@pytest.fixture
-def tolerance():
-    return 1e-5
-
-
-@pytest.fixture
-def context():
-    return 2048
-
-
 class TestEmbedded(EngineContract, TextContract):
-    @pytest.fixture
-    def unused(self):
-        return UNUSED
+    tolerance, context, unused = 1e-5, 2048, UNUSED
 
 
 async def _episodes(engine, count, turns=3, tokens=20):

@@ -49,22 +49,10 @@ async def engine(running, model):
     return running
 
 
-@pytest.fixture
-def tolerance():
-    return 1e-3
-
-
-@pytest.fixture
-def context():
-    return CONTEXT
-
-
 class TestVllm(EngineContract, TextContract):
-    @pytest.fixture
-    def unused(self):
-        return UNUSED
+    tolerance, context, unused = 1e-3, CONTEXT, UNUSED
 
-    async def test_it_wakes_in_two_stages_around_a_publish(self, engine, model, tolerance):
+    async def test_it_wakes_in_two_stages_around_a_publish(self, engine, model):
         """Calls of a colocated run: partly awake it computes nothing, and it goes on once all is there."""
         engine._sleeps = True
         await engine.pause()
@@ -74,7 +62,7 @@ class TestVllm(EngineContract, TextContract):
         new = changed(model, seed=6)
         await publish(engine, (await engine.stats()).version + 1, new)
         generation = await engine.generate(prompt_of(9), Sampling(max_tokens=4, seed=1), "a")
-        assert off(copy.deepcopy(model), prompt_of(9), generation, weights=new) < tolerance
+        assert off(copy.deepcopy(model), prompt_of(9), generation, weights=new) < self.tolerance
         engine._sleeps = False
 
 

@@ -42,7 +42,7 @@ class TextContract:
         whole = await engine.generate(prompt_of(9), sampling, "b")
         assert whole.token_ids == streamed.token_ids
 
-    async def test_a_stop_string_ends_sampling_with_the_token_that_completes_it(self, engine, model, tokenizer, tolerance):
+    async def test_a_stop_string_ends_sampling_with_the_token_that_completes_it(self, engine, model, tokenizer):
         """Also one that spans tokens, next to other requests: what comes back is all that was sampled."""
         prompt = prompt_of(12, seed=3)
         free = await engine.generate(prompt, Sampling(max_tokens=60, seed=5), "free")
@@ -62,12 +62,12 @@ class TextContract:
             assert ended.token_ids == free.token_ids[:count], stop
             assert ended.finish == ("length" if count == 60 else "stop_string")
             assert len(ended.logprobs) == len(ended.versions) == count
-            assert off(model, prompt, ended) < tolerance
+            assert off(model, prompt, ended) < self.tolerance
             assert len(other.token_ids) == 60
             assert (await engine.stats()).sampled_tokens == before + 60 + count
 
     @pytest.mark.parametrize("temperature", [0.0, 0.7])
-    async def test_a_grammar_says_which_tokens_are_drawn_and_no_more(self, engine, model, tokenizer, tolerance, temperature):
+    async def test_a_grammar_says_which_tokens_are_drawn_and_no_more(self, engine, model, tokenizer, temperature):
         """Log probabilities stay of the whole vocabulary, of which the grammar leaves less than a tenth somewhere."""
         prompt, end = prompt_of(14, seed=7), 1
         plain = Sampling(max_tokens=30, temperature=temperature, seed=3, stop_token_ids=(end,))
@@ -85,7 +85,7 @@ class TextContract:
             said = json.loads(tokenizer.decode(found.token_ids[:-1]))
             assert said["get"] in ("key", "list", "value") and 0 <= said["n"] <= 99 and len(said) == 2
             table = log_table(model, prompt, found.token_ids, temperature=temperature or 1.0)
-            assert np.abs(table[np.arange(len(found.token_ids)), found.token_ids] - found.logprobs).max() < tolerance
+            assert np.abs(table[np.arange(len(found.token_ids)), found.token_ids] - found.logprobs).max() < self.tolerance
             assert min(found.logprobs) < np.log(0.1)
 
     async def test_what_cannot_be_constrained_is_refused_by_name(self, engine):

@@ -53,18 +53,8 @@ async def engine(running, model):
     return running
 
 
-@pytest.fixture
-def tolerance():
-    return 1e-5 if REAL is None else 1e-3
-
-
-@pytest.fixture
-def context():
-    return 2042
-
-
 class TestSglang(EngineContract):
-    both = False
+    both, tolerance, context = False, 1e-5 if REAL is None else 1e-3, 2042
     # The stand-in draws as the embedded engine does, whose draws have a test of their own.
     test_draws_follow_the_renormalized_kept_set = proof(EngineContract.test_draws_follow_the_renormalized_kept_set)
     # It waits for seconds.
