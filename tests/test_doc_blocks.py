@@ -1,9 +1,4 @@
-"""Every code block of every page is what it says: commands parse, configs load, specs compile; and it runs.
-
-`make test` reads all of them and follows the pages of QUICK; the tutorials and how-to guides run whole with
-`AGENTRL_PROOFS=1`,
-as does all else that is fenced. What cannot run here says why, in the page.
-"""
+"""Every code block of every page is what it says, and runs (guides: `AGENTRL_PROOFS=1`) or says why not."""
 
 import os
 import shutil

@@ -1,8 +1,4 @@
-"""Two machines with addresses, disks and shared memory of their own, as network and mount namespaces: whole runs from a config.
-
-`make proofs` runs it; it takes some minutes, root, and a kernel that has namespaces. What each part does is tested alone, and
-in seconds, in test_guard.py, test_joining.py, test_ray_group.py, test_async_save.py and test_publish_routes.py.
-"""
+"""Two machines as network and mount namespaces: whole runs from a config, in `make proofs`, as root."""
 
 import json
 import os

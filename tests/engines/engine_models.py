@@ -76,8 +76,7 @@ def kept(probability, top_k, top_p):
 
 @torch.inference_mode()
 def ledger_error(model, weights, ledger, *, shift=0):
-    """Largest logprob difference of a ledger's sampled tokens to a forward pass over its ids under the weights of
-    their version (as a control: of the version `shift` later, around)."""
+    """Largest logprob difference to a forward pass under each token's version, or (`shift`) a later one."""
     ids, sampled, versions = torch.tensor(ledger.ids()), torch.tensor(ledger.sampled), torch.tensor(ledger.versions)
     error = torch.zeros(len(ids))
     for version in set(versions[sampled].tolist()):

@@ -16,8 +16,7 @@ def line_of(item: Any) -> Any:
 
 
 class Phone(ToolEnv):
-    """Its state says who did what, in order. `script`: the user's lines; `opens`: the user says the first of them, after the
-    provider's greeting."""
+    """Its state says who did what, in order. `script`: the user's lines; `opens`: the user says the first."""
 
     id = "tests/Phone-v0"
     reward = "phone"

@@ -1,8 +1,4 @@
-"""What reads the text of others, each as a function of one text: it may refuse the text in its own way, and nothing else.
-
-A target that needs a file, a body or a value makes it of the text. What it lets through must be right: JSON that a strict reader
-takes, text that a terminal cannot act on, arguments that fit their schema.
-"""
+"""Readers of untrusted text, as functions of one text: they refuse it in their own way or read it right."""
 
 import asyncio
 import io

@@ -1,7 +1,4 @@
-"""A slow evaluator of reward specs, written from the documentation and sharing no code with the compiled one.
-
-It knows the leaves that the random specs of the property tests use. Assignments are found by trying them all.
-"""
+"""A slow evaluator of reward specs by the documentation, of the leaves that random specs have."""
 
 import itertools
 import math

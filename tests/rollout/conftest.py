@@ -26,11 +26,7 @@ from tests.publishing import VersionOnly, exchange
 
 
 class FaultyEngine(Still, VersionOnly):
-    """Answers at once with short random text; waits, fails or hangs as told.
-
-    `stuck`: episodes whose keys begin so never get an answer; `lost`: theirs is an error. `keys`: every episode that asked. A
-    stand-in only for faults: no real engine can be made to fail in one request of ten.
-    """
+    """Answers with short random text. `stuck`: keys of episodes that get no answer; `lost`: an error; `keys`: all."""
 
     def __init__(
         self, stop: int, *, fail: float = 0.0, hang: float = 0.0, max_delay: float = 0.0, seed: int = 0,

@@ -1,8 +1,4 @@
-"""Routes from GPU to GPU, as far as a CPU shows them: what is refused by name without one, what is told to whom, in which form.
-
-Where a GPU would be, there are tensors in host memory, and where CUDA would map or broadcast, they are handed over. All else is
-real, vLLM's engines for such transfers too. tests/gpu proves the rest on a card.
-"""
+"""Routes from GPU to GPU on a CPU: refusals, forms and vLLM's own engines; tests/gpu proves the rest."""
 
 import contextlib
 import pickle
