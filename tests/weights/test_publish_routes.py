@@ -15,9 +15,7 @@ from agentrl.config.schema import ClusterConfig, LoraSection, ModelConfig, Weigh
 from agentrl.engines.api_models import LiteLlmEngine, ScriptedEngine
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.engines.weights import base as routes
-from agentrl.engines.weights import host_routes as disk
-from agentrl.engines.weights import host_routes as memory
-from agentrl.engines.weights import host_routes as shared
+from agentrl.engines.weights import host_routes
 from agentrl.engines.weights.base import (
     ALIGN,
     PACKED,
@@ -91,7 +89,7 @@ def test_a_bucket_is_a_copy(tiny: str, route: str) -> None:
 
 
 def test_nothing_is_left_in_shared_memory(tiny: str) -> None:
-    sender = shared.SharedSender(1 << 20, 1)
+    sender = host_routes.SharedSender(1 << 20, 1)
     offer = sender.open()
     names = [Path(name) for name in offer.where[1:]]
     assert all(name.is_file() for name in names)
@@ -115,20 +113,20 @@ async def test_a_route_that_cannot_serve_says_why(
     actors = trained(tiny, steps=0)
     with pytest.raises(ConfigError, match=r"weights\.folder .*nowhere"):
         await send(WeightsConfig(route="disk", folder=str(tmp_path / "nowhere")))
-    monkeypatch.setattr(shared, "FOLDER", tmp_path / "none")
+    monkeypatch.setattr(host_routes, "FOLDER", tmp_path / "none")
     with pytest.raises(ConfigError, match="this machine has no"):
         await send(WeightsConfig(route="shared"))
     # what another process would find: no sender of that key, and so no route
-    monkeypatch.setattr(memory, "_open", {})
-    real = memory.MemorySender.open
-    monkeypatch.setattr(memory.MemorySender, "open", lambda self: replace(real(self), where=("other-1-0",)))
+    monkeypatch.setattr(host_routes, "_open", {})
+    real = host_routes.MemorySender.open
+    monkeypatch.setattr(host_routes.MemorySender, "open", lambda self: replace(real(self), where=("other-1-0",)))
     with pytest.raises(ConfigError, match="in another process"):
         await send(WeightsConfig(route="memory"))
     assert await send(WeightsConfig(folder=str(tmp_path))) == "disk"  # auto goes on to the next
 
 
 def test_another_machines_file_of_the_same_name_is_not_taken() -> None:
-    sender = shared.SharedSender(1 << 12, 1)
+    sender = host_routes.SharedSender(1 << 12, 1)
     offer = sender.open()
     wrong = replace(offer, where=("00" * 16, *offer.where[1:]))
     with pytest.raises(ConfigError, match="does not read the memory"):
@@ -139,11 +137,11 @@ def test_another_machines_file_of_the_same_name_is_not_taken() -> None:
 
 
 def test_full_shared_memory_is_an_error_and_no_crash() -> None:
-    before = set(shared.FOLDER.glob("agentrl-weights-*"))
-    sender = shared.SharedSender(1 << 50, 1)
+    before = set(host_routes.FOLDER.glob("agentrl-weights-*"))
+    sender = host_routes.SharedSender(1 << 50, 1)
     with pytest.raises(ConfigError, match=r"no room .* lower weights\.bucket_mib"):
         sender.open()
-    assert not set(shared.FOLDER.glob("agentrl-weights-*")) - before
+    assert not set(host_routes.FOLDER.glob("agentrl-weights-*")) - before
 
 
 async def test_a_broken_publish_is_refused_and_the_next_one_heals(tiny: str, engine: EmbeddedEngine) -> None:
@@ -273,7 +271,7 @@ def test_buckets_hold_every_tensor_once_and_in_bounds(sizes: list[int], room: in
     """Packed without gaps or not: a tensor that would begin where its type cannot be read begins the next bucket."""
     made = [(f"w{i}", torch.arange(n).to(kind)) for i, (n, kind) in enumerate(zip(sizes, dtypes, strict=False))]
     room = max(room, *(tensor.nbytes for _, tensor in made))
-    sender, silent, found = memory.MemorySender(room, 1), memory.MemorySender(room, 1), list[Named]()
+    sender, silent, found = host_routes.MemorySender(room, 1), host_routes.MemorySender(room, 1), list[Named]()
     sender.align = silent.align = align
     sender.open()  # the other is not
     quiet = silent.buckets(iter(made))
@@ -337,7 +335,7 @@ def test_lent_weights_are_read_where_the_trainer_has_them() -> None:
     both = torch.arange(64.0)
     held = {"a": both[:16], "b": both[16:].view(6, 8), "c": torch.full((3, 5), 7.0)}
     made = torch.full((4,), 9.0)
-    sender = memory.MemorySender(1 << 12, 1)
+    sender = host_routes.MemorySender(1 << 12, 1)
     sender.lend(list(held.values()))
     receiver = routes.open_receiver(sender.open(), 0)
     sender.attached()
@@ -384,8 +382,8 @@ def test_the_trainers_weights_are_lent_and_its_update_reaches_the_engine(tiny: s
 
 
 def test_an_older_bucket_of_a_network_file_system_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "STALE_S", 0.1)
-    sender = disk.DiskSender(1 << 12, 1, tmp_path)
+    monkeypatch.setattr(host_routes, "STALE_S", 0.1)
+    sender = host_routes.DiskSender(1 << 12, 1, tmp_path)
     lent = torch.arange(5.0)
     sender.lend([lent])
     receiver = routes.open_receiver(sender.open(), 0)
