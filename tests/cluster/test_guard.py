@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cluster import machine as address
-from agentrl.cluster import machine as guard
+from agentrl.cluster import machine
 from agentrl.cluster.machine import _listeners, open_rendezvous
 from tests.conftest import proof
 
@@ -55,7 +54,7 @@ def in_namespace(code: str, broken: bool, timeout: float = 60) -> subprocess.Com
     )
     if trial.returncode != 0:
         pytest.skip(f"cannot make a network namespace with a veth pair: {trial.stderr.strip()} (needs root)")
-    env = {key: value for key, value in os.environ.items() if key not in guard.LOOPBACK}
+    env = {key: value for key, value in os.environ.items() if key not in machine.LOOPBACK}
     env["PYTHONPATH"] = str(Path(__file__).parent)
     script = NAMESPACE.format(break_it="ip route del local 10.9.8.7 dev inside table local" if broken else "")
     command = ["unshare", "--net", "sh", "-c", script, "sh", sys.executable, "-c", code]
@@ -86,19 +85,19 @@ def test_a_run_works_in_that_namespace():
 
 
 def test_nothing_that_is_set_is_overridden(monkeypatch):
-    monkeypatch.setattr(guard, "network_fault", lambda: "broken")
-    for name in guard.LOOPBACK:
+    monkeypatch.setattr(machine, "network_fault", lambda: "broken")
+    for name in machine.LOOPBACK:
         monkeypatch.setenv(name, "")
-    assert guard.guard_network(multi_node=True) is None and os.environ["NCCL_SOCKET_IFNAME"] == ""
+    assert machine.guard_network(multi_node=True) is None and os.environ["NCCL_SOCKET_IFNAME"] == ""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    assert guard.guard_network() is None
-    assert {name: os.environ[name] for name in guard.LOOPBACK if os.environ[name]} == {"NCCL_SOCKET_IFNAME": "eth7"}
+    assert machine.guard_network() is None
+    assert {name: os.environ[name] for name in machine.LOOPBACK if os.environ[name]} == {"NCCL_SOCKET_IFNAME": "eth7"}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
-    assert guard.guard_network() == "broken" and guard.LOOPBACK.items() <= os.environ.items()
+    assert machine.guard_network() == "broken" and machine.LOOPBACK.items() <= os.environ.items()
 
 
 def test_an_address_that_is_not_ours_does_not_route_back():
-    assert guard.routes_back("127.0.0.1") and not guard.routes_back("203.0.113.9", timeout=0.2)
+    assert machine.routes_back("127.0.0.1") and not machine.routes_back("203.0.113.9", timeout=0.2)
 
 
 # -- the address that others come to ---------------------------------------------------
@@ -122,24 +121,24 @@ def test_a_process_tells_its_nodes_address_if_there_are_others(
     monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[str, bool]], told: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", ray_of(nodes, "10.0.0.1"))
-    assert address.reachable_address() == told
+    assert machine.reachable_address() == told
 
 
 def test_gloo_listens_on_the_interface_of_that_address_unless_the_user_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
     lo, eth7 = (SimpleNamespace(family=socket.AF_INET, address=at) for at in ("127.0.0.1", "10.0.0.1"))
-    monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: {"lo": [lo], "eth7": [eth7], "eth9": [eth7]})
+    monkeypatch.setattr(machine.psutil, "net_if_addrs", lambda: {"lo": [lo], "eth7": [eth7], "eth9": [eth7]})
     monkeypatch.setitem(sys.modules, "ray", ray_of([("10.0.0.1", True), ("10.0.0.2", True)], "10.0.0.1"))
     for before, after in [("", "eth7"), ("ib0", "ib0")]:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", before)
-        address.pin_gloo()
+        machine.pin_gloo()
         assert os.environ["GLOO_SOCKET_IFNAME"] == after
-    monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: {"lo": [lo]})  # no interface has it
+    monkeypatch.setattr(machine.psutil, "net_if_addrs", lambda: {"lo": [lo]})  # no interface has it
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    address.pin_gloo()
+    machine.pin_gloo()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setitem(sys.modules, "ray", ray_of([("10.0.0.1", True)], "10.0.0.1"))
-    address.pin_gloo()
+    machine.pin_gloo()
     assert os.environ["GLOO_SOCKET_IFNAME"] == ""
 
 

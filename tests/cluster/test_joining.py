@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentrl.cluster import ray_cluster as joining
-from agentrl.cluster import ray_cluster as runtime
+from agentrl.cluster import ray_cluster
 from agentrl.cluster.doctor import _reachable
 from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig
@@ -55,14 +54,14 @@ def test_an_address_at_which_no_head_can_be_is_refused_at_once(
     began = time.monotonic()
     with pytest.raises(ResourceError, match=said.format(port=number)):
         start_ray(ClusterConfig(address=address.format(port=number)))
-    assert time.monotonic() - began < joining.REACH_S + 2  # Ray itself takes a minute
+    assert time.monotonic() - began < ray_cluster.REACH_S + 2  # Ray itself takes a minute
 
 
 def test_what_listens_but_is_no_head_is_given_up(port: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch) -> None:
     port[0].listen()
-    monkeypatch.setattr(joining, "ANSWER_S", 0.2)
+    monkeypatch.setattr(ray_cluster, "ANSWER_S", 0.2)
     with pytest.raises(ResourceError, match=r"did not answer as a Ray head within 0\.2 s"):
-        joining.check_join(port[1])
+        ray_cluster.check_join(port[1])
 
 
 @pytest.mark.parametrize(("env", "said"), [
@@ -78,9 +77,9 @@ def test_a_refused_token_says_where_it_came_from(
         monkeypatch.delenv(key, raising=False)
     for key, value in env.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(joining, "PROBE", "import sys; sys.exit('ray.exceptions.AuthenticationError: InvalidAuthToken')")
+    monkeypatch.setattr(ray_cluster, "PROBE", "import sys; sys.exit('ray.exceptions.AuthenticationError: InvalidAuthToken')")
     with pytest.raises(ResourceError) as caught:
-        joining.check_join(port[1])
+        ray_cluster.check_join(port[1])
     assert said in str(caught.value) and "x" not in str(caught.value).split("RAY_AUTH_TOKEN is set")[0].split()
 
 
@@ -91,7 +90,7 @@ def test_auto_without_a_cluster_says_how_to_plan_one(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         ResourceError, match=r"'auto': no Ray runs on this machine.*--address=HEAD:6379.*--dry-run --gpu-memory GIB --nodes 4x8"
     ):
-        joining.check_join("auto")
+        ray_cluster.check_join("auto")
 
 
 # -- the token of a local Ray, which listens on every interface ------------------------------------
@@ -111,11 +110,11 @@ def test_a_token_is_made_unless_the_user_has_one_or_wants_none(
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    runtime.create_token()
+    ray_cluster.create_token()
     token = os.environ.pop("RAY_AUTH_TOKEN", "")
     assert len(token) == (64 if made else 0)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
-    runtime.create_token()
+    ray_cluster.create_token()
     assert os.environ["RAY_AUTH_TOKEN"] == "mine"
 
 
@@ -130,12 +129,12 @@ JOIN = "import ray; ray.init(address='{}', logging_level=40, log_to_driver=False
 
 @proof
 def test_who_has_no_token_does_not_come_in() -> None:
-    runtime.start_ray(ClusterConfig())
+    ray_cluster.start_ray(ClusterConfig())
     try:
         import ray
 
-        assert runtime.asks_for_token()
-        assert any("gcs_server" in port for port in runtime.open_ports())
+        assert ray_cluster.asks_for_token()
+        assert any("gcs_server" in port for port in ray_cluster.open_ports())
         address = ray.get_runtime_context().gcs_address
         plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         for env, joins in (({**plain, "HOME": "/nonexistent"}, False), ({**plain, "RAY_AUTH_MODE": "token",
@@ -145,7 +144,7 @@ def test_who_has_no_token_does_not_come_in() -> None:
             )
             assert ("JOINED" in done.stdout) is joins, done.stderr[-500:]
     finally:
-        runtime.stop_ray()
+        ray_cluster.stop_ray()
 
 
 def test_the_connection_by_which_a_run_asked_for_nodes_is_the_run_s_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,20 +155,20 @@ def test_the_connection_by_which_a_run_asked_for_nodes_is_the_run_s_to_close(mon
     monkeypatch.setattr(ray, "is_initialized", lambda: bool(joined))
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     monkeypatch.setattr(ray, "shutdown", joined.clear)
-    monkeypatch.setattr(runtime, "check_join", lambda *words: None)
-    monkeypatch.setattr(runtime, "guard_network", lambda multi_node: None)
-    monkeypatch.setattr(runtime, "_init", lambda address, options: joined.append(str(address)))
+    monkeypatch.setattr(ray_cluster, "check_join", lambda *words: None)
+    monkeypatch.setattr(ray_cluster, "guard_network", lambda multi_node: None)
+    monkeypatch.setattr(ray_cluster, "_init", lambda address, options: joined.append(str(address)))
     cluster = ClusterConfig(address="10.0.0.1:6379")
-    runtime.join_to_ask(cluster)
+    ray_cluster.join_to_ask(cluster)
     assert joined == ["10.0.0.1:6379"]
-    assert runtime.start_ray(cluster) and not runtime.start_ray(cluster), "the first run alone closes it"
-    runtime.stop_ray()
-    assert not joined and runtime.start_ray(cluster)
-    runtime.join_to_ask(cluster)  # of a connection that has its owner
-    assert len(joined) == 1 and not runtime.start_ray(cluster)
-    runtime.stop_asking()
+    assert ray_cluster.start_ray(cluster) and not ray_cluster.start_ray(cluster), "the first run alone closes it"
+    ray_cluster.stop_ray()
+    assert not joined and ray_cluster.start_ray(cluster)
+    ray_cluster.join_to_ask(cluster)  # of a connection that has its owner
+    assert len(joined) == 1 and not ray_cluster.start_ray(cluster)
+    ray_cluster.stop_asking()
     assert joined, "it has its owner"
-    runtime.stop_ray()
-    runtime.join_to_ask(cluster)
-    runtime.stop_asking()
+    ray_cluster.stop_ray()
+    ray_cluster.join_to_ask(cluster)
+    ray_cluster.stop_asking()
     assert not joined, "no run went on with it"

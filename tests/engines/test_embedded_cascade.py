@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from agentrl.engines.embedded import kv_cache as attention
-from agentrl.engines.embedded import kv_cache as cascade
+from agentrl.engines.embedded import kv_cache
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.engines.embedded.embedded_model import EmbeddedModel
 from agentrl.engines.embedded.kv_cache import CachedSequence as Sequence
@@ -50,9 +49,9 @@ def by_hand(query: Any, kv: Any, slot: int, keys: int, scale: float) -> Any:
 @pytest.mark.parametrize("slots", [[0, 1, 2, 3], [0, 1, 2, 5], [0, 4, 9, 17]], ids=["dense", "one idle slot", "far apart"])
 def test_rows_attend_to_what_they_would_alone(slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of three and of one, behind the depth that saves most: two blocks; whatever slots they lie in."""
-    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", 0)
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_BYTES", 0)
     rows = [held(tokens, slot) for tokens, slot in zip(prompts(), slots, strict=True)]
-    pool = attention.Pool(SHAPE, 96)
+    pool = kv_cache.Pool(SHAPE, 96)
     torch.manual_seed(0)
     pool.kv = torch.randn(2, 1, 18, 2, 96, 8)
     for row in rows:
@@ -60,7 +59,7 @@ def test_rows_attend_to_what_they_would_alone(slots: list[int], monkeypatch: pyt
         for other in rows:  # what a copy of a prefix, or its computation, would have made
             same = next((i for i, (a, b) in enumerate(zip(row.tokens, other.tokens, strict=False)) if a != b), 0)
             pool.kv[:, :, other.slot, :, :same] = pool.kv[:, :, row.slot, :, :same]
-    span = attention.Span(0, rows, [1] * len(rows), SHAPE.device)
+    span = kv_cache.Span(0, rows, [1] * len(rows), SHAPE.device)
     assert span.cascade is not None
     assert (span.cascade.length, len(span.cascade.leaders)) == (32, 1), (
         "4 rows x 32 tokens save 96, 3 x 48 also 96, 2 x 64 only 64"
@@ -69,7 +68,7 @@ def test_rows_attend_to_what_they_would_alone(slots: list[int], monkeypatch: pyt
     mask = span.mask(AttentionForm(scale), torch.float32)
     by_row = span.by_row(query)
     shared = span.flat(span.cascade.attend(by_row, pool.kv[:, 0], span.read_cache(pool.kv[:, 0], 32), mask[..., 32:], scale))
-    alone = span.flat(attention._decode(by_row, span.read_cache(pool.kv[:, 0]), mask, scale))
+    alone = span.flat(kv_cache._decode(by_row, span.read_cache(pool.kv[:, 0]), mask, scale))
     wanted = torch.stack([by_hand(query[i], pool.kv[:, 0], row.slot, len(row.tokens), scale) for i, row in enumerate(rows)])
     assert torch.allclose(shared.double(), wanted, atol=1e-6) and torch.allclose(alone.double(), wanted, atol=1e-6)
 
@@ -78,7 +77,7 @@ def test_several_groups_of_unequal_size() -> None:
     """Rows of one group, of another and of none, in any order; a row that takes no part has no say."""
     torch.manual_seed(1)
     groups, place = [[4, 0, 2], [3]], [1, 0, 2, 3, 0]
-    made = cascade.Cascade(16, [7, 5], torch.tensor([4, 0, 2, 3, 3, 3]), torch.tensor(place))
+    made = kv_cache.Cascade(16, [7, 5], torch.tensor([4, 0, 2, 3, 3, 3]), torch.tensor(place))
     query, kv, own = torch.randn(5, 6, 1, 8), torch.randn(2, 9, 2, 40, 8), torch.randn(2, 5, 2, 6, 8)
     mask = torch.zeros(5, 1, 1, 6).masked_fill_(torch.arange(6) > torch.tensor([5, 0, 3, 1, 0])[:, None, None, None], -math.inf)
     found = made.attend(query, kv, own, mask, 0.5)
@@ -94,11 +93,11 @@ def test_several_groups_of_unequal_size() -> None:
 def test_it_is_used_where_enough_bytes_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [held(tokens, slot) for slot, tokens in enumerate(prompts())]
     saved = 3 * 32 * SHAPE.token_bytes
-    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", saved)
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_BYTES", saved)
     assert cascade_of(rows, range(4), 4, SHAPE) is not None
-    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", saved + 1)
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_BYTES", saved + 1)
     assert cascade_of(rows, range(4), 4, SHAPE) is None
-    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", 0)
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_BYTES", 0)
     half = KvShape(1, 2, 8, torch.bfloat16, torch.device("cpu"))
     assert cascade_of(rows, range(4), 4, half) is None, "in half precision the fused kernel reads keys and values"
     assert cascade_of([held(list(range(9)), 0), rows[0]], range(2), 2, SHAPE) is None, "no block in common"
@@ -107,9 +106,9 @@ def test_it_is_used_where_enough_bytes_are_saved(monkeypatch: pytest.MonkeyPatch
 async def episodes(folder: str, worth: float, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[list[int], list[float]]], int]:
     """Three groups of four episodes of two turns, the second of which begins with a rewritten history for every other episode;
     and how many layers' steps shared a prompt."""
-    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", worth)
-    count, plain = [0], cascade.Cascade.attend
-    monkeypatch.setattr(cascade.Cascade, "attend", lambda *args: (count.__setitem__(0, count[0] + 1), plain(*args))[1])
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_BYTES", worth)
+    count, plain = [0], kv_cache.Cascade.attend
+    monkeypatch.setattr(kv_cache.Cascade, "attend", lambda *args: (count.__setitem__(0, count[0] + 1), plain(*args))[1])
     engine = EmbeddedEngine(folder, device="cpu", max_slots=32)
     await engine.start()
 
@@ -127,7 +126,7 @@ async def episodes(folder: str, worth: float, monkeypatch: pytest.MonkeyPatch) -
         return list(await asyncio.gather(*(episode(number) for number in range(12)))), count[0]
     finally:
         await engine.close()
-        monkeypatch.setattr(cascade.Cascade, "attend", plain)
+        monkeypatch.setattr(kv_cache.Cascade, "attend", plain)
 
 
 async def test_an_engine_samples_the_same_tokens_with_the_same_logprobs(
@@ -143,10 +142,10 @@ async def test_an_engine_samples_the_same_tokens_with_the_same_logprobs(
 def test_a_turns_new_tokens_read_the_cache_of_their_own_rows_alone_into_memory_that_stays() -> None:
     """Two rows of 64 slots: their keys and values are copied once, 2 x 2 x 2 x 40 x 8 numbers of 4 bytes, not those of all slots,
     and the second layer's into the same memory. Histories that are one token longer take twice as much once, then no more."""
-    pool = attention.Pool(SHAPE, 96)
+    pool = kv_cache.Pool(SHAPE, 96)
     pool.kv = torch.randn(2, 2, 64, 2, 96, 8)
     rows = [Sequence(str(slot), list(range(40)), pool, slot, computed=30) for slot in (3, 60)]
-    span = attention.Span(0, rows, [10, 10], SHAPE.device)
+    span = kv_cache.Span(0, rows, [10, 10], SHAPE.device)
     taken = []
     for layer, tokens in ((0, 40), (1, 40), (0, 41), (1, 42)):
         span.longest = tokens
@@ -166,14 +165,14 @@ CPU = torch.device("cpu")
 
 def disturbed(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
     """The engine's attention, each number of its output off by a random share of that size."""
-    plain, generator = attention.attend, torch.Generator().manual_seed(0)
+    plain, generator = kv_cache.attend, torch.Generator().manual_seed(0)
 
     def attend(*args: object, **kwargs: object) -> tuple[Tensor, None]:
         out = plain(*args, **kwargs)[0]
         noise = torch.randn(out.shape, generator=generator) * size
         return (out.float() * (1 + noise)).to(out.dtype), None
 
-    monkeypatch.setattr(attention, "attend", attend)
+    monkeypatch.setattr(kv_cache, "attend", attend)
 
 
 def test_a_model_in_bfloat16_may_round_otherwise_than_its_own_attention(tmp_path, monkeypatch):
@@ -214,7 +213,7 @@ def test_grouped_heads_under_a_mask_without_repeated_keys(kv_heads):
         scores = query @ keys.transpose(2, 3) * 0.3 + mask
         return torch.softmax(scores, -1) @ values
 
-    out = attention._by_key_head(query, kv, mask, 0.3)
+    out = kv_cache._by_key_head(query, kv, mask, 0.3)
     group = heads // kv_heads
     assert (out - plain(*kv.repeat_interleave(group, dim=2))).abs().max() < 1e-12
     if 1 < kv_heads < heads:

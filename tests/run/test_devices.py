@@ -14,8 +14,7 @@ from agentrl.cluster import ray_cluster as runtime
 from agentrl.config.load import config_from
 from agentrl.run import engine_choice as engines
 from agentrl.run.assembly import RunStart
-from agentrl.run.checks import size_checks as capacity
-from agentrl.run.checks import size_checks as sizes
+from agentrl.run.checks import size_checks
 from agentrl.run.checks.size_checks import check_placement
 from agentrl.utils.errors import ConfigError, ResourceError
 from agentrl.utils.processor import HostMemory
@@ -78,7 +77,7 @@ def test_vllms_heads_are_those_of_the_build_on_the_nodes(
 ) -> None:
     joined(monkeypatch, *nodes, card=card)
     with nullcontext() if fits else pytest.raises(ConfigError, match=r"head_dim = 16: .*engine=vllm supports head sizes 32"):
-        sizes.check_heads(engines.EngineChoice(run_of(), "vllm"))
+        size_checks.check_heads(engines.EngineChoice(run_of(), "vllm"))
 
 
 @pytest.mark.parametrize(("nodes", "overrides", "message"), [
@@ -92,9 +91,9 @@ def test_more_actors_than_slots_is_said_before_anything_starts(
 ) -> None:
     """Ray would wait `startup_timeout` seconds for a place that there is not. Of this machine's memory nothing is asked."""
     joined(monkeypatch, *nodes)
-    monkeypatch.setattr(capacity, "usable_memory", lambda: HostMemory(8 << 30, 4 << 30))
+    monkeypatch.setattr(size_checks, "usable_memory", lambda: HostMemory(8 << 30, 4 << 30))
     with nullcontext() if message is None else pytest.raises(ResourceError, match=message):
-        capacity.check_capacity(RunStart(run_of(*overrides.split())))
+        size_checks.check_capacity(RunStart(run_of(*overrides.split())))
 
 
 def test_one_card_for_an_actor_and_a_replica_is_refused_with_the_table_unless_they_take_turns(
@@ -102,15 +101,15 @@ def test_one_card_for_an_actor_and_a_replica_is_refused_with_the_table_unless_th
 ) -> None:
     joined(monkeypatch, (8, 1))
     with pytest.raises(ResourceError, match=r"(?s)each actor takes a GPU of its own.*rollout.colocate = true") as caught:
-        capacity.check_capacity(RunStart(run_of("engine=vllm")))
+        size_checks.check_capacity(RunStart(run_of("engine=vllm")))
     rows = [line.split() for line in str(caught.value).splitlines()]
     assert ["cluster.actors", "any", "1", "in", "all", "1", "each", "1", "each"] in rows
     assert ["vllm.replicas", "any", "1", "in", "all", "0", "each", "1", "each"] in rows
     assert ["node", "10.0.0.1", "(00000000)", "8", "1"] in rows
-    capacity.check_capacity(RunStart(run_of("engine=vllm", "rollout.colocate=true")))
-    capacity.check_capacity(RunStart(run_of("engine=embedded")))
+    size_checks.check_capacity(RunStart(run_of("engine=vllm", "rollout.colocate=true")))
+    size_checks.check_capacity(RunStart(run_of("engine=embedded")))
     with pytest.raises(ResourceError, match="each actor takes a GPU of its own"):
-        capacity.check_capacity(RunStart(run_of("engine=embedded", "cluster.actors=2")))
+        size_checks.check_capacity(RunStart(run_of("engine=embedded", "cluster.actors=2")))
 
 
 COLOCATED = ["rollout.colocate=true", "vllm.tensor_parallel=2"]

@@ -15,8 +15,7 @@ from torch import Tensor
 from agentrl.config.schema import ClusterConfig, WeightsConfig
 from agentrl.engines.vllm.transfer import TRANSFERS, IpcTransfer, open_receiving_end
 from agentrl.engines.weights import base as routes
-from agentrl.engines.weights import distributed_routes as ipc
-from agentrl.engines.weights import distributed_routes as nccl
+from agentrl.engines.weights import distributed_routes
 from agentrl.engines.weights import host_routes as shared
 from agentrl.engines.weights.base import ROUTES, SLOTS, Named, Sender
 from agentrl.trainer import actor as source
@@ -45,7 +44,7 @@ class Cards:
         return None, (Tensor, tensor.shape, (1,), 0, None, torch.uint8, self.current, name)
 
     def rebuild(self, *values: Any) -> Tensor:
-        assert values[ipc.DEVICE_AT] == 5, "the engine's number of the GPU, not the trainer's"
+        assert values[distributed_routes.DEVICE_AT] == 5, "the engine's number of the GPU, not the trainer's"
         self.mapped.append(values[7])
         return self.memory[values[7]]
 
@@ -71,10 +70,10 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **options: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 5)
-    for module in (ipc, nccl):
+    for module in (distributed_routes, distributed_routes):
         monkeypatch.setattr(module, "gpu_bytes", lambda count, device: torch.zeros(count, dtype=torch.uint8))
-    monkeypatch.setattr(ipc, "reduce_tensor", found.reduce)
-    monkeypatch.setattr(ipc, "rebuild_cuda_tensor", found.rebuild)
+    monkeypatch.setattr(distributed_routes, "reduce_tensor", found.reduce)
+    monkeypatch.setattr(distributed_routes, "rebuild_cuda_tensor", found.rebuild)
     monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", found.rebuild)
     return found
 
@@ -108,9 +107,9 @@ def test_buckets_are_larger_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_on_the_same_gpu_maps_the_trainers_buckets_and_proves_it(cards: Cards) -> None:
-    sender = ipc.IpcSender(ROOM, 1)
+    sender = distributed_routes.IpcSender(ROOM, 1)
     offer = sender.open()
-    receiver = ipc.IpcReceiver(offer, 0)
+    receiver = distributed_routes.IpcReceiver(offer, 0)
     receiver.open()
     assert len(cards.mapped) == SLOTS
     found = [named for bucket in stream_of(sender) for named in copied(receiver.receive(bucket))]
@@ -121,29 +120,29 @@ def test_an_engine_on_the_same_gpu_maps_the_trainers_buckets_and_proves_it(cards
         (f"{gpu} {'00' * 16} {handles}", "the engine does not read the memory that the trainer writes"),
     ):
         with pytest.raises(ConfigError, match=f"weights.route = ipc: {said}"):
-            ipc.IpcReceiver(replace(offer, where=(where,)), 0).open()
+            distributed_routes.IpcReceiver(replace(offer, where=(where,)), 0).open()
 
 
 def test_every_rank_offers_its_own_gpu_and_one_that_cannot_fails_all(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
     other = f"GPU-b {'11' * 16} {b64encode(pickle.dumps([('other',)])).decode()}"
-    monkeypatch.setattr(ipc, "gather_objects", lambda mine: [mine, (other, "")])
-    offer = ipc.IpcSender(ROOM, 2).open()
+    monkeypatch.setattr(distributed_routes, "gather_objects", lambda mine: [mine, (other, "")])
+    offer = distributed_routes.IpcSender(ROOM, 2).open()
     assert [where.split(" ")[0] for where in offer.where] == ["GPU-a", "GPU-b"]
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-b"))
-        assert ipc.own_handles(offer)[1:] == ("GPU-b", "11" * 16, [("other",)])
-    monkeypatch.setattr(ipc, "gather_objects", lambda mine: [mine, (None, "no memory")])
+        assert distributed_routes.own_handles(offer)[1:] == ("GPU-b", "11" * 16, [("other",)])
+    monkeypatch.setattr(distributed_routes, "gather_objects", lambda mine: [mine, (None, "no memory")])
     with pytest.raises(ConfigError, match=r"weights.route = ipc: no memory"):
-        ipc.IpcSender(ROOM, 2).open()
+        distributed_routes.IpcSender(ROOM, 2).open()
 
     def full(tensor: Tensor) -> None:
         raise RuntimeError("full")
 
     told: list[Any] = []
-    monkeypatch.setattr(ipc, "reduce_tensor", full)
-    monkeypatch.setattr(ipc, "gather_objects", lambda mine: [told.append(mine) or mine])
+    monkeypatch.setattr(distributed_routes, "reduce_tensor", full)
+    monkeypatch.setattr(distributed_routes, "gather_objects", lambda mine: [told.append(mine) or mine])
     with pytest.raises(ConfigError, match="can be shared: full"):
-        ipc.IpcSender(ROOM, 1).open()
+        distributed_routes.IpcSender(ROOM, 1).open()
     assert told == [(None, "no memory of the trainer's GPU can be shared: full")]  # the other ranks wait for it
 
 
@@ -151,7 +150,7 @@ def test_every_rank_offers_its_own_gpu_and_one_that_cannot_fails_all(cards: Card
 def test_ranks_other_than_0_fill_their_own_buckets_for_ipc_alone(
     cards: Cards, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
-    made = ipc.IpcSender(ROOM, 1) if route == "ipc" else shared.SharedSender(ROOM, 1)
+    made = distributed_routes.IpcSender(ROOM, 1) if route == "ipc" else shared.SharedSender(ROOM, 1)
     monkeypatch.setattr(source, "make_sender", lambda *args: made)
     rank = holder(Held(dict(WEIGHTS)), 1)
     rank.open_route(route, WeightsConfig(), 1)
@@ -162,7 +161,7 @@ def test_ranks_other_than_0_fill_their_own_buckets_for_ipc_alone(
 
 def test_vllms_engine_loads_what_comes_by_handle(engines: None, cards: Cards) -> None:
     """vLLM's own, one for each slot, so that each handle is mapped once however often the slots take turns."""
-    sender = ipc.IpcSender(ROOM, 2)
+    sender = distributed_routes.IpcSender(ROOM, 2)
     end, loaded = transfer_of(sender.open(), index=0)
     end.open()
     for round_ in range(2):
@@ -204,11 +203,11 @@ def test_vllms_engine_loads_what_is_broadcast(engines: None, cards: Cards, monke
         return Group(parallel.rank + info.rank_offset)
 
     real = torch.empty
-    monkeypatch.setattr(nccl, "_join_nccl", lambda *args: asked.append(args) or Group(0))
+    monkeypatch.setattr(distributed_routes, "_join_nccl", lambda *args: asked.append(args) or Group(0))
     monkeypatch.setattr(nccl_engine, "worker_init_process_group", joined)
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: [torch.cuda.current_stream()] * count)
     monkeypatch.setattr(torch, "empty", lambda *args, device=None, **options: real(*args, **options))
-    sender = nccl.NcclSender(ROOM, 6, "127.0.0.1")
+    sender = distributed_routes.NcclSender(ROOM, 6, "127.0.0.1")
     offer = sender.open()
     end, loaded = transfer_of(offer, index=4, rank=1)  # the second replica of three with two ranks each
     end.open()
@@ -230,7 +229,7 @@ def test_vllms_processes_end_a_route_between_gpus_in_its_own_engine_and_join_the
     engines: None, cards: Cards
 ) -> None:
     worker = SimpleNamespace(parallel_config=None, model_config=None)
-    offer, device = ipc.IpcSender(ROOM, 1).open(), SimpleNamespace(index=5)
+    offer, device = distributed_routes.IpcSender(ROOM, 1).open(), SimpleNamespace(index=5)
     assert isinstance(open_receiving_end(offer, 0, worker, device, None), IpcTransfer)  # type: ignore[arg-type]
     offer = routes.Offer("nccl", ROOM, 1, ("127.0.0.1", "1"))
     with pytest.raises(ConfigError, match=r"weights.route = nccl: only the processes of a vLLM engine"):
