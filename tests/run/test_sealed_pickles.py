@@ -13,8 +13,8 @@ INLINE = ("cluster.backend=inline", "engine=embedded", "sft=false", "trackers=[]
 
 
 def test_a_resume_runs_no_pickle_of_a_sealed_checkpoint(tmp_path: Path) -> None:
-    train(tmp_path / "runs", *small(tmp_path / "runs", "r", *INLINE, "checkpoint.every=1"))
-    run = tmp_path / "runs" / "r"
+    train(tmp_path, *small(tmp_path, "whole", *INLINE, "checkpoint.every=1"))
+    run = tmp_path / "whole"
     newest = max((run / "checkpoints").glob("step_*"))
     files = sorted(str(file.relative_to(newest)) for file in newest.rglob("*") if file.is_file() and file.name != "manifest.json")
     assert {"actor/.metadata", "actor/rng_0.pt"} <= set(files) and len(files) >= 5
