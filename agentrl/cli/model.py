@@ -108,7 +108,7 @@ def run_init_model(args: argparse.Namespace) -> int:
         raise ConfigError(f"{target}: already exists and would be overwritten. Give a path that does not exist")
     quiet_libraries()
     if args.file is None:
-        check_read(args, ("dtype",), "it is of the weights of --from; a random model is in float32. Leave it out")
+        check_read(args, ("dtype",), "it sets the type of the weights of --from; a random model has float32. Leave it out")
         try:
             cfg = InitModelConfig(**{name: getattr(args, name) for name in InitModelConfig.model_fields})
         except ValidationError as error:
@@ -117,7 +117,7 @@ def run_init_model(args: argparse.Namespace) -> int:
         folder = init_model(cfg, target, args.seed, args.chat_template)
         say(f"wrote a random model of {cfg.layers} layers, hidden size {cfg.hidden}, to {folder}")
         return 0
-    check_read(args, (*InitModelConfig.model_fields, "seed"), f"the model is that of {args.file}. Leave it out")
+    check_read(args, (*InitModelConfig.model_fields, "seed"), f"{args.file} determines the model. Leave it out")
     renderer = make_renderer(convert_gguf(args.file, target, args.dtype, args.chat_template))
     say(f"wrote the model of {args.file} in {args.dtype} to {target}")
     if isinstance(renderer, TemplateRenderer) and renderer.no_tools:

@@ -72,7 +72,7 @@ GIVES_UP = "I do not know."
 def check_shares(**shares: float) -> None:
     """Raise ValueError for a parameter of a teacher that is no share within 0..1."""
     for name, share in shares.items():
-        if not 0.0 <= share <= 1.0:
+        if not isinstance(share, int | float) or not 0.0 <= share <= 1.0:
             raise ValueError(f"teacher: {name} = {share!r}; expected a share within 0..1")
 
 

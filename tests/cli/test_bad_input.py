@@ -283,20 +283,20 @@ def test_a_word_that_is_none_is_said(words: list[str], code: int, said: str, cap
 
 
 UNREAD = {
-    "--compare reads evaluations": [
+    "--compare reads existing evaluations": [
         "eval --compare a b", "-n 5", "-k 2", "--seed 1", "--split all", "--max-concurrent 2", "--all",
         "--model m", "--policy gold", "--checkpoint last",
     ],
-    "it is of --http without --mcp": [
+    "it belongs to --http without --mcp": [
         "env serve key_value --mcp", "--host 0.0.0.0", "--port 1", "--token-env T", "--max-episodes 2", "--idle-timeout 2",
         "--max-body 9",
     ],
-    "it is of --mcp": ["env serve key_value --http", "--seed 1", "--split heldout"],
+    "it belongs to --mcp": ["env serve key_value --http", "--seed 1", "--split heldout"],
     "--http names port 9": ["env serve key_value --http 9", "--port 8"],
     "--list shows every suite": ["env install --list", "bfcl", "--from x", "--remove"],
     "--remove reads no folder": ["env install bfcl --remove", "--from x"],
-    "the model is that of x.gguf": ["init-model m --from x.gguf", "--seed 1", "--layers 2"],
-    "it is of the weights of --from": ["init-model m", "--dtype bfloat16"],
+    "x.gguf determines the model": ["init-model m --from x.gguf", "--seed 1", "--layers 2"],
+    "it sets the type of the weights of --from": ["init-model m", "--dtype bfloat16"],
     "nothing is probed without": ["reward lint rewards/answer.json", "-n 2", "--seed 1", "--ask-judge"],
     "no judge is asked": ["reward lint key_value", "--judge-cache c", "--judge-calls 1", "--judge-usd 1"],
     "--markdown prints the whole page": ["metrics --markdown", "kl"],

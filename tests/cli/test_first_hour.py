@@ -61,7 +61,7 @@ def test_a_random_model_replaces_none_that_is_there(here: Path, capsys: pytest.C
     (here / "trained").mkdir()
     (here / "trained" / "model.safetensors").write_bytes(b"a week of training")
     text = said(capsys, "init-model", "trained", code=2)
-    assert "trained: already exists" in text and "give a path that does not exist" in text
+    assert "trained: already exists" in text and "Give a path that does not exist" in text
     assert (here / "trained" / "model.safetensors").read_bytes() == b"a week of training"
 
 

@@ -93,10 +93,10 @@ def test_other_leaves_of_calls():
     ("calls.match", {"expect": [], "by": "user", "form": "bfcl"}, "give declared"),
     ("calls.schema", {"by": "user"}, "check: parse"),
     ("results.contains", {"replay": {"$": "/task/gold/calls"}, "by": "user"}, "replay"),
-    ("calls.match", {"expect": [], "assign": "reuse"}, "compare superset"),
-    ("calls.match", {"expect": [], "assign": "reuse", "compare": "superset", "order": "ordered"}, "order free"),
-    ("calls.match", {"expect": [], "assign": "reuse", "compare": "superset", "credit": "partial"}, "credit all or matched"),
-    ("calls.none", {"by": "user", "scope": "call"}, "/args/by: in the scope of a call"),
+    ("calls.match", {"expect": [], "assign": "reuse"}, "compare: superset"),
+    ("calls.match", {"expect": [], "assign": "reuse", "compare": "superset", "order": "ordered"}, "order: free"),
+    ("calls.match", {"expect": [], "assign": "reuse", "compare": "superset", "credit": "partial"}, "credit: all or matched"),
+    ("calls.none", {"by": "user", "scope": "call"}, "/args/by: with scope: call"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(kind, args, says):
     mods = {"scope": args.pop("scope"), "reduce": "mean"} if "scope" in args else {}

@@ -159,7 +159,8 @@ class Actor(FaultyEngine):
         named = zip(step[1::2], step[2::2], strict=True) if step[0] == "call" else ()
         calls = tuple(ToolCall(name, arguments, id=f"c{at}" if at else "c") for at, (name, arguments) in enumerate(named))
         message = Message("assistant", "" if calls else "bye", calls)
-        return self._generation(self.renderer.assistant(message), "stop")
+        ids = self.renderer.assistant(message)
+        return self._generation(ids[:most], "stop" if len(ids) <= most else "length")
 
     def _generation(self, ids: list[int], finish: Any) -> Generation:
         return Generation(ids, [-1.0] * len(ids), [self.version] * len(ids), finish)

@@ -112,7 +112,7 @@ def slow() -> dict[str, Any]:
 
 SIBLINGS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "held-out tasks": (in_both, "is also trained on"),
-    "a split of its own": (lambda: {"id": "key_value", "params": {"split": "heldout"}}, r"trains on the split 'train'"),
+    "a split of its own": (lambda: {"id": "key_value", "params": {"split": "heldout"}}, r"trains only on the split 'train'"),
     "no training task": (lambda: suite(families=["odd"]), r"split 'train' has no task"),
     "an estimator without its critic": (lambda: {"id": "key_value", "advantage": {"name": "gae"}}, "needs a critic"),
     "an estimator without its terms": (

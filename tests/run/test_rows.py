@@ -187,7 +187,7 @@ def test_a_row_of_an_update_and_its_readers_bear_null(tmp_path: Path) -> None:
     assert (row["time/episode_s"], row["time/episode_max_s"], row["time/episode_env_s"]) == (3.0, 4.0, None)
     folder, seen = RunFolder(tmp_path), list[Any]()
     with Display() as display, RunLog(folder, display, []) as log:
-        log.trackers = [SimpleNamespace(tell=lambda what, *args: seen.append(args), finish=lambda *_: None, join=lambda _: None)]  # type: ignore[list-item]
+        log.trackers = [SimpleNamespace(call=lambda what, *args: seen.append(args), finish=lambda *_: None, join=lambda _: None)]  # type: ignore[list-item]
         log.row("train", 1, row)
     assert "NaN" not in (text := folder.metrics.read_text()) and "Infinity" not in text
     [kept] = folder.read_metrics()

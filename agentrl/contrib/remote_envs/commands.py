@@ -61,7 +61,7 @@ def run_serve(args: argparse.Namespace) -> int:
     ref = reference(args.env, args.params)
     if args.mcp:
         unread = ("host", "port", "token_env", "max_episodes", "idle_timeout", "max_body")
-        check_read(args, unread, "it is of --http without --mcp, which serves one episode on 127.0.0.1. Leave it out")
+        check_read(args, unread, "it belongs to --http without --mcp (which serves one episode on 127.0.0.1). Leave it out")
         import asyncio
 
         from agentrl.contrib.remote_envs.mcp_server import serve_mcp
@@ -72,7 +72,7 @@ def run_serve(args: argparse.Namespace) -> int:
         raise UserError("agentrl env serve: give --http (its episodes, to train against) or --mcp (its tools, for MCP clients)")
     if args.http not in (PORT, args.port):
         check_read(args, ("port",), f"--http names port {args.http}. Leave one of the two out")
-    check_read(args, ("seed", "split"), "it is of --mcp; a client of --http chooses its tasks itself. Leave it out")
+    check_read(args, ("seed", "split"), "it belongs to --mcp; a client of --http chooses its own tasks. Leave it out")
     from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer, serve_http
     from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
     from agentrl.env.address import EnvRequest

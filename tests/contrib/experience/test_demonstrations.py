@@ -158,7 +158,7 @@ def test_without_gold_or_elsewhere_it_is_refused_by_name(monkeypatch: pytest.Mon
     config = config_of()
     check_demonstrations(RunStart(config, {}))
     for word, why in (
-        ("env.url=http://127.0.0.1:9", r"env\.url = .*elsewhere"),
+        ("env.url=http://127.0.0.1:9", r"env\.url = .*a remote environment"),
         ("agent.url=http://127.0.0.1:9", r"\[agent\]: .* prompts of its own"),
         ("rollout.context={name='compact',args={tokens=400}}", r"rollout\.context = 'compact': .* summaries"),
     ):

@@ -350,8 +350,8 @@ REFUSED: dict[str, tuple[list[str], Any, str]] = {
     "unused judge": ([f"{ENGINE}x.path=y"], LEAF, rf"""{ENGINE}x .*: no judge leaf of 'judged' .* "engine:strictx\""""),
     "no model": ([f"{ENGINE}.path=/no/such"], LEAF, rf"{ENGINE}\.path = /no/such: "),
     "no such engine": ([f"{ENGINE}.engine=vlm"], LEAF, r"vlm.*did you mean 'vllm'\?"),
-    "auto": ([f"{ENGINE}.engine=auto"], LEAF, rf"{ENGINE}\.engine = 'auto': .*; one of embedded, vllm"),
-    "servers of the policy": ([f"{ENGINE}.engine=sglang"], LEAF, rf"{ENGINE}\.engine = 'sglang': .*; one of embedded, vllm"),
+    "auto": ([f"{ENGINE}.engine=auto"], LEAF, rf"{ENGINE}\.engine = 'auto': .*; use one of embedded, vllm"),
+    "servers of the policy": ([f"{ENGINE}.engine=sglang"], LEAF, rf"{ENGINE}\.engine = 'sglang': .*; use one of embedded, vllm"),
     "argument": ([f"{ENGINE}.engine_args={{cach=false}}"], LEAF, rf"{ENGINE}: .*cach"),
     "max_model_len": (
         [f"{ENGINE}.max_model_len=100"],
