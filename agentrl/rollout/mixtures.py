@@ -320,10 +320,10 @@ class MixedTasks:
         self._places: dict[int, tuple[str, int]] = {}
         self._outcomes: list[EnvOutcome] = []
 
-    def fill_pools(self, say: Callable[[str], None]) -> None:
-        """Fill each sampler's pool, which is slow for a large one; `say`: receives a line if tasks are missing."""
-        for source in self.sources.values():
-            source.fill(say)
+    def fill_pools(self, names: Sequence[str], say: Callable[[str], None]) -> None:
+        """Fill the pools of these environments, which is slow for large ones; `say`: receives a line if tasks are missing."""
+        for name in names:
+            self.sources[name].fill(say)
 
     def draw(self, index: int) -> TaskChoice:
         """Return the environment and task of a group: new ones, or the earlier ones if the group is rerun."""

@@ -177,8 +177,11 @@ class Saver(Writes):
             if not saving.done():
                 self._say("interrupted: waiting for the checkpoint that is being written (Ctrl-C again loses it)")
                 await asyncio.wait([saving])
+                if not saving.cancelled() and (fault := saving.exception()) is not None:
+                    self._say(f"the checkpoint was not written: {fault}")
         finally:
             saving.cancel()
+            await asyncio.gather(saving, return_exceptions=True)  # its parts must not be closed under it
 
     async def rate(self, evaluated: Evaluation) -> None:
         """Record an evaluation of the ledger's version, whose checkpoint exists already."""
@@ -414,7 +417,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
 
         tasks = MixedTasks(parts_of(config), config.rollout.mixture, config.seed)
         with display.doing("choosing the tasks"):
-            await in_thread("batch", tasks.fill_pools, display.warn)
+            await in_thread("batch", tasks.fill_pools, [env.called for env in config.trained_envs], display.warn)
         collector = Collector(
             parts.player,
             parts.envs,

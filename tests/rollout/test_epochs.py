@@ -85,7 +85,7 @@ def test_a_pool_skips_doubles_and_says_where_there_are_no_more(caplog: pytest.Lo
     assert f"{there} different tasks, not the 500" in caplog.text
     said = list[str]()
     mixed = MixedTasks([Part("kv", KEY_VALUE, Choice(name="uniform", args={"pool": 500}))], Choice(name="fixed"), 7)
-    mixed.fill_pools(said.append)  # at the start of a run, whose user reads it
+    mixed.fill_pools(["kv"], said.append)  # at the start of a run, whose user reads it
     assert len(said) == 1 and said[0] in caplog.text and mixed.sources["kv"].pool == tasks.pool
     small, firsts = source(KEY_VALUE, pool=10), sorted(content.index(text) for text in list(dict.fromkeys(content))[:10])
     assert len(set(drawn(small, range(10)))) == 10 and sorted(small.pool) == firsts

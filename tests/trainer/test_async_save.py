@@ -180,7 +180,7 @@ async def test_a_run_that_ended_while_it_saved_says_so(tiny: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("moment", "stops", "left"), [("begun", 1, [1]), ("begun", 2, []), ("written", 1, [1]), ("written", 2, [])]
+    ("moment", "stops", "left"), [("begun", 1, [1]), ("begun", 2, []), ("written", 1, [1]), ("written", 2, []), ("fails", 1, [])]
 )
 async def test_a_checkpoint_that_is_being_written_outlives_one_stop(
     tiny: str, tmp_path: Path, moment: str, stops: int, left: list[int]
@@ -190,9 +190,11 @@ async def test_a_checkpoint_that_is_being_written_outlives_one_stop(
     begin = bench.learner.begin_save
 
     async def slow(folder: Path) -> None:
-        if moment == "begun":
+        if moment != "written":
             there.set()
             await asyncio.sleep(0.3 if stops == 1 else 60)
+        if moment == "fails":
+            raise OSError("no room")
         await begin(folder)
         there.set()
 
@@ -213,6 +215,7 @@ async def test_a_checkpoint_that_is_being_written_outlives_one_stop(
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(running, 20)
     assert bench.steps() == left and "waiting for the checkpoint" in bench.said[0]
+    assert ("the checkpoint was not written" in bench.said[-1] and "no room" in bench.said[-1]) == (moment == "fails")
 
 
 async def test_the_best_stays(tiny: str, tmp_path: Path) -> None:

@@ -67,11 +67,14 @@ def _to_ours(message: Any) -> Message:
 
 def _part(part: dict[str, Any]) -> str | Image:
     """A part of a message as its text or image. Raises EnvError for anything else, such as an image on the web, or sound."""
-    if part["type"] == "text":
-        return str(part["text"] or "")
-    form, _, data = str((part.get("image_url") or {}).get("url")).partition(";base64,")
+    if part.get("type") == "text":
+        return str(part.get("text") or "")
+    image = part.get("image_url")
+    form, _, data = str(image.get("url") if isinstance(image, dict) else image).partition(";base64,")
     if not form.startswith("data:image/"):
-        raise EnvError(f"a message has a part of type {part['type']!r} ({form:.60}); expected text, or an image as a data: URL")
+        raise EnvError(
+            f"a message has a part of type {part.get('type')!r} ({form:.60}); expected text, or an image as a data: URL"
+        )
     try:
         return Image.read(base64.b64decode(data, validate=True))
     except ValueError as problem:

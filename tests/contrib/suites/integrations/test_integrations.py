@@ -108,7 +108,7 @@ def test_images_of_a_verifiers_environment_are_shown_and_other_parts_refused(mon
     wrong = [
         {**part, "image_url": {"url": url}} for url in ("http://x/y.png", "data:image/png;base64,AAAA", "data:image/png;base64,?")
     ]
-    wrong.append({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}})
+    wrong += [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, {}, {"image_url": "http://x/z.png"}]
     rows = [{"prompt": [{"role": "user", "content": [text, one]}], "answer": "red"} for one in (part, *wrong)]
     theirs = SimpleNamespace(get_dataset=lambda: rows, tool_defs=None, rubric=SimpleNamespace())
     env = VerifiersEnv(environment=theirs)
@@ -116,7 +116,9 @@ def test_images_of_a_verifiers_environment_are_shown_and_other_parts_refused(mon
     assert opening == [Message("user", f"which color?\n{shown.line}", images=(shown,))]
     back = _to_theirs(opening[0])["content"]
     assert [one.get("text", one.get("image_url")) for one in back] == ["which color?\n", part["image_url"]]
-    for row, says in enumerate(("'image_url' .http://x", "not taken: 3 bytes", "not taken: ", "'input_audio'"), 1):
+    for row, says in enumerate(
+        ("'image_url' .http://x", "not taken: 3 bytes", "not taken: ", "'input_audio'", "None", "None .http://x/z"), 1
+    ):
         with pytest.raises(TaskDataError, match=f"verifiers: row {row} of train: a message has .*{says}"):
             env.make_task(row, "train")
 

@@ -66,7 +66,7 @@ function Evaluations({ run }) {
         <td class="number">${number(one.tasks)}</td><td class="number">${number(one.episodes)}</td><td class="number">${number(one.unscored)}</td>
         ${names.map((name) => html`<td key=${name} class="nowrap">${rate(one.rates[name])}</td>`)}</tr>`)}</tbody></table></div><//>`}
     ${Object.entries(run.official ?? {}).map(([suite, of]) => html`<${Panel} key=${suite} title=${pieces(`${suite} ${of.version}: its own metrics`)} scroll
-      aside=${html`<span class="muted">${number(of.tasks)} of its ${number(of.of)} tasks (${pieces(String(of.split))})${of.tasks < of.of ? "; a part of it, and no result of the benchmark" : ""}</span>`}><table class="official">
+      aside=${html`<span class="muted">${number(of.tasks)} of its ${number(of.of)} tasks (${pieces(String(of.split))})${of.tasks < of.of ? "; only a part, so not a result of the benchmark" : ""}</span>`}><table class="official">
       <thead><tr><th></th><th class="number">value</th><th class="number">n</th><th class="number">weight</th><th></th></tr></thead>
       <tbody>${(of.rows ?? []).map((row) => html`<tr key=${row.name}><td>${pieces(row.name)}</td><td class="number">${fixed(row.value, 4)}</td><td class="number">${number(row.n)}</td>
         <td class="number">${row.weight === null ? "" : fixed(row.weight, 2)}</td><td class="muted">${pieces(row.note ?? "")}</td></tr>`)}</tbody></table><//>`)}`;
