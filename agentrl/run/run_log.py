@@ -202,7 +202,7 @@ OLD_WEIGHTS = Sign(
 SIGNS = (
     OLD_WEIGHTS,
     replace(
-        OLD_WEIGHTS, shows=lambda now, start: now >= max(2e-3, 3 * start),
+        OLD_WEIGHTS, shows=lambda now, start: now >= max(1e-2, 3 * start),
         applies=lambda config: config.rollout.max_staleness > 0,
         # The first updates show the effect of staleness, once the learning rate is no longer small. Later it is smaller.
         first=lambda config: 1 + config.rollout.max_staleness + config.optim.warmup,

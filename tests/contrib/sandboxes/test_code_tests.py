@@ -293,7 +293,7 @@ def test_arguments():
     for args, word in (
         ({"tests": "x", "seconds": 9, "total_seconds": 2}, "more than total_seconds"),
         ({"tests": "x", "module": "a-b"}, "module"),
-        *(({"tests": "x", "module": name}, f"'{name}' is a module of") for name in ("pytest", "sys", "test_task", "json")),
+        *(({"tests": "x", "module": name}, f"'{name}' is a module that") for name in ("pytest", "sys", "test_task", "json")),
     ):
         with pytest.raises(RewardSpecError, match=word):
             compile_spec(spec(leaf("code.tests", args)))
