@@ -121,7 +121,8 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("tokens_computed", "tokens", "of these, computed (in every epoch): without rows that cannot have a gradient"),
         MetricInfo("episodes_trained", "episodes", "episodes that the denominators count"),
         MetricInfo("minibatches", "steps", "minibatches of the update"),
-        MetricInfo("optimizer_steps", "steps", "optimizer steps that were taken", ("train", "sft", "data")),
+        MetricInfo("optimizer_steps", "steps", "optimizer steps that were taken; a minibatch without a gradient takes none",
+            ("train", "sft", "data")),
         MetricInfo("skipped_optimizer_steps", "steps", "steps that were skipped because a loss or gradient was not "
             "finite", ("train", "sft", "data")),
         MetricInfo("gpu/memory_gib", "GiB", "on GPUs: peak memory of a training process's tensors in the update, of the fullest "

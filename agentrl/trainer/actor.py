@@ -214,7 +214,7 @@ class Actor(TrainedRole):
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
         """Take one optimizer step with the accumulated gradients, clipped as in `update`.
 
-        `lr`: learning rate, default: the schedule's. `optimizer_steps` is 0 if a number was not finite; then weights and
+        `lr`: learning rate, default: the schedule's. `optimizer_steps` is 0 if the gradient is 0 or not finite; then weights and
         optimizer stay as they are. Raises AgentrlError without gradients, BrokenWeightsError if the weights are not finite
         afterwards.
         """
@@ -226,7 +226,7 @@ class Actor(TrainedRole):
         self._pending, self._stepped = None, True
         if not engine.finite():
             raise BrokenWeightsError("optim_step: the weights are no longer finite; they are neither published nor saved")
-        return {"grad_norm": norm, "lr": lr, "optimizer_steps": float(pending.sound and math.isfinite(norm))}
+        return {"grad_norm": norm, "lr": lr, "optimizer_steps": float(pending.sound and 0 < norm < math.inf)}
 
     def drop_gradients(self) -> None:
         """Drop the accumulated gradients."""

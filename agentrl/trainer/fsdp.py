@@ -204,7 +204,7 @@ class FsdpEngine(BaseEngine):
         # A non-finite norm spoils the gradients, which are then dropped below.
         for part in meshes:
             torch.nn.utils.clip_grads_with_norm_(part, self.max_grad_norm, torch.tensor(size))
-        if sound and math.isfinite(size):
+        if sound and 0 < size < math.inf:
             self.optimizers.step()
         else:
             self.optimizers.drop()

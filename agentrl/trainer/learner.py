@@ -241,8 +241,9 @@ class Learner:
                 self.kl_coef = adapted_kl_coef(self.kl_coef, measured, int(view.episode.max()) + 1, self.algorithm.kl)
         if (temperature := scheduled_temperature(self.config.rollout, step)) is not None:
             metrics["temperature"] = temperature
-        if 0 in (learned.get("optimizer_steps"), learned.get("critic/optimizer_steps")):
-            return metrics | self._skip(step, "every optimizer step; the actors' log names the rows")
+        for role in ("", "critic/"):
+            if learned.get(f"{role}skipped_optimizer_steps") and not learned[f"{role}optimizer_steps"]:
+                return metrics | self._skip(step, "every optimizer step; the actors' log names the rows")
         self._skipped = 0
         return metrics | {"skipped_steps": 0.0}
 

@@ -138,8 +138,8 @@ class BaseEngine(ABC):
     def step(self, sound: bool = True) -> float:
         """Clip by the global norm, step, drop the gradients; returns the norm before clipping, equal on all ranks.
 
-        `sound`: False, on all ranks, if a loss was not finite. Then, or if the norm is not finite, no rank steps: weights
-        and optimizer stay as they are.
+        `sound`: False, on all ranks, if a loss was not finite. Then, or if the norm is 0 or not finite, no rank steps: weights
+        and optimizer stay as they are. (Without a gradient, momentum and decay alone would move the policy.)
         """
 
     def set_rate(self, factor: float) -> None:

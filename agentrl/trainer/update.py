@@ -326,7 +326,7 @@ class Steps:
     def __init__(self, engine: BaseEngine, view: Ragged, where: str) -> None:
         self._engine, self._view, self._where = engine, view, where
         self.norms: list[float] = []
-        self._taken: list[float] = []
+        self._finite: list[float] = []
         self._usage = None if card_of(engine.device) is None else CardUsage(engine, view)
         self.skipped = 0
 
@@ -336,7 +336,7 @@ class Steps:
         norm = self._engine.step(sound)
         self.norms.append(norm)
         if sound and math.isfinite(norm):
-            self._taken.append(norm)
+            self._finite.append(norm)
             return
         self.skipped += 1
         if sound:
@@ -368,10 +368,11 @@ class Steps:
         Raises BrokenWeightsError, on all ranks, if the weights are no longer finite."""
         if not self._engine.finite():
             raise BrokenWeightsError(f"{self._where}: the weights are no longer finite; they are neither published nor saved")
+        taken = [norm for norm in self._finite if norm > 0]
         return {
-            **({"grad_norm": sum(self._taken) / len(self._taken)} if self._taken else {}),
+            **({"grad_norm": sum(taken) / max(len(taken), 1)} if self._finite else {}),
             "skipped_optimizer_steps": float(self.skipped),
-            "optimizer_steps": float(len(self._taken)),
+            "optimizer_steps": float(len(taken)),
             **({} if self._usage is None else self._usage.metrics()),
         }
 

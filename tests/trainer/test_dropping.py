@@ -85,7 +85,7 @@ def test_leaving_rows_out_changes_no_step(tiny: str, monkeypatch: pytest.MonkeyP
     )
     (one, left), (all_rows, right) = both(tiny, several(), algorithm, monkeypatch, temperature=0.7)
     assert one["tokens_computed"] < 0.6 * all_rows["tokens_computed"]
-    assert all_rows["minibatches"] == 6 and all_rows["optimizer_steps"] == 12
+    assert all_rows["minibatches"] == 6 and 5 <= all_rows["optimizer_steps"] <= 12, "of 12, those with a gradient"
     for name in COMPARED:
         assert one[name] == pytest.approx(all_rows[name], rel=2e-5, abs=1e-6), name
     assert (left - right).abs().max() < 1e-6
@@ -99,23 +99,22 @@ def test_leaving_rows_out_changes_no_step_with_shared_prefixes(tiny: str, monkey
     assert (left - right).abs().max() < 5e-6  # of steps of 1e-4: two attentions are joined, in another order
 
 
-def test_a_batch_that_teaches_nothing_takes_steps_of_gradient_zero(tiny: str) -> None:
-    """Momentum goes on as if the rows had been computed: lr m / (sqrt(v) + eps) by hand, for one weight."""
-    batch, still = make_batch(4), make_batch(4)
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_a_batch_that_teaches_nothing_moves_no_weight(tiny: str, name: str) -> None:
+    """Neither by momentum nor by weight decay; the next gradient meets the moments of the last."""
+    still = make_batch(4)
     still["advantages"].values().zero_()
-    actor = start(tiny, lr=1e-2, betas=(0.9, 0.99), max_grad_norm=1e9)
     algorithm = AlgorithmConfig(minibatch=4, loss=Choice(name="reinforce"))
-    start_at = flat(actor).double()
-    train_batch(actor, Actor.update, batch, algorithm)
-    after_one = flat(actor).double()
-    metrics = train_batch(actor, Actor.update, still, algorithm)
-    second = flat(actor).double() - after_one
-    assert metrics["grad_norm"] == metrics["loss"] == 0 and metrics["optimizer_steps"] == 1
-    # m_2 / (1 - .9^2) = .9 * .1 g / .19, v_2 / (1 - .99^2) = .99 * .01 g^2 / .0199; the first step was lr sign(g)
-    share = (0.09 / 0.19) / np.sqrt(0.0099 / 0.0199)
-    moved = (after_one - start_at).abs() > 0.0099
-    assert moved.float().mean() > 0.5
-    assert torch.allclose(second[moved], share * (after_one - start_at)[moved], atol=1e-4)
+    left, right = (start(tiny, name=name, lr=1e-2, weight_decay=0.1) for _ in range(2))
+    for actor in (left, right):
+        train_batch(actor, Actor.update, make_batch(4), algorithm)
+    before = flat(left)
+    metrics = train_batch(left, Actor.update, still, algorithm)
+    assert metrics["grad_norm"] == metrics["loss"] == metrics["optimizer_steps"] == metrics["skipped_optimizer_steps"] == 0
+    assert torch.equal(flat(left), before)
+    for actor in (left, right):
+        assert train_batch(actor, Actor.update, make_batch(4, seed=1), algorithm)["optimizer_steps"] == 1
+    assert torch.equal(flat(left), flat(right)) and not torch.equal(flat(left), before)
 
 
 def test_counts_are_taken_from_every_row_and_without_rejected_tokens() -> None:
@@ -204,7 +203,7 @@ def test_an_update_whose_tokens_are_all_rejected_trains_none_and_leaves_the_weig
     metrics = train_batch(actor, Actor.update, several(), algorithm)
     assert metrics["tokens_trained"] == metrics["episodes_trained"] == metrics["loss"] == metrics["grad_norm"] == 0
     assert "entropy" not in metrics and "ratio" not in metrics, "of no token nobody knows them; an entropy of 0 would be alarming"
-    assert metrics["optimizer_steps"] == metrics["minibatches"] == 3 and torch.equal(before, flat(actor).double())
+    assert (metrics["optimizer_steps"], metrics["minibatches"]) == (0, 3) and torch.equal(before, flat(actor).double())
 
 
 def test_means_do_not_depend_on_the_number_of_epochs(tiny: str) -> None:

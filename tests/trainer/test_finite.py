@@ -87,6 +87,18 @@ def test_skipped_steps_are_bounded_in_a_row_leave_the_kl_coefficient_and_the_err
     assert torch.equal(before, flat(learner.actors))
 
 
+def test_updates_whose_groups_all_tie_change_nothing_and_are_no_fault(tiny: str, tmp_path: Path) -> None:
+    learner = opened(tiny, config_of(algorithm=AlgorithmConfig(minibatch=4)))
+    asyncio.run(learner.step(collate(trajectories(8)), 0))
+    before = flat(learner.actors)
+    tied = collate(trajectories(8, seed=1))
+    tied["reward"][:] = 0.5
+    for step in range(1, MAX_SKIPPED + 3):
+        metrics = asyncio.run(learner.step(tied, step))
+        assert (metrics["grad_norm"], metrics["optimizer_steps"], metrics["skipped_steps"]) == (0, 0, 0)
+    assert torch.equal(flat(learner.actors), before)
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e38])
 def test_an_optimizer_step_that_is_not_finite_is_not_taken_and_the_others_are(
     tiny: str, caplog: pytest.LogCaptureFixture, value: float

@@ -219,8 +219,8 @@ class Trainer:
     async def optim_step(self, lr: float | None = None) -> Metrics:
         """Take an optimizer step with the accumulated gradients, clipped to `optim.max_grad_norm`.
 
-        `lr`: by default the rate of the config's schedule. The metric `optimizer_steps` is 0 if a number was not finite; then the
-        weights are unchanged. Raises StepOrderError if there are no gradients.
+        `lr`: by default the rate of the config's schedule. The metric `optimizer_steps` is 0 if the gradient is 0 or not finite;
+        then the weights are unchanged. Raises StepOrderError if there are no gradients.
         """
         if not self.waiting:
             raise StepOrderError("trainer.optim_step: there are no gradients; call trainer.forward_backward(batch) first")
