@@ -4,16 +4,22 @@ import asyncio
 import importlib.util
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from agentrl.config import Choice, TrainConfig
+from agentrl.config.schema import InitModelConfig
 from agentrl.data.rows import collate
+from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import StopReason, Trajectory
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.env import Message, Task, ToolCall, ToolEnv, tool
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import ChatML
@@ -21,8 +27,9 @@ from agentrl.reward import compile_spec
 from agentrl.rollout.context import ASK, HEAD, Compact, KeepRecent, Moment, Stop, Truncate, make_context_policy
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
-from agentrl.run.assembly import Inputs
-from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.run.assembly import Inputs, model_length
+from agentrl.run.engine_choice import EngineChoice
+from agentrl.trainer.pretrained import init_model, packaged_tokenizer
 from tests.rollout.conftest import FaultyEngine
 
 TURNS = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.turns", "id": "n", "args": {"max": 100}}}
@@ -221,6 +228,7 @@ async def test_below_the_threshold_nothing_is_rewritten() -> None:
         (compact, 60, False),
     ):
         assert (await policy.rewrite(full(messages, tokens, ask)) is not None) is rewrites, (policy, tokens)
+    assert await KeepRecent(turns=3).rewrite(full(messages)) is None, "there is nothing older than the last turns"
 
 
 def conversation(*said: str) -> list[Message]:
@@ -248,17 +256,6 @@ async def test_truncate_lets_old_turns_go_once_their_output_is_gone() -> None:
         assert found is not None and sum(message.role == "assistant" for message in found) == kept
 
 
-async def test_keep_recent_keeps_the_opening_one_note_and_the_request_that_is_worked_on() -> None:
-    turn, policy, task = ["c1", "t1"], KeepRecent(turns=2), "u task"
-    first = await policy.rewrite(full(conversation(task, *turn, "u request", *turn * 3))) or []
-    assert texts(first) == [task, "[2 earlier turns were left out]", "u request", *turn * 2]
-    second = await policy.rewrite(full([*first, *conversation(*turn)])) or []
-    assert texts(second) == [task, "[3 earlier turns were left out]", "u request", *turn * 2], "the count of the one note goes on"
-    third = await policy.rewrite(full([*second, *conversation("u next", *turn)]))
-    assert texts(third) == [task, "[4 earlier turns were left out]", *turn, "u next", *turn]
-    assert await policy.rewrite(full(conversation(task, *turn * 2))) is None, "there is nothing older than the last turns"
-
-
 def config(**rollout: Any) -> TrainConfig:
     return TrainConfig.model_validate({"env": {"id": "key_value"}, "rollout": rollout})
 
@@ -276,3 +273,73 @@ def test_the_config_chooses_the_policy_and_who_writes(renderer: Renderer) -> Non
     assert other.writer is not None and other.writer.temperature == 0.0
     assert other.writer.engine._model == "openai/scribe" and other.engine is engine  # type: ignore[attr-defined]
     assert make_context_policy(Choice(name="truncate", args={"keep": 5})) == Truncate(keep=5)
+
+
+# -- episodes of 200 turns on a real engine: every token that was sampled is the model's own -------
+
+CONTEXT = 4096
+Played = tuple[Path, dict[str, Trajectory]]
+"""The model, and the episodes by name."""
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    folder = tmp_path_factory.mktemp("model")
+    # Random weights; a larger spread than a trained model starts from, so that a wrong cache would be seen.
+    init_model(InitModelConfig(layers=1, hidden=32, mlp=32, heads=2, kv_heads=1, head_dim=16, context=CONTEXT,
+                               init_std=0.3), folder, 0)  # fmt: skip
+    contexts = {
+        "whole": Stop(),
+        "compact": Compact(tokens=500, summary_tokens=12, prompt="sum up"),
+        "recent": KeepRecent(tokens=500, turns=5),
+    }
+
+    async def scenario() -> list[Trajectory]:
+        engine, renderer = EmbeddedEngine(str(folder), max_slots=4), ChatML(packaged_tokenizer(CONTEXT))
+        limits, scorer = Limits(200, 4, 50_000, 60.0, 300.0, CONTEXT), compile_spec(TURNS)
+        await engine.start()
+        try:
+            return await asyncio.gather(*(
+                run_episode(Endless(), Policy(engine, renderer, context=context),
+                            EpisodeSpec(1, "train", len(key), 0, key), limits, scorer)
+                for key, context in contexts.items()
+            ))  # fmt: skip
+        finally:
+            await engine.close()
+
+    return folder, dict(zip(contexts, asyncio.run(scenario()), strict=True))
+
+
+@pytest.mark.parametrize("name", ["whole", "compact", "recent"])
+def test_a_forward_pass_agrees_with_every_sampled_token(played: Played, name: str) -> None:
+    folder, episodes = played
+    assert episodes[name].stop is StopReason.MAX_TURNS and len(episodes[name].turns) == 200
+    assert (len(episodes[name].ledgers) == 1) == (name == "whole") and sum(map(len, episodes[name].ledgers)) > 2000
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for ledger in episodes[name].ledgers:
+        assert off(model, ledger) < 1e-3
+    last = episodes[name].ledgers[-1]
+    ids = last.ids()
+    ids[1] = (ids[1] + 7) % 300  # the control: one other token at the very start
+    assert off(model, last, ids) > 1e-3
+
+
+async def test_an_episode_budget_over_the_context_is_no_prompt_over_the_context(played: Played) -> None:
+    folder = str(played[0])
+    config = TrainConfig.model_validate({
+        "env": {"id": "key_value"}, "vllm": {"max_model_len": 1000}, "rollout": {"max_episode_tokens": 50_000},
+    })  # fmt: skip
+    engine = EngineChoice(config, "embedded").make(folder)
+    await engine.start()
+    await engine.close()
+    length = model_length(config.model, folder)
+    assert [EngineChoice(config, name).maker().context(length) for name in ("embedded", "vllm")] == [CONTEXT, 1000]
+
+
+@torch.inference_mode()
+def off(model: torch.nn.Module, ledger: TokenLedger, ids: list[int] | None = None) -> float:
+    tokens = torch.tensor([ids or ledger.ids()])
+    found = torch.log_softmax(model(tokens, use_cache=False).logits[0, :-1].float(), -1)
+    found = found.gather(1, tokens[0, 1:, None]).squeeze(1)
+    sampled = torch.tensor(ledger.sampled)[1:]
+    return float((found - torch.tensor(ledger.logprobs)[1:])[sampled].abs().max())
