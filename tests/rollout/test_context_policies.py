@@ -228,7 +228,6 @@ async def test_below_the_threshold_nothing_is_rewritten() -> None:
         (compact, 60, False),
     ):
         assert (await policy.rewrite(full(messages, tokens, ask)) is not None) is rewrites, (policy, tokens)
-    assert await KeepRecent(turns=3).rewrite(full(messages)) is None, "there is nothing older than the last turns"
 
 
 def conversation(*said: str) -> list[Message]:
@@ -254,6 +253,17 @@ async def test_truncate_lets_old_turns_go_once_their_output_is_gone() -> None:
     for size, kept in ((35, 4), (80, 8)):
         found = await Truncate(keep=2).rewrite(full(conversation("u task", *["c" * 50, "t" * size] * 8)))
         assert found is not None and sum(message.role == "assistant" for message in found) == kept
+
+
+async def test_keep_recent_keeps_the_opening_one_note_and_the_request_that_is_worked_on() -> None:
+    turn, policy, task = ["c1", "t1"], KeepRecent(turns=2), "u task"
+    first = await policy.rewrite(full(conversation(task, *turn, "u request", *turn * 3))) or []
+    assert texts(first) == [task, "[2 earlier turns were left out]", "u request", *turn * 2]
+    second = await policy.rewrite(full([*first, *conversation(*turn)])) or []
+    assert texts(second) == [task, "[3 earlier turns were left out]", "u request", *turn * 2], "the count of the one note goes on"
+    third = await policy.rewrite(full([*second, *conversation("u next", *turn)]))
+    assert texts(third) == [task, "[4 earlier turns were left out]", *turn, "u next", *turn]
+    assert await policy.rewrite(full(conversation(task, *turn * 2))) is None, "there is nothing older than the last turns"
 
 
 def config(**rollout: Any) -> TrainConfig:
