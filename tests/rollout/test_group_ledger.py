@@ -111,43 +111,6 @@ def test_random_schedules_keep_the_invariants(batch: int, eta: int, spare: int, 
     assert ledger.admit() is not None or ledger._entries
 
 
-def test_a_group_that_would_go_stale_is_waited_for() -> None:
-    ledger = begun(2, 1, 1)
-    assert ledger.admit() is None
-    ledger.complete(group_of(1, [[0]]))
-    ready = ledger.ready()
-    assert ready is not None, "group 0 may still be trained in the next update"
-    ledger.train(ready)
-    assert ledger.admit() == 2
-    ledger.complete(group_of(2, [[1]]))
-    assert ledger.ready() is None  # group 0, born at 0, must be part of this update
-
-
-def test_the_oldest_tokens_go_first_not_the_group_that_was_admitted_first() -> None:
-    """Group 0 waited for its first token until the weights were of version 1; group 2 has tokens of version 0."""
-    ledger = begun(3, 1, 2)
-    ledger.complete(group_of(1, [[0]]))
-    ledger.train(ledger.ready() or [])
-    ledger.complete(group_of(0, [[1, 1]]))
-    ledger.complete(group_of(2, [[1, 0]]))
-    for index in (2, 0):
-        groups = ledger.ready()
-        assert groups is not None and [group.index for group in groups] == [index]
-        ledger.train(groups)
-
-
-def test_spare_groups_of_an_asynchronous_run_are_kept_while_they_may_still_be_trained() -> None:
-    ledger = begun(3, 1, 1, 1)
-    assert ledger.admit() is None
-    ledger.complete(group_of(1, [[0]]))
-    chosen = ledger.ready()
-    assert ledger.surplus(chosen) == []
-    ledger.train(chosen)
-    assert ledger.ready() is None  # 0 and 2 must be part of this update, and there is one spare slot
-    ledger.complete(group_of(2, [[0]]))
-    assert ledger.surplus(ledger.ready()) == [0]
-
-
 def test_groups_that_are_too_old_are_told_until_they_are_dropped() -> None:
     """Two of three groups of version 0 are left over; what is admitted beside them, and each look, changes nothing of that."""
     ledger = begun(3, 1, 0, 2)
