@@ -3,6 +3,7 @@
 import itertools
 import math
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 SKIP = "skip"
@@ -117,15 +118,15 @@ def part_match(made: Any, gold: dict[str, Any]) -> Fraction:
 
 def most(weights: Any, ordered: bool = False) -> Any:
     """The greatest total of one-to-one pairings, by trying them all; of those that cross nowhere if `ordered`."""
-    wide = weights if not weights or len(weights) <= len(weights[0]) else list(zip(*weights, strict=True))
-    n, m = len(wide), len(wide[0]) if wide else 0
-    sizes, pick = (range(n + 1), itertools.combinations) if ordered else ([min(n, m)], itertools.permutations)
-    return max(
-        sum(wide[i][j] for i, j in zip(rows, columns, strict=True))
-        for size in sizes
-        for rows in itertools.combinations(range(n), size)
-        for columns in pick(range(m), size)
-    )
+
+    @cache
+    def best(row: int, free: tuple[int, ...]) -> Any:
+        if row == len(weights):
+            return 0
+        pairs = [(weights[row][j], free[at + 1 :] if ordered else free[:at] + free[at + 1 :]) for at, j in enumerate(free)]
+        return max([best(row + 1, free), *(weight + best(row + 1, rest) for weight, rest in pairs)])
+
+    return best(0, tuple(range(len(weights[0]) if weights else 0)))
 
 
 def calls_match(args: dict[str, Any], part: Part) -> Fraction:

@@ -1,10 +1,13 @@
 """Properties that hold for every spec and every episode, on random ones."""
 
 import copy
+import itertools
 import json
 import math
 import random
 from collections import Counter
+from functools import cache
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -12,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.data.trajectory import ToolCall
-from agentrl.reward import call_matching as assign
-from agentrl.reward import compile_spec, token_rewards
+from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
+from agentrl.reward import Scorer, call_matching, compile_spec, token_rewards
+from agentrl.reward.call_matching import ARGUMENTS, CALL_FORMS, CallRule, declared_gold, gold_calls, parts
 from agentrl.reward.leaf import episode_view
 from agentrl.reward.spec import published_schema
 from agentrl.reward.values import NORMALIZERS, EqualityRule, equality_key, same
@@ -226,29 +229,18 @@ def total(pairs, weights):
     return sum(weights[i][j] for i, j in pairs)
 
 
-def drawn(n, m, rng):
-    return [[rng.choice([0, 0.25, 0.5, 0.75, 1, rng.random()]) for _ in range(m)] for _ in range(n)]
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(st.integers(0, 5), st.integers(0, 5), st.randoms(use_true_random=False))
-def test_assignments_against_trying_them_all(n, m, rng):
-    weights = drawn(n, m, rng)
-    assert total(assign.optimal(weights), weights) == pytest.approx(most(weights))
-    monotone = assign.in_order(weights)
-    assert total(monotone, weights) == pytest.approx(most(weights, ordered=True))
-    assert monotone == sorted(monotone)
-    assert [j for _, j in monotone] == sorted(j for _, j in monotone)
-    full = [[float(weight >= 1 - 1e-12) for weight in row] for row in weights]
-    assert len(assign.optimal(np.array(full).reshape(n, m))) == most(full)
-
-
-def test_the_optimal_assignment_on_many_seeded_problems():
-    """Enough of them, and large enough, that wrong prices in the Hungarian method do show."""
+def test_assignments_against_trying_them_all():
+    """On problems of every small size, and on many large enough that wrong prices in the Hungarian method do show."""
     rng = random.Random(1)
-    for _ in range(400):
-        weights = drawn(*rng.choice([(5, 5), (5, 6), (6, 5)]), rng)
-        assert total(assign.optimal(weights), weights) == pytest.approx(most(weights))
+    for n, m in [*itertools.product(range(6), repeat=2), *rng.choices([(5, 5), (5, 6), (6, 5)], k=200)]:
+        weights = [[rng.choice([0, 0.25, 0.5, 0.75, 1, rng.random()]) for _ in range(m)] for _ in range(n)]
+        assert total(call_matching.optimal(weights), weights) == pytest.approx(most(weights))
+        monotone = call_matching.in_order(weights)
+        assert total(monotone, weights) == pytest.approx(most(weights, ordered=True))
+        assert monotone == sorted(monotone)
+        assert [j for _, j in monotone] == sorted(j for _, j in monotone)
+        full = [[float(weight >= 1 - 1e-12) for weight in row] for row in weights]
+        assert len(call_matching.optimal(np.array(full).reshape(n, m))) == most(full)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -268,3 +260,152 @@ def test_scoring_from_many_threads_is_the_same():
     many = [episode([call("f", x=rng.randint(1, 3)) for _ in range(4)], "x") for _ in range(200)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(compiled.score, many)) == [compiled.score(trajectory) for trajectory in many]
+
+
+# -- pairs by hash and all pairs at once: as the optimal assignment, pair by pair and by trying them all
+
+VALUES = st.one_of(
+    st.sampled_from([0, 1, 1.0, True, None, "a", "A", " a", float("nan")]),
+    st.lists(st.sampled_from([1, True, "a"]), max_size=2),
+    st.dictionaries(st.sampled_from("xy"), st.sampled_from([1, True, "a"]), max_size=2),
+)
+ARGS = st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3)
+CALLS = st.lists(st.tuples(st.sampled_from("fg"), ARGS), max_size=3)
+
+
+def made_of(calls: list[tuple[str, dict[str, Any]]]) -> list[ToolCall]:
+    return [ToolCall(name, arguments, id=str(i)) for i, (name, arguments) in enumerate(calls)]
+
+
+def scored(made: list[ToolCall], want: list[Any], **args: Any) -> float | None:
+    task = Task("t", 0, gold={"calls": want})
+    turn = Turn(0, Message("assistant", "", tuple(made)))
+    return _scorer(tuple(args.items())).score(Trajectory("T-v0", task, turns=[turn])).value
+
+
+@cache
+def _scorer(args: tuple[tuple[str, Any], ...]) -> Scorer:
+    root = {"use": "calls.match", "args": {"expect": {"$": "/task/gold/calls"}, **dict(args)}}
+    return compile_spec({"agentrl_reward": 1, "name": "pairs", "root": root})
+
+
+ALL = st.lists(st.tuples(st.sampled_from("fg"), ARGS, st.none()), max_size=3)
+SOME = st.lists(
+    st.tuples(st.sampled_from("fg"), ARGS, st.none() | st.lists(st.sampled_from("abc"), max_size=2, unique=True)), max_size=3
+)
+"""Expected calls: of each the arguments that count, None for all."""
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("strings", ["exact", "bfcl"])
+@pytest.mark.parametrize("expected", [ALL, SOME], ids=["all arguments count", "some count"])
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_calls_are_paired_as_the_best_of_all_assignments_pairs_them(
+    at_once: bool, strings: str, expected: Any, data: Any
+) -> None:
+    """Equal calls by hash, unless only some of their arguments count."""
+    made, wanted, rule = made_of(data.draw(CALLS)), data.draw(expected), EqualityRule(normalize=NORMALIZERS[strings])
+    want: list[Any] = [{"name": n, "arguments": a, **({} if c is None else {"compare": c})} for n, a, c in wanted]
+
+    def credit(call: ToolCall, other: Any) -> float:
+        have, need = call.arguments or {}, other["arguments"]
+        counted = other.get("compare", have.keys() | need.keys())
+        alike = [k for k in counted if (k in have) == (k in need) and (k not in have or same(have[k], need[k], rule))]
+        return (1 + len(alike)) / (1 + len(counted)) if call.name == other["name"] else 0.0
+
+    partial = [[credit(call, other) for other in want] for call in made]
+    full = [[float(one == 1.0) for one in row] for row in partial]
+    size = max(len(made), len(want))
+    with pytest.MonkeyPatch.context() as patch:
+        if at_once:
+            patch.setattr(call_matching, "MANY", 0)
+        for credits, how in ((full, {"credit": "matched"}), (partial, {"credit": "partial"})):
+            found = scored(made, want, **how, strings=strings)
+            assert found == pytest.approx(most(credits) / size if size else 1.0)
+        if expected is ALL:  # else equality is not transitive
+            assert scored(made, want, credit="matched", assign="greedy", strings=strings) == scored(
+                made, want, credit="matched", strings=strings
+            )
+
+
+FORMS = [("literal", {}), ("literal", {"absolute": 1.0}), ("sets", {}), ("bfcl", {})]
+
+
+@pytest.mark.parametrize("arguments", [name for name in ARGUMENTS if name != "ignore"])
+@pytest.mark.parametrize(("form", "tolerance"), FORMS, ids=["literal", "tolerance", "sets", "bfcl"])
+@given(st.lists(ARGS, min_size=1, max_size=4), st.lists(ARGS, min_size=1, max_size=4), st.randoms(use_true_random=False))
+@settings(max_examples=25, deadline=None)
+def test_the_credit_of_all_pairs_at_once_is_that_of_each(
+    arguments: str, form: str, tolerance: Any, made: Any, want: Any, rng: random.Random
+) -> None:
+    if form != "literal":
+        want = [{key: [value, *rng.choice([[], [""], ["a"]])] for key, value in call.items()} for call in want]
+    gold = gold_calls([{"f": call} if form == "bfcl" else {"name": "f", "arguments": call} for call in want], CALL_FORMS[form])
+    if form == "bfcl":
+        properties = {key: {"type": rng.choice(["string", "integer", "float", "boolean", "array"])} for key in "abc"}
+        gold = declared_gold(gold, [{"name": "f", "parameters": {"properties": properties, "required": rng.sample("abc", 1)}}])
+    rule = CallRule(CALL_FORMS[form], arguments, EqualityRule(normalize=NORMALIZERS["fold"], **tolerance))
+    calls = made_of([("f", call) for call in made])
+    each = [[rule.part(call, wanted) for wanted in gold] for call in calls]
+    assert parts(calls, gold, rule).tolist() == each
+
+
+HOW: list[dict[str, Any]] = [
+    {"order": "ordered"}, {"order": "ordered", "credit": "partial"}, {"order": "ordered", "abs": 1.0}, {"arguments": "ignore"},
+    {"order": "ordered", "arguments": "superset"}, {"arguments": "subset"}, {"assign": "greedy", "abs": 1.0},
+    {"credit": "toolrl"}, {"assign": "reuse", "compare": "superset", "arguments": "names"},
+    {"credit": "toolrl", "abs": 0.5, "rel": 0.5}, {"credit": "toolrl", "assign": "greedy"}, {"credit": "partial", "rel": 1.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@given(CALLS, CALLS)
+@settings(max_examples=25, deadline=None)
+def test_many_calls_are_paired_as_few_are(how: dict[str, Any], calls: Any, wanted: Any) -> None:
+    made, want = made_of(calls), [{"name": name, "arguments": arguments} for name, arguments in wanted]
+
+    def score() -> Any:
+        episode = Trajectory("T-v0", Task("t", 0, gold={"calls": want}), turns=[Turn(0, Message("assistant", "", tuple(made)))])
+        found = _scorer(tuple({"credit": "matched", **how}.items())).score(episode)
+        return found.value, found.evidence
+
+    few = score()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call_matching, "MANY", 0)
+        assert score() == few
+
+
+SCALARS = st.sampled_from(
+    [0, 1, 1.0, 1.5, -2, True, False, None, "a", "A", "1", 2**52, 2**60, 2**60 + 1, float("nan"), float("inf")]
+)
+NESTED = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xy"), inner), max_leaves=5
+)
+
+
+@given(st.lists(NESTED, min_size=1, max_size=6), st.lists(NESTED, min_size=1, max_size=6), st.sampled_from(["exact", "fold"]))
+@settings(max_examples=200, deadline=None)
+def test_nested_values_are_compared_at_once_as_each_pair(made: list[Any], gold: list[Any], strings: str) -> None:
+    for tolerance in ({"absolute": 0.5}, {"relative": 0.6}, {"absolute": 1.0, "relative": 1.0}):
+        rule = EqualityRule(normalize=NORMALIZERS[strings], **tolerance)
+        each = [[same(one, other, rule) for other in gold] for one in made]
+        assert call_matching._literal_fits(made, gold, rule).tolist() == each
+
+
+def test_many_calls_are_not_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,000 calls in order against 2,000 expected ones took half a minute; with lists and a tolerance two."""
+    compared, full, fits = list[int](), CallRule.full, CallRule.value_fits
+    monkeypatch.setattr(call_matching, "same", lambda *pair: compared.append(1) or same(*pair))
+    monkeypatch.setattr(CallRule, "full", lambda *pair: compared.append(1) or full(*pair))
+    monkeypatch.setattr(CallRule, "value_fits", lambda *pair: compared.append(1) or fits(*pair))
+    made = made_of([("f", {"x": place}) for place in range(100)])
+    want = [{"name": "f", "arguments": {"x": [(place + 1) % 100]}} for place in range(100)]
+    lists = made_of([("f", call["arguments"]) for call in want])
+    assert scored(lists, want[::-1], abs=0.1) == 1 and scored(lists, want[::-1], abs=0.1, credit="toolrl") == 1
+    for how in (*HOW[:4], {"form": "sets", "assign": "greedy"}):
+        scored(made, want, **{"credit": "matched", **how})
+    assert len(compared) < 3_000
+    monkeypatch.setattr(call_matching, "MOST_PAIRS", 9_000)
+    want[0]["name"] = "g"
+    assert scored(made, want, order="ordered") is scored(made, want, arguments="ignore") is None
