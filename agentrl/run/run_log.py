@@ -225,6 +225,12 @@ SIGNS = (
         unless="better",
     ),
     Sign(
+        "tool calls fail", "tool_error_rate", lambda now, start: start <= 0.4 and now >= 0.8,
+        "most calls worked at first, and now most are malformed or refused, without more success",
+        "Read some (`agentrl runs failures`), go back to an earlier checkpoint, and lower optim.lr or set algorithm.kl.coef.",
+        extreme=min, unless="better",
+    ),
+    Sign(
         "one answer for all", "same_answer", lambda now, start: start < 0.8 and now >= 0.95,
         "episodes of different tasks end with the same message, without more success",
         "Check whether the reward pays for that message (`agentrl show`), lower optim.lr or set algorithm.entropy_bonus.",

@@ -186,7 +186,7 @@ def test_an_environment_that_fails_in_an_evaluation_is_named() -> None:
 def healthy(step: int, **values: Any) -> dict[str, Any]:
     """A row of the quickstart: success rises, entropy falls with it, the engine agrees with the trainer."""
     success = min(0.3 + 0.1 * step, 1.0)
-    text = {"tool_calls": 3.0, "repetition": 0.1, "same_answer": 0.2, "thin_groups": 0.0}
+    text = {"tool_calls": 3.0, "tool_error_rate": 0.1, "repetition": 0.1, "same_answer": 0.2, "thin_groups": 0.0}
     plain = {"success": success, "reward": success, "entropy": 0.06 / step, "mismatch_kl": 1e-13, **text}
     return update(step, **{**plain, **values})
 
@@ -210,6 +210,7 @@ def signs(rows: list[dict[str, Any]], *overrides: str, fault: str | None = None)
     ("text repeats itself", "repetition", 0.3, 0.6, 0.59),
     ("text repeats itself", "repetition", 0.1, 0.5, 0.49),
     ("tool calls vanished", "tool_calls", 2.0, 0.1, 0.11),
+    ("tool calls fail", "tool_error_rate", 0.4, 0.8, 0.79),
     ("one answer for all", "same_answer", 0.5, 0.95, 0.94),
     ("thin baselines", "thin_groups", 0.0, 0.25, 0.2),
 ])  # fmt: skip
@@ -229,7 +230,12 @@ def test_five_updates_in_a_row_show_a_sign_which_is_said_once(
 
 def test_a_run_that_does_well_shows_no_sign() -> None:
     assert signs([healthy(step) for step in range(1, 41)]) == ([], []), "success near 1, entropy near 0"
-    for values in ({"tool_calls": 0.0}, {"same_answer": 1.0}, {"repetition": 0.9}):  # success rises: so it is right, as where
+    for values in (
+        {"tool_calls": 0.0},
+        {"tool_error_rate": 1.0},
+        {"same_answer": 1.0},
+        {"repetition": 0.9},
+    ):  # success rises: so it is right, as where
         rows = [stuck(1), *(stuck(step, success=0.5, **values) for step in range(2, 12))]  # no function fits the question
         assert signs(rows)[0] == []
         assert len(signs([stuck(1), *(stuck(step, success=0.2, **values) for step in range(2, 12))])[0]) == 1
