@@ -44,7 +44,7 @@ TRAIN_EPILOG = """examples:
   agentrl train --resume runs/quickstart               continue from the newest checkpoint
   agentrl train --resume runs/NAME steps=400           ... for more steps (a decaying optim.schedule is stretched)
 
-Ctrl-C once finishes the step, writes a checkpoint and exits with 130; twice stops at once.
+Ctrl-C once finishes the step, writes a checkpoint, exits with 130; twice stops at once (a checkpoint being written is kept).
 """
 
 

@@ -133,4 +133,4 @@ class Interrupt:
             self._task.cancel()
             return
         self.requested = True
-        self._say("interrupted: finishing the step and writing a checkpoint (Ctrl-C again stops at once)")
+        self._say("interrupted: finishing the step and writing a checkpoint (Ctrl-C again gives up the step)")
