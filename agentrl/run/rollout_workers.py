@@ -122,13 +122,8 @@ class ActorProcesses(WorkerProcesses):
         if self._recipe is None:
             self._recipe = ray.put(self._make())  # once, because its tokenizer takes some megabytes
         # Ray must not restart the actor: a replacement worker connects under another name.
-        options: dict[str, Any] = {
-            "num_cpus": WORKER_CPUS,
-            "scheduling_strategy": "SPREAD",
-            "max_restarts": 0,
-            "max_concurrency": 2,
-        }
-        actor = ray.remote(RolloutWorker).options(**options).remote()
+        options: dict[str, Any] = {"num_cpus": WORKER_CPUS, "scheduling_strategy": "SPREAD", "max_concurrency": 2}
+        actor = ray.remote(RolloutWorker).options(max_restarts=0, **options).remote()
         return ActorProcess(actor, actor.run.remote(name, endpoint, self._recipe))
 
 

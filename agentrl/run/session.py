@@ -24,7 +24,7 @@ from agentrl.rollout.collector import Acceptance, Collector
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.mixtures import MixedTasks, parts_of
 from agentrl.rollout.player import Evaluation, Player, RunEnv, run_tasks, summarize
-from agentrl.run.assembly import RunStart
+from agentrl.run.assembly import Assembly, RunStart
 from agentrl.run.callbacks import Callback, Callbacks
 from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import EngineChoice
@@ -371,7 +371,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
     needs_warm_start(config, folder)  # before any process is started
     async with AsyncExitStack() as opened:  # closes each part before the parts that it uses
         opened.callback(stop_asking)
-        accept, watching = config.rollout.accept, Callbacks(config.callbacks, callbacks)
+        watching = Callbacks(config.callbacks, callbacks)
         display.phase("start", 1)
         with display.doing("making the model"):
             path = model_folder(config.seed, config.model, folder)
@@ -409,26 +409,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         others = "".join(f", {one.name}" for one in RunServices(config).engines())
         with display.doing(f"starting the engine ({engine_name}){others}", parts.starting):
             await parts.start()
-
-        async def on_group(group: Group) -> None:
-            for hook in learner.hooks.values():
-                call_hook(hook, UpdateHook.note_group, group, collector.tasks.draw(group.index))  # the task drawn before
-            await watching.call("on_group", group)
-
-        tasks = MixedTasks(parts_of(config), config.rollout.mixture, config.seed)
-        with display.doing("choosing the tasks"):
-            await in_thread("batch", tasks.fill_pools, [env.called for env in config.trained_envs], display.warn)
-        collector = Collector(
-            parts.player,
-            parts.envs,
-            tasks,
-            config.rollout,
-            seed=config.seed,
-            greedy=[env.called for env in config.envs if needs_greedy(config.alone(env).algorithm.advantage)],
-            accept=None if accept is None else Acceptance(accept),
-            on_group=on_group,
-            say=display.warn,
-        )
+        collector = await _make_collector(config, parts, learner, watching, display)
         opened.push_async_callback(collector.close)
         display.trouble = collector.stats.trouble
         offload, colocated = offloads_when_idle(config, "actor"), config.rollout.colocate
@@ -464,6 +445,27 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             opened.pop_all(),
             None if sft_threads == "auto" else sft_threads,
         )
+
+
+async def _make_collector(
+    config: TrainConfig, parts: Assembly, learner: Learner, watching: Callbacks, display: Display
+) -> Collector:
+    """Make the collector, with the pools of the trained environments filled."""
+
+    async def on_group(group: Group) -> None:
+        for hook in learner.hooks.values():
+            call_hook(hook, UpdateHook.note_group, group, tasks.draw(group.index))  # the task drawn before
+        await watching.call("on_group", group)
+
+    seed, rollout = config.seed, config.rollout
+    tasks = MixedTasks(parts_of(config), rollout.mixture, seed)
+    with display.doing("choosing the tasks"):
+        await in_thread("batch", tasks.fill_pools, [env.called for env in config.trained_envs], display.warn)
+    greedy = [env.called for env in config.envs if needs_greedy(config.alone(env).algorithm.advantage)]
+    accept = None if rollout.accept is None else Acceptance(rollout.accept)
+    return Collector(
+        parts.player, parts.envs, tasks, rollout, seed=seed, greedy=greedy, accept=accept, on_group=on_group, say=display.warn
+    )
 
 
 # Episodes

@@ -10,6 +10,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.schema import SftConfig
 from agentrl.rollout.collector import Collector
 from agentrl.rollout.episode import Limits
+from agentrl.rollout.mixtures import MixedTasks
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.provenance import model_of
@@ -72,6 +73,19 @@ def test_each_part_of_a_session_gets_its_keys(config: TrainConfig) -> None:
     assert actor._optim == config.optim and actor._total_steps == 8 and session.learner.algorithm == config.algorithm
     assert session.publisher._cfg == config.weights.model_copy(update={"folder": str(session.folder.path)})
     assert (session.saver._checkpoints.keep, session.saver._checkpoints.keep_best) == (4, 3)
+
+
+def test_the_pools_of_trained_environments_alone_are_filled(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is only evaluated may have no training task."""
+    filled, held = list[str](), {"id": "key_value", "name": "held", "weight": 0.0}
+    monkeypatch.setattr(MixedTasks, "fill_pools", lambda self, names, say: filled.extend(names))
+    both = TrainConfig.model_validate({**config.model_dump(), "env": [{"id": "key_value"}, held]})
+
+    async def opened() -> None:
+        await (await open_session(both, RunFolder.create(both), Display())).close()
+
+    asyncio.run(opened())
+    assert filled == ["key_value"]
 
 
 def test_the_model_is_the_warmed_up_one_the_given_one_or_one_built_by_the_seed(config: TrainConfig, tmp_path: Path) -> None:
