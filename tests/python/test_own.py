@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -19,12 +20,13 @@ import pytest
 
 import agentrl
 from agentrl.config.load import load_config
-from agentrl.run.api.base import config_of, run_blocking
+from agentrl.run.api.base import Both, config_of, run_blocking
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks.size_checks import check_workers
 from agentrl.run.digests import contents_of
 from agentrl.utils.errors import CallbackError, CatalogError, ConfigError, RunFolderError
 from agentrl.utils.search_path import give, pack_given, unpack
+from agentrl.utils.threads import background
 from tests.conftest import proof
 from tests.python import Pick, share_of_low_ids, table
 
@@ -288,6 +290,16 @@ def test_ctrl_c_reaches_a_blocking_call_inside_of_asyncio_run() -> None:
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(main())
     assert ended == ["cancelled"] and handlers[0] == handlers[1]
+
+
+async def test_a_call_that_is_cancelled_before_its_work_begins_is_cancelled() -> None:
+    """The loop of the work is busy; it was only waited for, to its end."""
+    background().loop.call_soon_threadsafe(time.sleep, 0.3)
+    call = asyncio.create_task(Both(asyncio.sleep).aio(20))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(call, 5)
 
 
 async def _exit(code: int) -> None:

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from pathlib import Path
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -22,7 +22,7 @@ from agentrl.run.config_file import find_config_file
 from agentrl.utils.errors import ConfigError, check_arguments, checks_arguments
 from agentrl.utils.event_loop import GRACE
 from agentrl.utils.search_path import give
-from agentrl.utils.threads import background, share_the_lock
+from agentrl.utils.threads import LoopThread, background, share_the_lock
 
 # Blocking and awaited forms of the same call, for scripts, notebooks and programs with their own event loop.
 #
@@ -59,14 +59,7 @@ class Both(Generic[P, R]):
         share_the_lock()
         running = _run_cancellable(work, begun, threading.Event())
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(running, held.loop))
-        cancelled = False
-        while not future.done():
-            try:
-                await asyncio.wait([future])
-            except asyncio.CancelledError:
-                cancelled = True
-                if begun:
-                    held.loop.call_soon_threadsafe(begun[0].cancel)
+        cancelled = await wait_to_the_end(future, partial(_cancel, held, begun))
         if cancelled and not future.cancelled():
             future.exception()  # mark as retrieved: errors during cancellation are not the cause
             raise asyncio.CancelledError
@@ -75,6 +68,18 @@ class Both(Generic[P, R]):
     def __get__(self: Both[Concatenate[S, Q], R], instance: S | None, owner: type[S] | None = None) -> Both[Q, R]:
         """Bind a method to its instance; accessed on the class it stays unbound."""
         return Both(MethodType(self._work, instance)) if instance is not None else self  # type: ignore[return-value]
+
+
+async def wait_to_the_end(future: asyncio.Future[Any], cancel: Callable[[], object]) -> bool:
+    """Wait until `future` is done, and call `cancel` each time the caller is cancelled; returns True if it was."""
+    cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            cancelled = True
+            cancel()
+    return cancelled
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
@@ -102,8 +107,7 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     except KeyboardInterrupt:
         # Cancel the task and wait until it has stopped its parts; a second Ctrl-C cancels once more, a third gives up.
         for patience in (None, GRACE):
-            if begun:
-                held.loop.call_soon_threadsafe(begun[0].cancel)
+            _cancel(held, begun)
             try:
                 ended.wait(patience)
                 break
@@ -124,6 +128,12 @@ async def _run_cancellable(work: Coroutine[Any, Any, T], begun: list[asyncio.Tas
         return await work
     finally:
         ended.set()
+
+
+def _cancel(held: LoopThread, begun: list[asyncio.Task[Any]]) -> None:
+    """Cancel the task in `begun`, from another thread."""
+    # Two turns of the loop later, because work that was only just submitted has no task in `begun` yet.
+    held.loop.call_soon_threadsafe(held.loop.call_soon, lambda: begun[0].cancel())
 
 
 # Configs from Python

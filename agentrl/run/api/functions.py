@@ -16,7 +16,7 @@ from agentrl.config.envs import entry_of
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.reward.explain import reasons
-from agentrl.run.api.base import Both, Config, Table, config_of, env_table
+from agentrl.run.api.base import Both, Config, Table, config_of, env_table, wait_to_the_end
 from agentrl.run.callbacks import Callback, Functions
 from agentrl.run.checks import check_config, check_eval
 from agentrl.run.compare import choose_tasks
@@ -207,13 +207,8 @@ async def train(
     # In a separate thread, because a run has its own event loop, and this loop may serve a session at the same time.
     with ThreadPoolExecutor(1, thread_name_prefix="agentrl-train") as threads:
         running = asyncio.get_running_loop().run_in_executor(threads, work)
-        cancelled = False
-        while not running.done():
-            try:
-                await asyncio.wait([running])
-            except asyncio.CancelledError:
-                cancelled = True
-                interrupt.press()  # the first time stops after the step, with a checkpoint; the second time at once
+        # The first cancellation stops after the step, with a checkpoint; the second at once.
+        cancelled = await wait_to_the_end(running, interrupt.press)
     code = running.result()
     if cancelled:
         raise asyncio.CancelledError
