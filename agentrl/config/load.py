@@ -482,8 +482,8 @@ def _explain(error: ValidationError, table: Table, layers: Layers, overrides: Se
         while len(parts) > 1 and item["type"] != "missing" and value_at(table, parts) is ABSENT:
             parts = parts[:-1]  # a member of a union ("int"), not a key
         first = 2 if entries and parts[0] == "env" and len(parts) > 2 else 0  # the index of an environment is part of its key
-        formed = item["type"].endswith("_type") or item["type"] == "missing"
-        if formed and first < len(parts) and isinstance(parts[-1], int):  # a list item has no key of its own
+        formed = item["type"].endswith("_type") or item["type"] in ("missing", "too_long")
+        while formed and first < len(parts) and isinstance(parts[-1], int):  # an item of a list has no key of its own
             parts = parts[:-1]
             item = {**item, "type": "item", "input": value_at(table, parts)}
         location = names = [str(part) for part in parts]
@@ -497,7 +497,8 @@ def _explain(error: ValidationError, table: Table, layers: Layers, overrides: Se
             said = next((one for one in overrides if within == one.keys[: len(within)]), None)
         overridden = isinstance(said, Override)
         source = f"override {said.text!r}" if isinstance(said, Override) else str(said or top)
-        problem = _problem(item, location) + _fix(item, table, parts, location, overridden, source)
+        problem = _problem(item, location, [*location[: first // 2], *location[first:]])
+        problem += _fix(item, table, parts, location, overridden, source)
         lines[f"{source}: {'.'.join(names)}: {problem}"] = None
     return "\n".join(lines)
 
@@ -561,7 +562,8 @@ def _loads(table: Table, path: Sequence[str | int], value: Any) -> bool:
     return True
 
 
-def _problem(item: Mapping[str, Any], location: list[str]) -> str:
+def _problem(item: Mapping[str, Any], location: list[str], key: list[str]) -> str:
+    """Describe an error at `location`; `key`: the same without the name of an entry of [[env]]."""
     if item["type"] == "extra_forbidden":
         above, section = ".".join(location[:-1]), section_at(location[:-1])
         valid = [] if section is None else [*([] if above else ["base"]), *section.model_fields]
@@ -585,6 +587,7 @@ def _problem(item: Mapping[str, Any], location: list[str]) -> str:
     if item["type"] in ("item", "list_type", "dict_type", "tuple_type"):
         kind = "table"  # of a key inside a user-defined table
         with suppress(ConfigError):
-            kind = find_keys(".".join(location))[0].type
-        return f"expected a {kind}, got {shown}"
+            kind = find_keys(".".join(key))[0].type
+        points = ", such as [[0, 1.0], [40, 0.5]]" if "list of pairs" in kind else ""
+        return f"expected a {kind}{points}, got {shown}"
     return f"{message[0].lower()}{message[1:]}, got {shown}"

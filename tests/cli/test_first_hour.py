@@ -155,6 +155,9 @@ def test_the_lint_that_a_refusal_advises_finds_the_spec(here: Path, capsys: pyte
     assert "gold-no-success" in said(capsys, "reward", "lint", "not the right one.json", "--env", "shop", code=1)
 
 
+POINTS = "expected a number >= 0 or list of pairs of integer >= 0 and number >= 0, such as [[0, 1.0], [40, 0.5]]"
+
+
 @pytest.mark.parametrize("words, message", [
     (
         ["algorithm.advantage=grpo"],
@@ -164,6 +167,9 @@ def test_the_lint_that_a_refusal_advises_finds_the_spec(here: Path, capsys: pyte
     (["model.init=true"], "model.init: expected a table, got true; write 'model.init={}'"),
     (["rollout.start=[{}]"], "rollout.start: expected one table, got a list of 1; write 'rollout.start={}'"),
     (["steps=true"], "steps: input should be a valid integer, got true"),
+    (["rollout.temperature=[[1.0,0]]"], f"rollout.temperature: {POINTS}, got [[1.0, 0]]"),
+    (["rollout.temperature=[[0,1],[4]]"], f"rollout.temperature: {POINTS}, got [[0, 1], [4]]"),
+    (["env.weight=[[0,1,2]]"], f"env.weight: {POINTS}, got [[0, 1, 2]]"),
 ])  # fmt: skip
 def test_a_value_where_a_table_belongs(here: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     (here / "c.toml").write_text('[env]\nid = "key_value"\n')

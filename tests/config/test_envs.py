@@ -62,6 +62,7 @@ def test_an_override_calls_an_environment_by_name_or_number(tmp_path: Path) -> N
     (TWO, ["env.code=3"], ["override 'env.code=3'", "expected a key of this environment"]),
     (TWO, ["env.code.weight=-1.0"], ["override 'env.code.weight=-1.0'", "env[1] (code).weight", "greater than or equal"]),
     (TWO, ["env.code.weight=inf"], ["env[1] (code).weight", "finite number"]),
+    (TWO, ["env.code.weight=[[1.5,1]]"], ["env[1] (code).weight: expected a number >= 0 or list of pairs", "[40, 0.5]"]),
     (TWO, ["env.code.weight=[[0,1.0],[5,inf]]"], ["env[1] (code).weight", "finite number"]),
     (TWO, ["env.code.eval.weight=inf"], ["env[1] (code).eval.weight", "finite number"]),
     (TWO + "paramz = 3\n", [], ["two.toml", "env[1] (code).paramz", "unknown key", "did you mean 'env.code.params'"]),
