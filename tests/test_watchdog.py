@@ -12,12 +12,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from agentrl.run.trackers import Outlet
 from agentrl.utils import event_loop as watchdog
 from agentrl.utils.event_loop import EPISODE, LoopWatchdog
-from agentrl.utils.threads import TOOLS, in_thread
+from agentrl.utils.threads import TOOLS, DaemonThreads, in_thread
 
 LIMIT = 0.05
 
@@ -107,8 +109,9 @@ def test_a_call_that_keeps_the_interpreters_lock_is_named_as_well(thread: bool) 
 
 
 def test_a_thread_that_only_waits_for_work_is_not_named() -> None:
-    """Beside an idle thread of the tools', and one of a library, nothing keeps the lock: there is no line to name."""
-    looks = watchdog._StackSamples()
+    """Beside an idle thread of the tools', one of a tracker, and one of a library, nothing keeps the lock: there is no line to
+    name."""
+    looks, outlet = watchdog._StackSamples(), Outlet("idle", Mock(), print)
 
     async def body() -> None:
         await TOOLS.call("once", int)
@@ -119,7 +122,10 @@ def test_a_thread_that_only_waits_for_work_is_not_named() -> None:
     thread = threading.Thread(target=lambda: asyncio.run(body()))
     thread.start()
     thread.join()
+    outlet.finish("done", {})
+    outlet.join()
     assert not looks.found, looks.found
+    assert {one._serve.__qualname__ for one in (DaemonThreads, Outlet)} == watchdog._IDLE
 
 
 def test_a_loop_that_turns_is_left_alone_and_so_is_one_without_a_limit() -> None:

@@ -257,7 +257,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")]
 _WAITING = frozenset({selectors.__file__, threading.__file__, queue.__file__, thread.__file__, connection.__file__})
 # Functions in which a thread waits for work.
-_IDLE = {"DaemonThreads._serve", "_pass_on"}
+_IDLE = {"DaemonThreads._serve", "Outlet._serve"}
 _RUN = events.Handle._run.__code__
 
 
