@@ -190,6 +190,10 @@ class RunDriver:
                     raise
                 outcome.restarts += 1
                 self.display.say(restarting(error, outcome.restarts, most))
+            except asyncio.CancelledError as error:
+                if self.interrupt.requested:
+                    raise
+                raise RuntimeError("the run was cancelled by code inside of it, not by a stop signal") from error
 
     async def _attempt(self) -> None:
         config, folder, outcome = self.config, self.folder, self.outcome

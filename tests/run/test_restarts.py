@@ -23,7 +23,7 @@ from tests.conftest import proof
 from tests.e2e.inside import config_of, execute, numbers
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, limit: int, deaths: int, error: type[Exception] = WorkerDiedError) -> Any:
+def trained(monkeypatch: pytest.MonkeyPatch, limit: int, deaths: int, error: type[BaseException] = WorkerDiedError) -> Any:
     """(attempts, what was said, the outcome, the error) of a run whose first `deaths` attempts end in `error`."""
     attempts: list[int] = []
 
@@ -56,6 +56,8 @@ def test_a_run_that_lives_again_goes_on_and_other_errors_do_not_restart(monkeypa
     assert attempts == 3 and failed is None and outcome.restarts == 2
     attempts, _, outcome, failed = trained(monkeypatch, 2, deaths=1, error=WorkerError)
     assert attempts == 1 and isinstance(failed, WorkerError) and outcome.restarts == 0
+    attempts, _, _, failed = trained(monkeypatch, 2, deaths=1, error=asyncio.CancelledError)  # it counted as Ctrl-C
+    assert attempts == 1 and "cancelled by code inside of it" in str(failed)
 
 
 def test_a_run_that_goes_on_has_no_summary_of_its_last_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
