@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import pickle
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -235,6 +236,20 @@ async def test_a_worker_that_is_not_heard_of_counts_as_dead(renderer: Renderer, 
         found, pool = await updates(make, engine, 2, during=hang, timeout=0.8)
     assert found == alone and pool.returned == 3
     assert "nothing was heard of it for 0.8 s" in caplog.text
+
+
+async def test_a_replacement_that_does_not_start_is_said(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stood in the log only, and the run was slower for no visible reason."""
+    said, make, engine = list[str](), envs(renderer), SeededEngine(renderer.stop_token_ids[0])
+
+    def broken(*_: Any) -> Any:
+        raise ModelError("the tokenizer is not here")
+
+    async with pooled(engine, make, 2, say=said.append) as (pool, _):
+        monkeypatch.setattr(DriverEngine, "__init__", broken)
+        pool.workers[0].process.kill()
+        await until(lambda: len(said) == 2)
+    assert re.search(r"rollout worker 0\+1 could not be started: .*tokenizer is not here; 1 of 2 are left", said[1]), said
 
 
 async def test_with_no_worker_left_the_run_ends_with_a_typed_error(renderer: Renderer) -> None:

@@ -325,7 +325,7 @@ class WorkerPool(Player):
             fresh.end("the pool was closed")
             raise
         except Exception as problem:  # of any kind: the run continues with the other workers
-            log.error("rollout %s could not be started: %s", fresh.name, problem)
+            self._warn(f"rollout {fresh.name} could not be started: {problem}; {len(self.workers)} of {self._count} are left")
 
     def _wake(self) -> None:
         """Wake the jobs that wait for a worker."""
