@@ -407,9 +407,9 @@ async def test_a_worker_that_waits_for_a_driver_that_is_gone_ends() -> None:
 
     running = asyncio.create_task(WorkerCore("worker 0", build).run(endpoint))
     await begun.wait()
+    assert not running.done()
     came[0].abort()
-    async with asyncio.timeout(5):
-        await running
+    await asyncio.wait_for(running, 5)
     hub.close()
 
 
@@ -449,7 +449,7 @@ def test_a_fault_arrives_as_it_was() -> None:
 async def test_a_worker_ends_with_the_driver(renderer: Renderer) -> None:
     """Nobody would end it else: it must not play for a driver that is gone."""
     async with pooled(SeededEngine(renderer.stop_token_ids[0]), envs(renderer), 1) as (pool, seats):
-        pool._closing = True
+        pool._closing, over = True, seats.seats["worker 0"].core._over
+        assert not over.is_set()
         pool.workers[0]._channel.abort()  # type: ignore[union-attr]
-        async with asyncio.timeout(5):
-            await seats.seats["worker 0"].core._over.wait()
+        await asyncio.wait_for(over.wait(), 5)
