@@ -324,20 +324,21 @@ class RolloutJob:
                 if computes := self.start.engine.computation_line(trains=False):
                     display.say(computes)
             try:
-                if missing:
-                    report_to_parent(folder=str(request.out), restarts=0, max_restarts=0, then=RERUN)
-                    with exit_message(silent_exit_message(RERUN)), chdir("."):  # restore the folder, which a tool may change
-                        await while_ray_lives(self.play(session, missing))
+                try:
+                    if missing:
+                        report_to_parent(folder=str(request.out), restarts=0, max_restarts=0, then=RERUN)
+                        with exit_message(silent_exit_message(RERUN)), chdir("."):  # restore the folder, which a tool may change
+                            await while_ray_lives(self.play(session, missing))
+                finally:  # Ctrl-C may come here too
+                    if session is not self.shared:
+                        with display.doing("ending the engine"):
+                            await session.close()
             except WorkerDiedError as error:
                 raise WorkerDiedError(f"{error}; {RERUN}") from error
             except asyncio.CancelledError:
                 if not interrupt.requested:
                     raise
                 self.interrupted = True
-            finally:
-                if session is not self.shared:
-                    with display.doing("ending the engine"):
-                        await session.close()
             # Sorted by task, so that equal runs leave equal files.
             atomic_write(self.file, "".join(_line(self.episodes[pair]) for pair in sorted(self.episodes)))
 
@@ -433,21 +434,28 @@ async def run_evals(
     config = start.config.with_date(next(iter(requests.values())).day())
     start = replace(start, config=config)
     envs = {env.called: env for env in config.envs}
-    Interrupt(display.say).install()  # until each job installs its own
+    interrupt = Interrupt(display.say)
+    interrupt.install()  # until each job installs its own
     shared = EvalSession(start, config.eval.temperature)
     reports: dict[str, Any] = {}
     episodes: dict[str, list[Trajectory]] = {}
     try:
-        for name, request in requests.items():
-            display.say(f"[{name}] {request.tasks} tasks of {envs[name].id}")
-            job = RolloutJob(replace(start, config=config.alone(envs[name])), request, display, shared)
-            report = await job.evaluate()
-            if report is None:
-                return None, job
-            reports[name], episodes[name] = report, [job.episodes[pair] for pair in request.pairs]
-    finally:
-        with display.doing("ending the engine"):
-            await shared.close()
+        try:
+            for name, request in requests.items():
+                display.say(f"[{name}] {request.tasks} tasks of {envs[name].id}")
+                job = RolloutJob(replace(start, config=config.alone(envs[name])), request, display, shared)
+                report = await job.evaluate()
+                if report is None:
+                    return None, job
+                reports[name], episodes[name] = report, [job.episodes[pair] for pair in request.pairs]
+        finally:
+            interrupt.install()
+            with display.doing("ending the engine"):
+                await shared.close()
+    except asyncio.CancelledError:
+        if not interrupt.requested:
+            raise
+        return None, job
     found = official(config.each(), episodes, request.split)
     tables = {"official": found} if found else {}
     # Weighted mean of the environments' pass@1; None if one with a positive weight is unknown.

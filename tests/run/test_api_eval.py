@@ -23,6 +23,7 @@ from agentrl.engines.api_models import LiteLlmEngine, Transcript, retry_after
 from agentrl.render.litellm_calls import read_answer
 from agentrl.rollout.engine import Sampling
 from agentrl.run.engine_choice import EngineChoice
+from agentrl.run.evaluate import EvalSession
 from agentrl.utils.errors import ConfigError, EngineError, EnvError
 from tests.contrib.preflight.preflighted import preflight
 from tests.contrib.suites.toysuite import write_source, write_suite
@@ -115,6 +116,25 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(capsys: pytest.C
     rows = played()
     assert [row["task"]["seed"] for row in rows] == list(range(8))
     assert [json.dumps(row) for row in rows if json.dumps(row) in kept] == kept
+
+
+@pytest.mark.parametrize("words", ["rollout key_value", "eval key_value", "eval key_value function_calling"])
+def test_ctrl_c_while_the_engine_ends_is_an_interruption(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a traceback."""
+    close = EvalSession.close
+
+    async def signalled(self: EvalSession) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(20)
+
+    monkeypatch.setattr(EvalSession, "close", signalled)
+    args = [*words.split(), "--policy", "gold", "-n", "2", "--out", "out"]
+    assert main(args) == 130
+    assert "interrupted: 2 of 2 episodes are in out" in capsys.readouterr().out
+    monkeypatch.setattr(EvalSession, "close", close)
+    assert main(args) == 0
 
 
 def engine(server: Loopback, **options: Any) -> Any:
