@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -122,5 +123,7 @@ class RunServices(Services):
             await service.start(self, scorers)
 
     async def close(self) -> None:
-        for service in self.values():
-            await service.close()
+        """Close the services, each even if another fails."""
+        async with AsyncExitStack() as closing:
+            for service in self.values():
+                closing.push_async_callback(service.close)

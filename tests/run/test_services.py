@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema import RewardConfig, TrainConfig
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.reward import compile_spec, make_context
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks import RUN_CHECKS, check_config
+from agentrl.run.services import RunServices, Service
 from agentrl.utils.errors import ConfigError, RewardSpecError
 from tests import tiny
 from tests.e2e.inside import config_of
@@ -109,3 +110,21 @@ def test_whatever_a_service_would_say(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "plugins/planted.py").write_text(PLUGIN.replace('SERVICES.register("planted")', 'SERVICES.register("plantd")'))
     with pytest.raises(ConfigError, match=r"unknown name 'planted'; did you mean 'plantd'"):
         compile_spec(MARKED, context=make_context(RewardConfig()))
+
+
+async def test_a_service_that_fails_to_close_leaves_no_other_open() -> None:
+    ended: list[str] = []
+
+    class Named(Service):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def close(self) -> None:
+            ended.append(self.name)
+            raise OSError(self.name)
+
+    services = RunServices(TrainConfig())
+    services.update({name: Named(name) for name in ("a", "b")})
+    with pytest.raises(OSError, match=r"^[ab]$"):
+        await services.close()
+    assert sorted(ended) == ["a", "b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import RewardConfig
@@ -81,8 +82,9 @@ class Judges(Service):
 
     async def close(self) -> None:
         judges, self._own = self._own, {}
-        for judge in judges.values():
-            await judge.close()
+        async with AsyncExitStack() as closing:  # each even if another fails
+            for judge in judges.values():
+                closing.push_async_callback(judge.close)
 
     async def forget(self) -> None:
         for judge in self._own.values():
