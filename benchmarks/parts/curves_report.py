@@ -1,4 +1,4 @@
-"""Learning curves of benchmarks/curves.py: variants, rewards of the controls, and their report."""
+"""Variants, control rewards and report of benchmarks/curves.py."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from agentrl.rollout.engine import derive
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 
-# What `python benchmarks/curves.py` runs: configs/quickstart.toml with one thing changed, and what the curve must do.
+# Variants: configs/quickstart.toml with one change, and the requirement of the curve.
 
 Expected = Literal["climbs", "rises", "stays", "falls"]
 COINS = range(4)
-"""Coins of the random reward, for each seed: what a control of chance finds is judged over many runs only (`report.py`)."""
+"""Coins of the random reward, per seed: only many runs together can judge it (`control`)."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """`overrides` of the base; `reward`: a spec of its own (`rewards.py`), `coin`: the number of its coin; `expected`: of
+    """Overrides of the base config. `reward`: kind of control reward (`spec`), `coin`: number of its coin; `expected`: course of
     held-out success."""
 
     overrides: list[str] = field(default_factory=list)
@@ -34,17 +34,17 @@ class Variant:
     expected: Expected = "climbs"
 
 
-# Values on top of the quickstart's for pieces that need them: arguments without a default, partners, the papers' rates.
+# Additional values of variants that need them: arguments without a default, required keys, the papers' rates.
 CRITIC = ["critic.lr=1e-3", "critic.clip=0.5", "critic.epochs=2", "critic.warmup=3", "optim.lr=5e-4"]
 ADVANTAGE_ARGS = {"multi_reward": '{terms=["answer", "clean"]}', "turn_returns": "{gamma=0.95}"}
 LOSS_EXTRA = {
     "decoupled_ppo": ['algorithm.proximal="recompute"', "rollout.max_staleness=2"],
     "gmpo": ['algorithm.aggregate="seq_mean_token_mean"'],
     "gspo": ['algorithm.aggregate="seq_mean_token_mean"'],
-    # Nothing holds the ratio near 1: exact for the weights that sampled, which a second minibatch no longer is.
+    # Nothing bounds its ratio, so it is exact only for the sampling weights, which a second minibatch no longer has.
     "reinforce": ["algorithm.minibatch=128"],
 }
-# Controls of chance: sampled as in training, because greedy success starts at a floor that chance can only leave upwards.
+# Controls by chance are sampled as in training, because greedy success starts at a floor, from which chance only leads up.
 CHANCE = ["steps=12", "eval.temperature=1.0", "eval.tasks=200", "trajectories_every=1"]
 BASE_ARGS = {"ppo_clip": "{clip_low=0.2, clip_high=0.28}"}
 
@@ -72,7 +72,7 @@ VARIANTS: dict[str, Variant] = {
     "truncated_importance": Variant(
         ['algorithm.proximal="recompute"', "rollout.max_staleness=2", 'algorithm.correction={name="truncated"}']
     ),
-    # The task's tool output is shorter than truncate's marker, so the policy that forks here is compact.
+    # `compact`, because the task's tool outputs are shorter than the marker of `truncate`.
     "ledgers": _context("compact", '{tokens=150, summary_tokens=4, keep=2, prompt="note"}'),
     "ledgers_gae": Variant(
         [*_context("compact", '{tokens=150, summary_tokens=4, keep=2, prompt="note"}').overrides, *_advantage("gae").overrides]
@@ -90,7 +90,7 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-# Rewards of the controls: one that ignores the episode, one that tells a little of it, and one with the wrong sign.
+# Control rewards: one ignores the episode, one depends on it weakly, one has the wrong sign.
 
 TASK = Path(__file__).resolve().parents[2] / "rewards" / "key_value_exact.json"
 LEAK = 0.2
@@ -98,23 +98,22 @@ FUNCTIONS = {"coin": "curves_report:coin", "nothing": "curves_report:nothing"}
 
 
 def coin(view: View, args: Any) -> float:
-    """0 or 1 by the seed of the episode, which nothing that the policy says can change; coin number `args` of many.
+    """Return 0 or 1 by seed and member of the episode; `args` is the coin's number.
 
-    A coin that is read off what was said would be the same for all members of a group that say the same: one coin for the
-    whole group and its answer, not one for each member.
+    It must not depend on the sampled text, or members of a group with the same text would share a coin.
     """
     return float(derive(args, "coin", view.trajectory.seed, view.trajectory.member) & 1)
 
 
 def nothing(view: View, args: Any) -> float:
-    """0, whatever happened."""
+    """Return 0."""
     return 0.0
 
 
 def spec(kind: str, number: int = 0) -> dict[str, Any]:
-    """The quickstart's spec with another root; success stays what it was. `number`: which coin.
+    """Return the quickstart's spec with another root and the same success.
 
-    random: a coin. leaky: the mean of a coin and the task's own reward, which weighs `LEAK`. wrong: 1 for a failure.
+    random: coin `number`. leaky: the mean of the coin and the task's reward, which has weight `LEAK`. wrong: 1 for a failure.
     """
     true = json.loads(TASK.read_text())
     task = {**copy.deepcopy(true["root"]), "id": "task"}
@@ -129,11 +128,11 @@ def spec(kind: str, number: int = 0) -> dict[str, Any]:
     return {"agentrl_reward": 1, "name": f"{kind}_reward", "root": root, "success": task}
 
 
-# Does a reward that is a coin tell anything of success? Asked of every episode that was trained on.
+# Correlation of a coin reward with success, over every trained episode.
 
 
 def episodes(folder: Path) -> Iterable[tuple[str, float, float]]:
-    """(group, reward, success) of each scored training episode in a run's trajectories."""
+    """Yield (group, reward, success) of each scored training episode in a run's trajectories."""
     for file in sorted(folder.glob("step_*.jsonl")):
         for line in file.read_text().splitlines():
             episode = json.loads(line)
@@ -142,7 +141,7 @@ def episodes(folder: Path) -> Iterable[tuple[str, float, float]]:
 
 
 def z_score(found: Iterable[tuple[str, float, float]]) -> float:
-    """Sum of (r - 1/2)(s - mean of the group's s) over its standard deviation, given what was said: N(0, 1) for fair coins."""
+    """Return the sum of (r - 1/2)(s - mean s of the group) over its standard deviation; N(0, 1) for fair coins."""
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for group, reward, success in found:
         groups[group].append((reward, success))
@@ -154,24 +153,24 @@ def z_score(found: Iterable[tuple[str, float, float]]) -> float:
     return total / math.sqrt(variance) if variance else 0.0
 
 
-# The table, the picture and the verdict of learning curves.
+# Report: verdicts, table and picture.
 
 GOOD = 0.9
 KEPT = 0.8
-"""A curve that climbs must reach GOOD and not fall below this again."""
+"""A climbing curve must reach GOOD, and end at this at least."""
 SLACK = 0.15
-"""How far above its start a curve that must fall may come on its way."""
+"""Allowed rise of a falling curve above its start."""
 FALSE_ALARM = 0.005
-"""How often each of the two rules on the random reward may give an alarm while nothing teaches."""
+"""Probability of a false alarm of each of the two tests of the random reward."""
 
 
 def tokens_to(curve: list[list[float]], success: float) -> float | None:
-    """Tokens sampled up to the first evaluation that reached `success`."""
+    """Return the tokens sampled until the first evaluation that reached `success`; None if none did."""
     return next((tokens for _, tokens, found in curve if found >= success), None)
 
 
 def verdict(row: dict[str, Any]) -> str | None:
-    """What is wrong with a curve, or None. One that must stay is judged with the others only (`control`)."""
+    """Return the problem of a curve, or None. Random rewards are judged together (`control`)."""
     expected = VARIANTS[row["variant"]].expected
     first, last, best = row["curve"][0][2], row["curve"][-1][2], max(point[2] for point in row["curve"])
     if expected == "climbs" and (best < GOOD or last < KEPT):
@@ -184,8 +183,8 @@ def verdict(row: dict[str, Any]) -> str | None:
 
 
 class Control(NamedTuple):
-    """The runs with a random reward, together: in how many success ended above its start, and the chance of so many; and the
-    correlation of reward and success within groups in standard errors, with the chance of one as large."""
+    """All runs with a random reward. `up`: number of runs whose success ended above its start; `z`: correlation of reward and
+    success within groups, in standard errors. The chances are probabilities of values at least as large."""
 
     runs: int
     up: int
@@ -203,12 +202,12 @@ class Control(NamedTuple):
 
 
 def control(rows: list[dict[str, Any]]) -> Control:
-    """Judge the runs that must stay.
+    """Judge the runs with a random reward.
 
     An update by a coin's advantages is as likely as its opposite, so to first order sampled success ends above its start with
-    probability 1/2 at most (far from the start what is random only destroys). Given a seed's warm start, runs with coins of
-    their own are independent: at most Binomial(runs, 1/2) are up, however far a single run walks. The runs' z (`leak.py`)
-    are standard normal, so their sum over sqrt(runs) is.
+    probability 1/2 at most (far from the start, random changes only harm). Given a seed's warm start, runs with different coins
+    are independent: at most Binomial(runs, 1/2) end above it. The z of each run (`z_score`) is standard normal, and so is
+    their sum over sqrt(runs).
     """
     found = [row for row in rows if VARIANTS[row["variant"]].expected == "stays"]
     up = sum(row["curve"][-1][2] > row["curve"][0][2] for row in found)
@@ -217,19 +216,19 @@ def control(rows: list[dict[str, Any]]) -> Control:
 
 
 def chance(runs: int, up: int) -> float:
-    """That a fair coin shows heads `up` times or more in `runs`."""
+    """Return the probability of at least `up` heads in `runs` tosses of a fair coin."""
     return sum(math.comb(runs, k) for k in range(up, runs + 1)) / 2.0**runs
 
 
 def unexpected(rows: list[dict[str, Any]]) -> list[str]:
-    """One line for each curve that does not do what it must, and one if the random reward teaches."""
+    """List the curves that miss their requirement, and an alarm if the random reward teaches."""
     found = [(row, verdict(row)) for row in rows]
     lines = [f"{row['variant']} seed {row['seed']}: {problem}" for row, problem in found if problem]
     return [*lines, f"alarm: {about_control(rows)}"] if control(rows).alarm else lines
 
 
 def about_control(rows: list[dict[str, Any]]) -> str:
-    """The random reward in words."""
+    """Describe the result of the random reward."""
     found = control(rows)
     few = "" if found.enough else "; too few runs to judge"
     return (
@@ -239,7 +238,7 @@ def about_control(rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """A markdown row for each variant; numbers of its seeds, in order, apart by slashes."""
+    """Format a Markdown row per variant; the values of its seeds, in order, are separated by slashes."""
     of = defaultdict(list)
     for row in sorted(rows, key=lambda row: row["seed"]):
         of[row["variant"]].append(row)
@@ -250,10 +249,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         "after",
         "thousand tokens to 0.9",
         "updates",
-        "rewrites an episode",
+        "rewrites per episode",
         "groups failed",
         "CPU s",
-        "as it must",
+        "as required",
     ]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in (name for name in VARIANTS if name in of):
@@ -261,22 +260,22 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         reached = [tokens_to(run["curve"], GOOD) for run in runs]
         cells = [
             name,
-            _join(run["seed"] for run in runs),
-            _join(f"{run['curve'][0][2]:.2f}" for run in runs),
-            _join(f"{run['curve'][-1][2]:.2f}" for run in runs),
-            _join("-" if tokens is None else f"{tokens / 1000:.0f}" for tokens in reached),
-            _join(run["updates"] for run in runs),
-            _join(f"{run['ledgers']:.1f}" for run in runs),
-            _join(run["failed_groups"] for run in runs),
-            _join(f"{run['cpu_s']:.0f}" for run in runs),
-            _judged(name, runs, rows),
+            _join_seeds(run["seed"] for run in runs),
+            _join_seeds(f"{run['curve'][0][2]:.2f}" for run in runs),
+            _join_seeds(f"{run['curve'][-1][2]:.2f}" for run in runs),
+            _join_seeds("-" if tokens is None else f"{tokens / 1000:.0f}" for tokens in reached),
+            _join_seeds(run["updates"] for run in runs),
+            _join_seeds(f"{run['ledgers']:.1f}" for run in runs),
+            _join_seeds(run["failed_groups"] for run in runs),
+            _join_seeds(f"{run['cpu_s']:.0f}" for run in runs),
+            _verdict_cell(name, runs, rows),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def picture(rows: list[dict[str, Any]], file: Path) -> None:
-    """All curves in a grid: held-out success against thousand tokens sampled, one panel a variant."""
+    """Draw held-out success over sampled tokens (thousands), one panel per variant."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -308,13 +307,13 @@ def picture(rows: list[dict[str, Any]], file: Path) -> None:
     pyplot.close(figure)
 
 
-def _judged(name: str, runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
-    """Whether a variant does what it must; the runs of all coins have one answer."""
+def _verdict_cell(name: str, runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
+    """Format if a variant meets its requirement; all coins together have one answer."""
     if VARIANTS[name].expected != "stays":
         return "yes" if not unexpected(runs) else "**no**"
     found = control(rows)
     return "**no**" if found.alarm else "yes" if found.enough else "too few runs"
 
 
-def _join(values: Any) -> str:
+def _join_seeds(values: Any) -> str:
     return " / ".join(str(value) for value in values)

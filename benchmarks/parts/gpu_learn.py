@@ -1,5 +1,5 @@
-"""Part `learn`: a real model learns on the card in one process, without Ray. Part `one_card`: the same with vLLM beside the
-trainer on the card, for some updates."""
+"""Part `learn`: train a real model on the GPU in one process, without Ray. Part `one_card`: a few updates with vLLM and trainer
+on the same GPU."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def learn(device: torch.device, folder: Path, model: str | None, quick: bool) ->
         return {"error": f"there is no model at {model}: benchmarks/gpu_proof.sh loads, and make smollm2, write one"}
     keys = [f"model.path={model}", *(QUICK if quick else []), f"out={folder / 'runs'}"]
     which = ["-n", "2"] if quick else ["simple", "--split", "train", "-n", "120"]
-    _agentrl(folder, "eval", keys, "--model", model, "--out", str(folder / "untouched"), *which)
-    seconds = _agentrl(folder, "train", keys)
+    _run_agentrl(folder, "eval", keys, "--model", model, "--out", str(folder / "untouched"), *which)
+    seconds = _run_agentrl(folder, "train", keys)
     [report] = (folder / "untouched").rglob("report.json")  # below the environment's name, if the config has several
     untouched = json.loads(report.read_text())["pass@1"]
-    return {"model": Path(model).name, "success_untouched": untouched["mean"], **_of(folder / "runs" / "learn", seconds)}
+    return {"model": Path(model).name, "success_untouched": untouched["mean"], **_run_figures(folder / "runs" / "learn", seconds)}
 
 
 def one_card(device: torch.device, folder: Path, model: str | None, quick: bool) -> dict[str, Any]:
@@ -122,11 +122,11 @@ def one_card(device: torch.device, folder: Path, model: str | None, quick: bool)
         *os.environ.get("KEYS", "").split(),
     ]
     keys = [f"model.path={model}", "name=one_card", *turns, *sizes, f"out={folder / 'runs'}"]
-    seconds = _agentrl(folder, "train", keys)
-    return {"model": Path(model).name, **_of(folder / "runs" / "one_card", seconds)}
+    seconds = _run_agentrl(folder, "train", keys)
+    return {"model": Path(model).name, **_run_figures(folder / "runs" / "one_card", seconds)}
 
 
-def _agentrl(folder: Path, command: str, keys: list[str], *options: str) -> float:
+def _run_agentrl(folder: Path, command: str, keys: list[str], *options: str) -> float:
     """Run a command on CONFIG and return its seconds. Raises RuntimeError with its last lines if it fails."""
     config = folder / "learn.toml"
     config.write_text(CONFIG)
@@ -144,7 +144,7 @@ def _agentrl(folder: Path, command: str, keys: list[str], *options: str) -> floa
     return time.monotonic() - began
 
 
-def _of(run: Path, seconds: float) -> dict[str, Any]:
+def _run_figures(run: Path, seconds: float) -> dict[str, Any]:
     summary = json.loads((run / "summary.json").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     updates = [row for row in rows if row["phase"] == "train"]

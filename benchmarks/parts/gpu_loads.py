@@ -1,9 +1,9 @@
-"""vLLM and Ray as two archives that are small enough to carry: what a dense model in bfloat16 on one card needs of them.
+"""Pack vLLM and Ray into two small archives: the parts that a dense bfloat16 model on one Hopper card needs.
 
     python benchmarks/parts/gpu_loads.py WHEELS OUT     # WHEELS: a folder of wheels; writes OUT/vllm.tar.xz and OUT/ray.tar.xz
 
-CUDA libraries hold every kernel once per kind of card ("fat binaries"). The code for other cards than Hopper is set to zero,
-which xz compresses to nothing; so are the tables of symbols, which only debuggers read. No byte moves.
+CUDA libraries contain every kernel once per GPU architecture ("fat binaries"). The code for architectures other than Hopper is
+zeroed, which xz compresses to nothing, and so are symbol tables, which only debuggers read. Offsets stay the same.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 ARCH = 90
 PTX, CUBIN = 1, 2
 OTHER_ARCH = 75
-"""Entries that are emptied are marked with it: the driver then says that a kernel is missing, instead of reading zeros."""
+"""Architecture written into zeroed entries, so that the driver reports a missing kernel instead of running zeros."""
 CONTAINER = struct.pack("<IHH", 0xBA55ED50, 1, 16)
-# Attention in bfloat16 with heads of 64 or 128, without a soft cap: Llama and Qwen.
+# Kept attention kernels: bfloat16, head sizes 64 and 128, no soft cap, as in Llama and Qwen.
 HEAD = re.compile(rb"ELi(\d+)ENS\w{0,3}_10bfloat16_tE\w+?Sm90E(?:Lb[01]E){2}Lb([01])E")
 
 FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
@@ -38,21 +38,21 @@ KEPT = re.compile(r"ray/(train|tune|serve|llm|rllib|data)/(__init__|constants)\.
 
 
 def slim(data: bytearray) -> None:
-    """Zero what the card does not run in one ELF file."""
+    """Zero the symbol tables and unused kernels of an ELF file."""
     for name, flags, start, size in _sections(data):
         if name in (".symtab", ".strtab", ".comment") or name.startswith(".debug"):
             if not flags & 2:  # not loaded into memory
                 data[start : start + size] = bytes(size)
         elif name == ".nv_fatbin":
-            _slim_code(data, start, start + size)
+            _zero_kernels(data, start, start + size)
 
 
-def _slim_code(data: bytearray, start: int, stop: int) -> None:
+def _zero_kernels(data: bytearray, start: int, stop: int) -> None:
     while (start := data.find(CONTAINER, start, stop)) >= 0:
         end = start + 16 + struct.unpack_from("<Q", data, start + 8)[0]
         heads = HEAD.findall(data[start:end])
         unused = bool(heads) and not any(size in (b"64", b"128") and cap == b"0" for size, cap in heads)
-        unused |= not heads and b"FlashAttnFwdSm90" in data[start:end]  # of another type of number
+        unused |= not heads and b"FlashAttnFwdSm90" in data[start:end]  # another dtype
         entry = start + 16
         while entry < end:
             kind, _, head, size = struct.unpack_from("<HHIQ", data, entry)
@@ -66,7 +66,7 @@ def _slim_code(data: bytearray, start: int, stop: int) -> None:
 
 
 def _sections(data: bytearray) -> Iterator[tuple[str, int, int, int]]:
-    """Name, flags, first byte and size of each section."""
+    """Yield name, flags, first byte and size of each section."""
     table = struct.unpack_from("<Q", data, 0x28)[0]
     size, count, names = struct.unpack_from("<HHH", data, 0x3A)
     rows = [struct.unpack_from("<IIQQQQ", data, table + row * size) for row in range(count)]
@@ -77,7 +77,7 @@ def _sections(data: bytearray) -> Iterator[tuple[str, int, int, int]]:
 
 
 def unpack(wheel: Path, site: Path) -> None:
-    """What is needed of a wheel, slim."""
+    """Extract the needed files of a wheel, slimmed."""
     with zipfile.ZipFile(wheel) as file:
         for entry in file.infolist():
             name = re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", entry.filename)

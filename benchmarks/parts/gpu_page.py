@@ -9,12 +9,11 @@ from typing import Any
 
 HEAD = """# On a card
 
-What benchmarks/gpu.py found on GPUs, by card and day, the newest first. Written by `python benchmarks/gpu.py --page`; the
-figures are in the files `gpu-CARD-DATE.json` of `benchmarks/results`.
+Results of benchmarks/gpu.py on GPUs by card and day, newest first. Written by `python benchmarks/gpu.py --page` from the
+files `gpu-CARD-DATE.json` in `benchmarks/results`.
 
-A card is often on a machine without a network. `benchmarks/gpu_proof.sh loads` writes what has to be carried there, each load
-below 50 MB, and `benchmarks/gpu_proof.sh` there runs everything in the order below, each part in less than 9 minutes and
-independent of the others:
+For a card on a machine without a network, `benchmarks/gpu_proof.sh loads` writes the files to copy there, each below 50 MB.
+`benchmarks/gpu_proof.sh` then runs these parts in order, each independently and in less than 9 minutes:
 
 | part | what it shows |
 |---|---|
@@ -27,7 +26,7 @@ with varlen or blocks, checkpointed, float32 |
 | `vllm` | tokens/s of the embedded engine and of a vLLM replica, and five updates with trainer and replica in turn \
 on the card; needs Hopper |
 
-A part that could not run says why.
+The entry of a part that could not run is its reason.
 """
 
 

@@ -35,7 +35,7 @@ def publish(device: torch.device, quick: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"mib": mib, "copy_gb_s": rounded(copy_gb_s(device, quick))}
     for route in auto_routes():
         try:
-            found[route] = {"gb_s": rounded(mib * 2**20 / _measure(route, mib, device) / 1e9)}
+            found[route] = {"gb_s": rounded(mib * 2**20 / _best_seconds(route, mib, device) / 1e9)}
         except AgentrlError as problem:
             found[route] = {"error": str(problem)[:200]}
         print(f"publish {route}: {found[route]}", flush=True)  # now, so that a hanging route loses no other figure
@@ -43,15 +43,15 @@ def publish(device: torch.device, quick: bool) -> dict[str, Any]:
     return found
 
 
-def _measure(route: str, mib: int, device: torch.device) -> float:
+def _best_seconds(route: str, mib: int, device: torch.device) -> float:
     held = weights(mib, 1.0, device)
     with tempfile.TemporaryDirectory() as folder:
         cfg = WeightsConfig(folder=folder)
         sender = make_sender(route, cfg, TENSOR_MIB << 20, 1, "127.0.0.1")
-        way = _here if route == "memory" else _across
+        way = _publish_in_process if route == "memory" else _publish_across_processes
         took, sums = way(sender, held, mib, device)
     if sums != _sums(held):
-        raise AssertionError(f"route {route} brought other weights")
+        raise AssertionError(f"route {route} delivered wrong weights")
     return took
 
 
@@ -62,7 +62,7 @@ def _sums(held: Weights) -> list[float]:
 def _load(receiver: Receiver, bucket: Bucket, own: Weights, device: torch.device) -> None:
     for name, tensor in receiver.receive(bucket):
         own[name].copy_(tensor)
-    wait(device)  # the slot may be filled again after the answer
+    wait(device)  # the sender may refill the slot after the answer
 
 
 def _stream(sender: Sender, held: Weights, hand: Callable[[Bucket], None]) -> float:
@@ -73,7 +73,7 @@ def _stream(sender: Sender, held: Weights, hand: Callable[[Bucket], None]) -> fl
     return time.perf_counter() - began
 
 
-def _here(sender: Sender, held: Weights, mib: int, device: torch.device) -> tuple[float, list[float]]:
+def _publish_in_process(sender: Sender, held: Weights, mib: int, device: torch.device) -> tuple[float, list[float]]:
     own = weights(mib, 0.0, device)
     receiver = open_receiver(sender.open(), 0)
     sender.attached()
@@ -83,10 +83,10 @@ def _here(sender: Sender, held: Weights, mib: int, device: torch.device) -> tupl
     return min(took[1:]), _sums(own)
 
 
-def _across(sender: Sender, held: Weights, mib: int, device: torch.device) -> tuple[float, list[float]]:
+def _publish_across_processes(sender: Sender, held: Weights, mib: int, device: torch.device) -> tuple[float, list[float]]:
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    process = context.Process(target=_other, args=(theirs, mib, str(device)), daemon=True)
+    process = context.Process(target=_run_receiver, args=(theirs, mib, str(device)), daemon=True)
     process.start()
     theirs.close()  # so that this side notices the end of the process
     try:
@@ -104,7 +104,7 @@ def _across(sender: Sender, held: Weights, mib: int, device: torch.device) -> tu
         mine.send("sums")
         return min(took[1:]), mine.recv()
     except EOFError as problem:
-        raise AgentrlError("the other process ended; what it said is above") from problem
+        raise AgentrlError("the receiving process ended; its output is above") from problem
     finally:
         with suppress(OSError):
             mine.send(None)
@@ -112,7 +112,7 @@ def _across(sender: Sender, held: Weights, mib: int, device: torch.device) -> tu
         sender.close()
 
 
-def _other(pipe: Connection, mib: int, device: str) -> None:
+def _run_receiver(pipe: Connection, mib: int, device: str) -> None:
     """Run the receiving process."""
     place = torch.device(device)
     own = weights(mib, 0.0, place)

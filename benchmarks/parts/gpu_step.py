@@ -1,5 +1,5 @@
-"""Part `step`: one optimizer step over 16,384 packed tokens, what it is made of, and what each option changes. Part
-`attention`: the two ways of packed attention at several row lengths."""
+"""Part `step`: one optimizer step over 16,384 packed tokens, its split, and the effect of each option. Part `attention`: both
+implementations of packed attention at several row lengths."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def forward_backward(engine: FsdpEngine, micro: Micro) -> None:
 
 
 def step(device: torch.device, folder: Path, shape_name: str, quick: bool) -> dict[str, Any]:
-    """Milliseconds, MFU and peak memory of a step with each option; without one, also its split."""
+    """Measure milliseconds, MFU and peak memory of a step per option; without options, also its split."""
     shape = SHAPES["tiny" if quick else shape_name]
     lengths = rows_of(256 if quick else 16_384, 64 if quick else 1024)
     limit = peak_flops(device, quick)
@@ -67,21 +67,21 @@ def step(device: torch.device, folder: Path, shape_name: str, quick: bool) -> di
                 continue  # inductor takes minutes on a CPU
             clear(device)
             try:
-                with patch.object(attention, "varlen_takes", _never) if name == BLOCKS else nullcontext():
+                with patch.object(attention, "varlen_takes", _no_varlen) if name == BLOCKS else nullcontext():
                     found |= _option(name, path, shape, lengths, device, limit)
-            except (AgentrlError, RuntimeError, ImportError) as problem:  # no memory, no compiler: the others count
+            except (AgentrlError, RuntimeError, ImportError) as problem:  # out of memory, or no compiler
                 found[name] = {"error": f"{type(problem).__name__}: {problem}"[:200]}
     return found
 
 
-def _never(width: int) -> bool:
+def _no_varlen(width: int) -> bool:
     return False
 
 
 def _option(name: str, path: str, shape: Shape, lengths: list[int], device: torch.device, limit: float) -> dict[str, Any]:
-    """In a function of its own, so that its model is gone when the next one is loaded, also after an error."""
+    """Measure a step with one option. A separate function, so that its model is freed before the next, also after an error."""
     engine = trainer(path, device, **OPTIONS[name])
-    took = _one(engine, shape, lengths, device, limit)
+    took = _measure_step(engine, shape, lengths, device, limit)
     if name == "plain":
         return {name: took, "split_ms": _split(engine, shape, lengths, device, took["ms"])}
     if name == "compile":
@@ -90,7 +90,7 @@ def _option(name: str, path: str, shape: Shape, lengths: list[int], device: torc
     return {name: took}
 
 
-def _one(engine: FsdpEngine, shape: Shape, lengths: list[int], device: torch.device, limit: float) -> dict[str, Any]:
+def _measure_step(engine: FsdpEngine, shape: Shape, lengths: list[int], device: torch.device, limit: float) -> dict[str, Any]:
     micro = micro_of(lengths, shape.vocab, device)
 
     def whole() -> None:
@@ -105,7 +105,7 @@ def _one(engine: FsdpEngine, shape: Shape, lengths: list[int], device: torch.dev
 
 
 def _split(engine: FsdpEngine, shape: Shape, lengths: list[int], device: torch.device, whole: float) -> dict[str, float]:
-    """Attention and head alone, forward and backward, on tensors of the step's shapes; the optimizer alone; the rest."""
+    """Measure attention and head alone, forward and backward, on tensors of the step's shapes; the optimizer; the rest."""
     micro = micro_of(lengths, shape.vocab, device)
     heads = seconds(lambda: _head(shape, len(micro.targets), device), device)
     attended = shape.layers * _attention_seconds(shape, lengths, device, "auto")
@@ -138,7 +138,7 @@ def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: attention
 
 def _attention_seconds(shape: Shape, lengths: list[int], device: torch.device, way: str) -> float:
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    # Behind a shared prefix, varlen takes nothing.
+    # `shares` makes `_attention` use blocks, since varlen does not support shared prefixes.
     packed = replace(attention.packed_rows(offsets, device), shares=way == "blocks")
     function = _varlen if way == "varlen" else attention._attention
 
@@ -157,7 +157,7 @@ def _attention_seconds(shape: Shape, lengths: list[int], device: torch.device, w
 
 
 def attention_ways(device: torch.device, quick: bool) -> dict[str, Any]:
-    """Milliseconds of one layer's packed attention, forward and backward, by row length and way; the quicker one by name."""
+    """Measure milliseconds of one layer's packed attention, forward and backward, by row length and implementation."""
     shape = SHAPES["tiny" if quick else "0.6B"]
     found: dict[str, Any] = {"shape": shape.name}
     for length in (16, 64) if quick else (128, 1024, 8192):
