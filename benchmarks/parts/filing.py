@@ -1,4 +1,4 @@
-"""A small file system with a user of several rounds: the shape of BFCL's multi-turn tasks, made by hand."""
+"""Environment of a small file system with a scripted user of several rounds, like BFCL's multi-turn tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.utils.errors import ToolError
 
 
 class Folder:
-    """Entries by name: a Folder, or a file's text."""
+    """A folder: entries by name, each a Folder or the text of a file."""
 
     def __init__(self, entries: dict[str, Any]) -> None:
         self.entries = {name: Folder(item) if isinstance(item, dict) else item for name, item in entries.items()}
@@ -21,7 +21,7 @@ class Folder:
 
 
 class Filing(ToolEnv):
-    """`task.data`: `root`, a tree of folders and files, and `says`, the user's lines after the first."""
+    """File system environment. `task.data`: `root`, the tree of folders and files; `says`, the user's messages."""
 
     id = "benchmark/Filing-v0"
     scripted = True
@@ -115,7 +115,7 @@ WORDS = ("budget", "report", "draft", "notes", "plan", "summary", "archive", "lo
 
 
 def make_task(seed: int) -> Task:
-    """Three folders with two or three files of a few lines, and three to four rounds with 5.5 calls in all, as BFCL has."""
+    """Make a task: three folders with two or three files, and four rounds with 5.5 calls on average, as in BFCL."""
     rng = random.Random(seed)
 
     def lines() -> str:
@@ -136,7 +136,7 @@ def make_task(seed: int) -> Task:
 
 
 def play(task: Task, spoiled: bool) -> Trajectory:
-    """The gold calls, one a turn, with a text after each round; `spoiled`: the last of them is another one."""
+    """Play the gold calls, one per turn, with a text after each round; `spoiled`: with wrong calls in the last round."""
     env = Filing(scorer=None)
     env.reset(seed=task.seed, options={"task": task})
     for number, calls in enumerate(task.gold["rounds"]):

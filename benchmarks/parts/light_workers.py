@@ -1,4 +1,4 @@
-"""Workers and bare actors of the fan-out benchmark, which import no torch. Run benchmarks/cluster.py."""
+"""Workers and plain actors of the fan-out benchmark, without torch. Run benchmarks/cluster.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentrl.cluster.worker import Broadcast, Strategy, Worker
 
 
 class Idle(Worker):
-    """Answers at once."""
+    """Worker that answers at once."""
 
     collective = False
     dispatch_table: ClassVar[dict[str, Strategy]] = {"nothing": Broadcast()}
@@ -18,7 +18,7 @@ class Idle(Worker):
 
 
 class Bare:
-    """A Ray actor without agentrl around it."""
+    """Plain Ray actor without agentrl."""
 
     def nothing(self) -> None:
         return None

@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parents[1]
 LADDER = "recipes/horizon/key_value"
 QUICK = "--quick"
 KEPT = {"distillation": "teachers"}
-"""Folder of tables and pictures per script, if it is not that of long episodes."""
+"""Folder of tables and pictures by script; `long_horizon` for the others."""
 COMMON = [
     "engine=embedded",
     "cluster.backend=inline",
@@ -27,7 +27,7 @@ COMMON = [
     "health.idle_updates=1000",  # an arm that learns nothing is a result
     "checkpoint.every=10",
     "sft=false",
-    "~algorithm.experience",  # what a base has and a comparison of means must not: a second use of episodes, and gold
+    "~algorithm.experience",  # base configs reuse episodes and gold, which would disturb comparisons
     "~algorithm.demonstrations",
 ]
 """Overrides of all compared runs."""
@@ -62,7 +62,7 @@ def run(name: str, config: str, overrides: Iterable[str]) -> None:
     """Train or resume the run of this name, unless it is finished."""
     folder = work() / "runs" / name
     if finished(folder):
-        print(f"{name}: done already", flush=True)
+        print(f"{name}: already finished", flush=True)
     elif list(folder.glob("checkpoints/*/manifest.json")):
         command("train", "--resume", str(folder))
     else:
@@ -90,7 +90,7 @@ def curve(name: str, keys: Sequence[str]) -> list[list[float]]:
 
 
 def at(rows: Sequence[Sequence[float]], tokens: float) -> float:
-    """Return success after so many sampled tokens, interpolated between evaluations."""
+    """Return success after `tokens` sampled tokens, interpolated between evaluations."""
     for before, after in pairwise(rows):
         if before[1] <= tokens <= after[1] and after[1] > before[1]:
             return before[2] + (after[2] - before[2]) * (tokens - before[1]) / (after[1] - before[1])
@@ -98,7 +98,7 @@ def at(rows: Sequence[Sequence[float]], tokens: float) -> float:
 
 
 def average(rows: Sequence[Sequence[float]], tokens: float) -> float:
-    """Return mean success over the first so many sampled tokens, which shows who learns sooner."""
+    """Return mean success over the first `tokens` sampled tokens, which shows which run learns sooner."""
     points = [(row[1], row[2]) for row in rows if row[1] < tokens] + [(tokens, at(rows, tokens))]
     return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(points)) / tokens
 

@@ -1,10 +1,10 @@
-"""Seconds of GRPO steps in TRL 1.16.0: 8 prompts x 8 generations, two tool turns, 3 x 42 forced new tokens.
+"""Measure seconds of GRPO steps in TRL 1.16.0: 8 prompts x 8 generations, two tool turns, 3 x 42 forced new tokens.
 
     python peer_trl.py template            prints its training chat template for Qwen3
     python peer_trl.py MODEL PROMPTS STEPS BATCH   measures; BATCH rows per forward pass, 64 rows per optimizer step
 
-Run by train.py with the interpreter of .integrations/trl. Every turn is parsed as usual, and then replaced by a tool
-call, because a random model writes none.
+Run by train.py with the interpreter of .integrations/trl. Every turn is parsed as usual and then replaced by a tool call,
+since a random model makes none.
 """
 
 from __future__ import annotations

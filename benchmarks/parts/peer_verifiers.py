@@ -1,9 +1,9 @@
-"""Seconds per turn of verifiers 0.3.1 with an instant model, three-turn tool episodes. Run by rollout.py.
+"""Measure seconds per turn of verifiers 0.3.1 with an instant model and three-turn tool episodes. Run by rollout.py.
 
     python peer_verifiers.py in_process|http AT_ONCE ROLLOUTS ROUNDS
 
-"in_process": the client's `get_response` returns a finished response, so verifiers converts and transports
-nothing; "http": its own client against an instant server in another process.
+"in_process": the client's `get_response` returns a complete response, without conversion or transport; "http": its own client
+with an instant server in another process.
 """
 
 from __future__ import annotations

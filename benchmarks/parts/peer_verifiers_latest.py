@@ -1,9 +1,9 @@
-"""Seconds per turn of verifiers 0.4.0 with an instant model, three-turn tool episodes. Run by rollout.py.
+"""Measure seconds per turn of verifiers 0.4.0 with an instant model and three-turn tool episodes. Run by rollout.py.
 
     python peer_verifiers_latest.py AT_ONCE ROLLOUTS
 
-Its chat-loop harness ("null") and the tool server each run as one subprocess per rollout; the model is the instant
-server of stub_server.py.
+Its chat-loop harness ("null") and the tool server are one subprocess each per rollout; the model is the instant server of
+stub_server.py.
 """
 
 from __future__ import annotations

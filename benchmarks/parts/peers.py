@@ -1,4 +1,4 @@
-"""Peers of the benchmarks: other platforms, each in a separate virtual environment."""
+"""Run benchmarks of other platforms, each in a separate virtual environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTS = Path(__file__).resolve().parent
 
 
 def interpreter(name: str) -> Path:
-    """The Python interpreter of `.integrations/NAME`, which `.ci/integrations.py` creates if it does not exist.
+    """Return the Python interpreter of `.integrations/NAME`; `.ci/integrations.py` creates it if necessary.
 
     Raises RuntimeError with the end of the installer's output if it fails.
     """
@@ -26,7 +26,7 @@ def interpreter(name: str) -> Path:
 
 
 def ask(name: str, script: str, *args: object, timeout: float = 600, **environment: str) -> dict[str, Any]:
-    """Run a script of this folder with the peer's interpreter; returns its last line of output, which is JSON.
+    """Run a script of this folder with the peer's interpreter, and return the JSON object of its last output line.
 
     Raises RuntimeError with the end of the script's error output if it fails.
     """
@@ -44,5 +44,5 @@ def ask(name: str, script: str, *args: object, timeout: float = 600, **environme
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """above / below, rounded; None if one of them could not be measured."""
+    """Return above / below, rounded; None if one is None."""
     return None if above is None or below is None else round(above / below, 4)

@@ -1,8 +1,8 @@
-"""Raw vLLM (AsyncLLM), driven from outside line by line. Run by against_vllm.py with agentrl's interpreter.
+"""Run raw vLLM (AsyncLLM) on rounds of work from standard input. Run by against_vllm.py with agentrl's interpreter.
 
-Each input line is one round of work, {"tokens": n, "episodes": [{"opening": ids, "answers": [ids, ...]}, ...]}:
-every episode is sampled at once, n tokens per turn, and after each turn its next answer is appended. The output
-line is the seconds that the round took and the tokens it sampled.
+Each input line is one round, {"tokens": n, "episodes": [{"opening": ids, "answers": [ids, ...]}, ...]}: all episodes run
+concurrently, n tokens per turn, and after each turn its next answer is appended. The output line has the round's seconds and
+sampled tokens.
 """
 
 from __future__ import annotations

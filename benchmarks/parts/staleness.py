@@ -1,7 +1,7 @@
-"""Wall time of 20 updates at several staleness bounds, when tools take a lognormal time (sigma 1).
+"""Measure wall-clock time of 20 updates by staleness bound, with tools that take a lognormal time (sigma 1).
 
-Everything is real except the tools' work: the key_value environment with a sleep in its tool, the collector and its
-ledger, the embedded engine, the actor's GRPO update of a tiny model, and the publish of its weights.
+Only the tools' time is simulated, by a sleep before each turn of key_value. Collector, ledger, embedded engine, GRPO update
+of a tiny model and publish are real.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MEDIAN_S, SIGMA = 0.1, 1.0
 
 
 class Slow:
-    """An EnvRef whose environments sleep exp(N(ln median, sigma)) seconds before every turn."""
+    """EnvRef whose environments sleep exp(N(ln MEDIAN_S, SIGMA)) seconds before every turn."""
 
     def __init__(self, inner: EnvRef, seed: int) -> None:
         self._inner, self._random = inner, random.Random(seed)
@@ -66,7 +66,7 @@ def config_of(staleness: int) -> TrainConfig:
 
 
 async def train(staleness: int, updates: int, folder: str) -> tuple[float, Counter[int]]:
-    """Seconds of all updates, and the number of sampled tokens by their staleness when trained."""
+    """Return the seconds of all updates, and the number of sampled tokens by their staleness when trained."""
     config = config_of(staleness)
     engine = EmbeddedEngine(folder, device="cpu", max_context=512)
     actors = launch(Actor, backend="inline", world_size=1)
@@ -83,7 +83,7 @@ async def train(staleness: int, updates: int, folder: str) -> tuple[float, Count
         count_ages(groups, update, ages)
         members = [t for group in groups for t in group.scored()]
         for number, member in enumerate(members):
-            member.reward = float(number % 2)  # forced turns never succeed, and equal rewards would train nothing
+            member.reward = float(number % 2)  # forced turns never succeed, and equal rewards give no gradient
         batch = collate(members, groups=[group.index for group in groups for _ in group.scored()])
         await learner.step(batch, update)
         driver.trained(groups)
@@ -103,7 +103,7 @@ def count_ages(groups: list[Group], version: int, ages: Counter[int]) -> None:
 
 
 def run(updates: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """Speed-ups over max_staleness 0; seconds, and shares of tokens by staleness."""
+    """Return speed-ups over max_staleness 0; seconds, and shares of tokens by staleness."""
     seconds: dict[int, float] = {}
     shares: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that answers at once: two tool calls, then an answer. For peers that use HTTP.
+"""Serve an instant OpenAI-compatible model for peers that use HTTP: two tool calls, then an answer.
 
     python stub_server.py       prints its port; ends when its standard input is closed
 
@@ -16,14 +16,14 @@ TURNS = (("get", '{"key": "a"}'), ("add", '{"x": 1}'))
 
 
 def completion(request: dict[str, Any]) -> tuple[str, bytes]:
-    """Content type and body: a completion, or the same as a stream of one event if the request asks for a stream."""
+    """Return content type and body: a completion, or a stream of one event if the request asks for a stream."""
     answered = sum(message["role"] == "tool" for message in request["messages"])
     more = answered < len(TURNS)
     message: dict[str, Any] = {"role": "assistant", "content": "" if more else "1"}
     if more:
         name, arguments = TURNS[answered]
         offered = [tool["function"]["name"] for tool in request.get("tools", [])]
-        full = next((known for known in offered if known.endswith(name)), name)  # a peer may put its own prefix before it
+        full = next((known for known in offered if known.endswith(name)), name)  # peers may prefix the name
         call = {"id": f"c{answered}", "type": "function", "function": {"name": full, "arguments": arguments}}
         message["tool_calls"] = [{"index": 0, **call} if request.get("stream") else call]
     usage = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}

@@ -1,9 +1,9 @@
-"""TRL's losses of one batch, as numbers in tests/contrib/offline/trl_losses.json, to which tests hold agentrl's.
+"""Compute TRL's losses of one batch for tests/contrib/offline/trl_losses.json, with which tests compare agentrl's.
 
-    python benchmarks/parts/trl_losses.py build FOLDER          with agentrl's python: tiny models and the batch
+    python benchmarks/parts/trl_losses.py build FOLDER          with agentrl's Python: writes tiny models and the batch
     python benchmarks/parts/trl_losses.py measure FOLDER > tests/contrib/offline/trl_losses.json      with one that has trl 1.16.0
 
-The batch: pairs of two-turn episodes with a shared prompt, in which what a tool answered is not trained.
+The batch has pairs of two-turn episodes with a shared prompt; tool results are not trained.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def measure(folder: Path) -> dict[str, Any]:
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
     rows = json.loads((folder / "rows.json").read_text())
-    order = [*rows[0::2], *rows[1::2]]  # TRL's: all chosen, then all rejected
+    order = [*rows[0::2], *rows[1::2]]  # TRL's order: all chosen, then all rejected
     width = max(len(row["ids"]) for row in order)
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
 

@@ -1,7 +1,7 @@
-"""The framework's cost per turn: three-turn tool episodes with an engine that answers at once.
+"""Measure the framework's cost per turn: three-turn tool episodes with an instant engine.
 
-agentrl does its whole rollout here: collector, group ledger, environment, tool calls checked and run, rendering
-to token ids and back, token ledgers, the reward spec.
+agentrl runs its complete rollout: collector, group ledger, environment, checked tool calls, rendering to token ids and
+parsing, token ledgers, reward spec.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TURNS = [
 
 
 async def agentrl_turn(at_once: int, episodes: int, repeats: int) -> tuple[float, float]:
-    """Wall and processor seconds per turn, the minimum over several rounds, because other load can only add time."""
+    """Return wall-clock and processor seconds per turn, minimum of several rounds, since other load only adds time."""
     renderer = make_renderer(packaged_tokenizer(CONTEXT))
     engine = Instant([renderer.assistant(turn) for turn in TURNS])
     policy = Policy(engine, renderer)
@@ -51,7 +51,7 @@ Pair = tuple[float | None, float | None]
 
 
 def run(quick: bool) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
-    """Ratios of wall-clock and of processor time against both versions of verifiers; milliseconds per turn of each."""
+    """Return ratios of wall-clock and processor time to both versions of verifiers, and milliseconds per turn of each."""
     spent: dict[str, Pair] = {}
     repeats = 3 if quick else 5
     for at_once in (64, 1024):
@@ -59,8 +59,8 @@ def run(quick: bool) -> tuple[dict[str, float | None], dict[str, list[float | No
         spent[f"agentrl_{at_once}"] = asyncio.run(agentrl_turn(at_once, episodes, repeats))
         for kind in ("in_process", "http"):
             rounds = (256, 1) if quick else (episodes, 3 if kind == "in_process" else 2)
-            spent[f"verifiers_0.3.1_{kind}_{at_once}"] = _peer("verifiers", "peer_verifiers.py", kind, at_once, *rounds)
-    spent["verifiers_0.4.0_8"] = _peer("verifiers-latest", "peer_verifiers_latest.py", 8, 8)
+            spent[f"verifiers_0.3.1_{kind}_{at_once}"] = _measure_peer("verifiers", "peer_verifiers.py", kind, at_once, *rounds)
+    spent["verifiers_0.4.0_8"] = _measure_peer("verifiers-latest", "peer_verifiers_latest.py", 8, 8)
     spent["agentrl_8"] = asyncio.run(agentrl_turn(8, 128, repeats))
     ratios: dict[str, float | None] = {}
     for name, (wall, processor) in spent.items():
@@ -72,10 +72,10 @@ def run(quick: bool) -> tuple[dict[str, float | None], dict[str, list[float | No
     return ratios, {name: [x and round(x * 1e3, 4) for x in pair] for name, pair in spent.items()}
 
 
-def _peer(name: str, script: str, *args: object) -> Pair:
+def _measure_peer(name: str, script: str, *args: object) -> Pair:
     try:
         answer = ask(name, script, *args, NO_KEY="none")
     except RuntimeError as problem:
-        print(f"no figure of {name} {args}: {problem}", flush=True)
+        print(f"{name} {args} not measured: {problem}", flush=True)
         return None, None
     return answer["seconds_per_turn"], answer.get("cpu_seconds_per_turn")

@@ -1,7 +1,7 @@
-"""The workload of the rollout and train benchmarks: tool episodes of the key_value environment.
+"""Workload of the rollout and train benchmarks: tool episodes of the key_value environment.
 
-`Instant` is an engine that answers at once. `Forced` makes every turn of a random model exactly as long as its
-budget, and a valid call, so that a peer can be given the same token work.
+`Instant` is an engine that answers at once. `Forced` makes every turn of a random model a valid call of maximal length, so that
+a peer can run the same token work.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentrl.trainer.pretrained import load_tokenizer
 from agentrl.trainer.publish import Publisher
 
 MILLION = InitModelConfig(layers=4, hidden=128, mlp=384, heads=8, kv_heads=2, head_dim=32, context=4096)
-"""Sizes of a Qwen3 model with 1.0 million parameters, which is used in every comparison with a peer."""
+"""Qwen3 model with 1.0 million parameters, for all comparisons with peers."""
 CONTEXT = 4096
 
 
@@ -41,7 +41,7 @@ def scorer() -> Scorer:
 
 
 def tasks(calls: int = 2) -> EnvRef:
-    """Look numbers up, add them, report the total: `calls` tool turns and an answer."""
+    """Return an environment: look numbers up, add them, report the total, in `calls` tool turns and an answer."""
     return EnvRef("key_value", {"calls": calls, "set_share": 0.0})
 
 
@@ -74,7 +74,7 @@ class WorkerParts:
 
 @dataclass(frozen=True)
 class ForcedRecipe:
-    """A rollout worker whose turns are forced, with the model's folder and the connection to its engine."""
+    """Recipe of a rollout worker with forced turns."""
 
     folder: str
     config: RolloutConfig
@@ -99,14 +99,14 @@ def workers(folder: str, policy: Policy, config: RolloutConfig, count: int) -> W
 
 
 def publisher(folder: str, engine: Engine) -> Publisher:
-    """Publishes the weights of a model folder to an engine, as in a run: from an actor, over a route."""
+    """Return a publisher of a model folder's weights from an actor over a route, as in a run."""
     actors = launch(Actor, backend="inline", world_size=1)
     actors.run(Actor.init_model, folder, ModelConfig(), OptimConfig(), 1)
     return Publisher(actors, engine, WeightsConfig())
 
 
 def vllm_section(context: int) -> VllmConfig:
-    """One small replica, without respawns, with the same KV cache size as raw vLLM."""
+    """Return the config of one small replica without respawns, with the KV cache size of raw vLLM."""
     return VllmConfig(kv_cache_mib=256, max_model_len=context, max_respawns=0)
 
 
@@ -127,7 +127,7 @@ class Instant(Engine):
         return Generation(list(ids), [-1.0] * len(ids), [self._version] * len(ids), "stop")
 
     async def take(self, version: int) -> None:
-        """For `Collector.exchange`: there are no weights, so only the version changes."""
+        """Set the version, as the callback of `Collector.exchange`; there are no weights."""
         self._version = version
 
     async def abort(self, request_key: str) -> None: ...
@@ -139,9 +139,9 @@ class Instant(Engine):
 
 
 class Forced(Renderer):
-    """A renderer whose turns have no stop token, so that each is as long as its budget, and are tool calls.
+    """Renderer without stop tokens, so that each turn uses its whole budget, and with a tool call in every turn.
 
-    What the model sampled is parsed as usual, and then replaced by a valid call, because a random model writes none.
+    Sampled tokens are parsed as usual, and then replaced by a valid call, since a random model makes none.
     """
 
     def __init__(self, inner: Renderer) -> None:

@@ -1,4 +1,4 @@
-"""A taskset of verifiers 0.4: look one number up, add it, report the total. Imported by its own plugin loader."""
+"""Taskset of verifiers 0.4: look one number up, add it, report the total. Its plugin loader imports this package."""
 
 import verifiers.v1 as vf
 
@@ -10,13 +10,13 @@ class LookupData(vf.TaskData):
 
 
 class LookupTaskConfig(vf.TaskConfig):
-    """Where the tools run: a server of its own for each rollout, the default."""
+    """Runs the tools in one server per rollout, the default."""
 
     tools: vf.ToolsetConfig = vf.ToolsetConfig()
 
 
 class LookupTask(vf.Task[LookupData, vf.State, LookupTaskConfig]):
-    """Right if the last message is the total."""
+    """Correct if the last message is the total."""
 
     @classmethod
     def toolsets(cls, config: LookupTaskConfig) -> list[vf.Toolset]:
@@ -28,14 +28,14 @@ class LookupTask(vf.Task[LookupData, vf.State, LookupTaskConfig]):
 
 
 class LookupConfig(vf.TasksetConfig):
-    """How many rows."""
+    """Number of rows."""
 
     num_tasks: int = 64
     task: LookupTaskConfig = LookupTaskConfig()
 
 
 class LookupTaskset(vf.Taskset[LookupTask, LookupConfig]):
-    """Rows that differ in their number only."""
+    """Rows that differ only in their number."""
 
     def load(self) -> list[LookupTask]:
         return [LookupTask(LookupData(prompt=f"report {n}"), self.config.task) for n in range(self.config.num_tasks)]
