@@ -1,7 +1,7 @@
 """Benchmark book: measure every claim of claims.toml by its command, compare it with a commit, and write it to docs.
 
     python benchmarks/book.py run [--only publish]          benchmarks/results/NAME.json of each claim
-    python benchmarks/book.py compare [--against COMMIT]    names every figure that is worse than in that commit; exit code 1 then
+    python benchmarks/book.py compare [--against COMMIT]    lists figures that are worse than in that commit; exit code 1 if any
 
 `make bench` runs it. Each file is written as soon as its claim is measured, so Ctrl-C keeps the finished ones. A claim that
 fails or exceeds its time limit keeps its previous file; the others continue, the failed one is named at the end, and the exit
@@ -59,7 +59,7 @@ def measured(claim: Claim) -> dict[str, Any]:
         raise Skipped(f"needs {', '.join(missing)}: {claim['install']}")
     about, start = machine(), time.perf_counter()
     if about["busy"] > BUSY:
-        print(f"  note: others use {about['busy']:.0%} of the cores", flush=True)
+        print(f"  note: other programs use {about['busy']:.0%} of the cores", flush=True)
     raw = output([sys.executable, *claim["command"].split()], claim["seconds"])
     return {
         "claim": claim["name"],
@@ -135,7 +135,7 @@ def figures(claim: Claim, raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, 
     one without a number."""
     for figure in claim["figures"]:
         try:
-            value = _at(raw, figure["at"])
+            value = _value_at(raw, figure["at"])
         except KeyError as problem:
             raise RuntimeError(f"its output has no {figure['at']!r}") from problem
         rest = {key: figure[key] for key in ("better", "aim", "tolerance") if key in figure}
@@ -146,13 +146,13 @@ def figures(claim: Claim, raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, 
             yield label, {"value": round(float(number), 4), **rest}
 
 
-def _at(raw: dict[str, Any], path: str) -> Any:
+def _value_at(raw: dict[str, Any], path: str) -> Any:
     """Return the value at a dotted path. A key may contain dots: the longest matching key is taken."""
     keys = path.split(".")
     for stop in range(len(keys), 0, -1):
         head = ".".join(keys[:stop])
         if head in raw:
-            return raw[head] if stop == len(keys) else _at(raw[head], ".".join(keys[stop:]))
+            return raw[head] if stop == len(keys) else _value_at(raw[head], ".".join(keys[stop:]))
     raise KeyError(path)
 
 
@@ -195,23 +195,23 @@ def run(only: Sequence[str]) -> int:
     RESULTS.mkdir(exist_ok=True)
     notes: dict[str, str] = {}
     try:
-        _each(todo, notes)
+        _measure_claims(todo, notes)
         code = 1 if any(note.startswith("not measured") for note in notes.values()) else 0
     except KeyboardInterrupt:
-        print("\nstopped: what was measured is written")
+        print("\nstopped: the results of measured claims are written")
         code = 130
     print("\n".join(f"{name}: {note}" for name, note in notes.items()))
     return code
 
 
-def _each(todo: Sequence[Claim], notes: dict[str, str]) -> None:
+def _measure_claims(todo: Sequence[Claim], notes: dict[str, str]) -> None:
     """Measure one claim after the other; `notes` gets the reasons of unmeasured ones."""
     start, before = time.perf_counter(), results()
     left = [before[c["name"]]["seconds"] if c["name"] in before else c["seconds"] for c in todo]  # as long as last time
     for at, claim in enumerate(todo):
         gone, rest = time.perf_counter() - start, sum(left[at:])
         print(f"[{at + 1}/{len(todo)}] {claim['name']}: python {claim['command']}")
-        print(f"  {_clock(gone)} gone, about {_clock(rest)} to go; this one may take {_clock(claim['seconds'])}", flush=True)
+        print(f"  {_clock(gone)} elapsed, about {_clock(rest)} left; limit of this claim {_clock(claim['seconds'])}", flush=True)
         try:
             found = measured(claim)
         except (RuntimeError, Skipped) as problem:
@@ -221,7 +221,7 @@ def _each(todo: Sequence[Claim], notes: dict[str, str]) -> None:
         (RESULTS / f"{claim['name']}.json").write_text(json.dumps(found, indent=1) + "\n")
         for label, figure in found["figures"].items():
             print(f"  {label:<70} {shown(figure['value']):>10}  {verdict(figure)}", flush=True)
-    print(f"{_clock(time.perf_counter() - start)} in all")
+    print(f"{_clock(time.perf_counter() - start)} in total")
 
 
 def _clock(seconds: float) -> str:
@@ -232,7 +232,7 @@ def _clock(seconds: float) -> str:
 
 
 def worse(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """List the figures of a claim that got worse by more than allowed, or are missing."""
+    """List the figures of a claim that got worse by more than their tolerance, or are missing."""
     lines = []
     for label, old in before["figures"].items():
         new = now["figures"].get(label)
@@ -262,14 +262,14 @@ def compare(at: str) -> int:
             print(f"{name}: not measured in {at}")
             continue
         compared += 1
-        if _place(now) != _place(before):
-            print(f"{name}: note: measured on another machine ({_place(before)}; now {_place(now)})")
+        if _machine_name(now) != _machine_name(before):
+            print(f"{name}: note: measured on another machine ({_machine_name(before)}; now {_machine_name(now)})")
         lines += worse(now, before)
     print("\n".join(lines) or f"of {compared} claims nothing got worse by {WORSE:.0%}")
     return 1 if lines else 0
 
 
-def _place(result: dict[str, Any]) -> str:
+def _machine_name(result: dict[str, Any]) -> str:
     return f"{result['machine']['cores']} cores, {result['machine']['processor']}"
 
 
@@ -291,9 +291,9 @@ def page() -> str:
         "# Benchmark book\n",
         "<!-- written by `make bench` from benchmarks/results -->\n",
         "One table per claim, measured by the command above it (`make bench` runs them all, in less than 20 minutes;",
-        "`python benchmarks/book.py compare` names what got worse by 10 %). Ratios are of one run. A high load average, or cores",
-        "in use before the command began, means that other work disturbed it. Figures that are not a claim yet, and how each was",
-        "found, are in the [list of all measurements](../benchmarks/README.md).",
+        "`python benchmarks/book.py compare` lists figures that got worse by 10 %). Ratios are of one run. A high load average,",
+        "or cores in use before the command began, mean that other programs disturbed it. All figures are on the page of",
+        "[benchmarks](../benchmarks/README.md).",
     ]
     found = results()
     for claim in claims():

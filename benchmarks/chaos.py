@@ -68,7 +68,7 @@ keep = 2
 """
 KINDS = {
     "inline": ["cluster.backend=inline"],
-    # The requests that share a step depend on the workers' speed, and with the cache the last digits depend on them.
+    # Without the cache, because with it the last digits depend on which requests share a step, and so on the workers' speed.
     "workers": ["rollout.workers=2", "engine_args={cache=false}", "cluster.max_restarts=5"],
     "ray": ["cluster.max_restarts=5"],
 }
@@ -159,7 +159,7 @@ def name_of(process: psutil.Process, driver: int) -> str:
     return line.split()[0] if found[:1] == ["ray::"] else found[0] if found else process.name()
 
 
-def left_behind(run: Run, temporary: Path) -> list[str]:
+def find_leftovers(run: Run, temporary: Path) -> list[str]:
     """List the leftovers after `GRACE_S`; return early once there are none."""
     until = time.monotonic() + GRACE_S
     while found := [*_processes(run), *_files(temporary), *_files(Path("/dev/shm")) * bool(os.environ.get(PRIVATE))]:
@@ -203,8 +203,8 @@ def play(out: Path, point: Point, seed: int, undisturbed: tuple[Any, float], lim
     point.after, stopped = draw.uniform(0.0, seconds), draw.uniform(0.2, 3.0)
     point.signal = draw.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
     if not run.wait(point.after):
-        strike(run, point, draw, stopped)
-    ended(run, point, place, temporary, limit)
+        send_signal_to_one(run, point, draw, stopped)
+    await_end(run, point, place, temporary, limit)
     for _ in range(3):
         if run.code == 0 or point.faults:
             break
@@ -212,16 +212,16 @@ def play(out: Path, point: Point, seed: int, undisturbed: tuple[Any, float], lim
         again = ["train", "--resume", str(place / "run")] if begun else [*words, "--overwrite"]
         point.came += f"{'resumed' if begun else 'begun again'} after {run.code}; "
         run = Run(again, place / "said.txt", temporary, run.tag)
-        ended(run, point, place, temporary, limit)
+        await_end(run, point, place, temporary, limit)
     if run.code != 0 and not point.faults:
         point.faults.append(f"exit code {run.code} after three resumes")
     elif not point.faults and result(place / "run") != expected:
-        point.faults.append("other numbers than the undisturbed run")
+        point.faults.append("numbers or weights differ from the undisturbed run")
     if not point.faults:
         shutil.rmtree(place)
 
 
-def strike(run: Run, point: Point, draw: random.Random, stopped: float) -> None:
+def send_signal_to_one(run: Run, point: Point, draw: random.Random, stopped: float) -> None:
     """Send the signal to one of the run's processes; a stopped one continues after `stopped` seconds."""
     family = sorted(run.family(), key=lambda process: process.pid)
     process = draw.choice(family) if family else run.process
@@ -232,16 +232,16 @@ def strike(run: Run, point: Point, draw: random.Random, stopped: float) -> None:
             time.sleep(stopped)
             process.send_signal(signal.SIGCONT)
     except psutil.Error:  # the process has just ended
-        point.victim += " (gone)"
+        point.victim += " (already ended)"
 
 
-def ended(run: Run, point: Point, place: Path, temporary: Path, limit: float) -> None:
+def await_end(run: Run, point: Point, place: Path, temporary: Path, limit: float) -> None:
     """Wait for the end of a command, and record its leftovers."""
     if not run.wait(limit):
         point.faults.append(f"it did not end within {limit:g} s")
     elif "Traceback" in (said := (place / "said.txt").read_text()):
         point.faults.append("a traceback: " + said.strip().splitlines()[-1][:200])
-    found = left_behind(run, temporary) if not point.faults else []
+    found = find_leftovers(run, temporary) if not point.faults else []
     point.faults += [f"left behind: {', '.join(found[:6])}"] if found else []
     for process in run.family():
         process.kill()
@@ -260,7 +260,7 @@ def undisturbed_run(out: Path, kind: str, limit: float) -> tuple[Any, float]:
     if not run.wait(limit) or run.code != 0:
         raise SystemExit((place / "said.txt").read_text())
     seconds = time.monotonic() - began
-    if found := left_behind(run, place / "t"):
+    if found := find_leftovers(run, place / "t"):
         print(f"the undisturbed {kind} run left behind: {', '.join(found)}")
     return result(place / "run"), seconds
 
@@ -289,23 +289,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--point", type=int, help="play this one alone")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of runs")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds in which a run must have ended")
+    parser.add_argument("--point", type=int, help="play only this point")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of runs")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which a run counts as hanging")
     parser.add_argument("--results", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}, after each point")
-    parser.add_argument("--resume", action="store_true", help="go on after the points that are written there; as --results")
+    parser.add_argument("--resume", action="store_true", help="skip points with written results; implies --results")
     arguments = parser.parse_args()
     in_private_mounts()
     import_first()
     book = Book.read(arguments.seed) if arguments.resume else Book(arguments.seed)
     wanted = [arguments.point] if arguments.point is not None else list(range(arguments.points))
-    played(arguments, [number for number in wanted if number not in {point.number for point in book.points}], book)
-    print(*said_of(book.points), sep="\n")
+    play_points(arguments, [number for number in wanted if number not in {point.number for point in book.points}], book)
+    print(*summary_lines(book.points), sep="\n")
     return 1 if any(point.faults for point in book.points) else 0
 
 
-def played(arguments: argparse.Namespace, wanted: list[int], book: Book) -> None:
-    """Play these points one after the other, and add them to the book."""
+def play_points(arguments: argparse.Namespace, wanted: list[int], book: Book) -> None:
+    """Play the points one after the other, and add their results to the book."""
     kinds = arguments.kinds.split(",")
     out = Path(tempfile.mkdtemp(prefix="agc-"))
     (out / "spec.json").write_text(json.dumps(SPEC))
@@ -354,7 +354,7 @@ class Book:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": {"cores": os.cpu_count(), "load_average": {"min": min(self.loads), "max": max(self.loads)}},
             "seed": self.seed,
-            "said": said_of(self.points),
+            "said": summary_lines(self.points),
             "points": [asdict(point) for point in self.points],
         }
         part = RESULTS.with_suffix(".part")
@@ -362,7 +362,7 @@ class Book:
         part.replace(RESULTS)
 
 
-def said_of(points: list[Point]) -> list[str]:
+def summary_lines(points: list[Point]) -> list[str]:
     """Return the summary lines."""
     bad = [point for point in points if point.faults]
     struck = Counter(f"{point.kind} {point.victim}" for point in points if point.victim)

@@ -43,7 +43,7 @@ from agentrl.trainer.pretrained import init_model
 
 MIB = 1 << 20
 SETTLED_S = 4.0
-"""Seconds until freed memory is really gone: the kernel of a virtual machine reports it to the host after two."""
+"""Seconds until freed memory is back at the host; the kernel of a virtual machine reports it after two."""
 TOKEN_BYTES = 8 + 1 + 4 + 4 + 4 + 4
 MODES: tuple[Mode, ...] = ("off", "auto", "on")
 PREFIXES = ((1024, 8, 256), (256, 8, 256), (64, 8, 256), (24, 8, 256), (16, 2, 512))
@@ -115,8 +115,8 @@ def dispatch(megabytes: int, workers: int) -> dict[str, float]:
     time.sleep(SETTLED_S)
     first_copy = best(lambda: select(batch, np.arange(len(batch))), 1)
     copy = best(lambda: select(batch, np.arange(len(batch))), 3)
-    fresh, used = into_shared_memory(size)
-    with takers(megabytes, workers, batch) as group:
+    fresh, used = shared_memory_copy_seconds(size)
+    with started_takers(megabytes, workers, batch) as group:
         with Memory() as memory:
             first = best(lambda: group.run(Taker.take, batch), 1)
         after = []
@@ -146,7 +146,7 @@ def dispatch(megabytes: int, workers: int) -> dict[str, float]:
 
 
 @contextmanager
-def takers(megabytes: int, workers: int, batch: TensorDict) -> Iterator[WorkerGroup[Taker]]:
+def started_takers(megabytes: int, workers: int, batch: TensorDict) -> Iterator[WorkerGroup[Taker]]:
     """Start workers with their imports done, in a Ray with an untouched store. Waits until memory freed earlier is back at the
     kernel, and in a virtual machine at the host."""
     time.sleep(SETTLED_S)
@@ -160,9 +160,9 @@ def takers(megabytes: int, workers: int, batch: TensorDict) -> Iterator[WorkerGr
         stop_ray()
 
 
-def into_shared_memory(size: int) -> tuple[float, float]:
-    """Measure the seconds of a copy of so many bytes into shared memory, the least cost of a dispatch, whose workers read the
-    batch there: into new pages, which the kernel clears at the first touch, and again into the same pages."""
+def shared_memory_copy_seconds(size: int) -> tuple[float, float]:
+    """Measure the seconds of a copy of `size` bytes into shared memory, the lower bound of a dispatch: into new pages, which the
+    kernel clears at the first access, and again into the same pages."""
     source = torch.ones(size, dtype=torch.uint8)
     times = []
     for _ in range(3):
@@ -304,7 +304,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="size of the dispatched batch")
     parser.add_argument("--rows", type=int, default=100_000, help="rows of the batch of `scale`")
     parser.add_argument("--workers", type=int, default=8, help="largest number of workers of the fan-out, up to 64")
-    parser.add_argument("--rounds", type=int, default=5, help="of each way in `prefix`")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each mode in `prefix`")
     args = parser.parse_args()
     torch.set_num_threads(1)
     parts = args.only or ["scale", "prefix", "dispatch", "fan_out"]

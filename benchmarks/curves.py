@@ -27,7 +27,7 @@ from curves_report import FUNCTIONS, VARIANTS, about_control, episodes, picture,
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ROOT / "benchmarks" / "parts"
 CONFIG = ROOT / "configs" / "quickstart.toml"
-HERE = ["cluster.backend=inline", "engine=embedded"]
+BACKEND = ["cluster.backend=inline", "engine=embedded"]
 EVERY = 3
 TIMEOUT_S = 3600
 
@@ -43,7 +43,7 @@ def main() -> int:
     args = parser.parse_args()
     args.out = args.out.absolute()
     if args.one:
-        return one(args.out, args.one[0], int(args.one[1]), args.updates)
+        return train_variant(args.out, args.one[0], int(args.one[1]), args.updates)
     names, seeds = args.variants.split(","), [int(seed) for seed in args.seeds.split(",")]
     unknown = sorted(set(names) - set(VARIANTS))
     if unknown:
@@ -52,7 +52,7 @@ def main() -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda seed: warm_start(args.out, seed), seeds))
         jobs = [(name, seed) for seed in seeds for name in names if (name, seed) not in results(args.out, args.updates)]
-        for line in pool.map(lambda job: process(args.out, job[0], job[1], args.updates), jobs):
+        for line in pool.map(lambda job: run_variant(args.out, job[0], job[1], args.updates), jobs):
             print(line, flush=True)
     found = list(results(args.out, args.updates).values())
     text = "\n".join(table(found))
@@ -62,7 +62,7 @@ def main() -> int:
     asked = [row for row in found if row["variant"] in names and row["seed"] in seeds]
     wrong = unexpected(asked)
     print(about_control(asked))
-    print("\n".join(wrong) if wrong else "every curve does what it must")
+    print("\n".join(wrong) if wrong else "every curve meets its requirement")
     return 1 if wrong else 0
 
 
@@ -85,7 +85,7 @@ def warm_start(out: Path, seed: int) -> None:
         f"name=warm_{seed}",
         f"out={out}",
         f"seed={seed}",
-        *HERE,
+        *BACKEND,
     ]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode != 0:
@@ -106,8 +106,8 @@ def results(out: Path, updates: int) -> dict[tuple[str, int], dict[str, Any]]:
     }
 
 
-def process(out: Path, name: str, seed: int, updates: int) -> str:
-    """Run one variant in a process, add its result to the file, and return a line to print."""
+def run_variant(out: Path, name: str, seed: int, updates: int) -> str:
+    """Run one variant in a subprocess, append its result to the file, and return a line to print."""
     command = [sys.executable, __file__, "--out", str(out), "--updates", str(updates), "--one", name, str(seed)]
     result = out / f"{name}_{seed}" / "result.json"
     result.unlink(missing_ok=True)
@@ -134,7 +134,7 @@ def process(out: Path, name: str, seed: int, updates: int) -> str:
     return f"{name} seed {seed}: {shown} ({time.monotonic() - began:.0f} s)"
 
 
-def one(out: Path, name: str, seed: int, updates: int) -> int:
+def train_variant(out: Path, name: str, seed: int, updates: int) -> int:
     """Train a variant in this process and write its result.json."""
     from agentrl.config.load import config_from, read_toml
     from agentrl.run.checks import check_config
@@ -153,7 +153,7 @@ def one(out: Path, name: str, seed: int, updates: int) -> int:
         "checkpoint.every=100000",
         "checkpoint.keep_best=0",
         "trajectories_every=100000",
-        *HERE,
+        *BACKEND,
     ]
     if variant.expected == "climbs":
         overrides.append("stop_at_success=0.95")

@@ -55,9 +55,9 @@ def read(out: Path) -> list[Case]:
 def main() -> int:
     """Play the cases and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("damage.jsonl"), help="where each case is noted")
+    parser.add_argument("--out", type=Path, default=Path("damage.jsonl"), help="file of the results")
     parser.add_argument("--commands", default=",".join(damage.COMMANDS))
-    parser.add_argument("--files", default="", help="parts of the names of the files to damage")
+    parser.add_argument("--files", default="", help="parts of names of files to damage, separated by commas")
     arguments = parser.parse_args()
     play(arguments.out, arguments.commands.split(","), [name for name in arguments.files.split(",") if name])
     counts = Counter((case["command"], case["verdict"]) for case in read(arguments.out))

@@ -27,7 +27,7 @@ from long_runs import COMMON, QUICK, command, curve, draw, finished, run, save, 
 from agentrl.run.reader import load_run
 
 CONFIG = "quickstart"
-HERE = ["engine=embedded", "cluster.backend=inline"]
+BACKEND = ["engine=embedded", "cluster.backend=inline"]
 SMALL = ["model.init.layers=3", "model.init.hidden=48", "sft.max_steps=5000"]
 FEW = ["steps=2", "eval.every=1", "eval.tasks=4", "rollout.groups=2"]
 SIZE = ["steps=10", "eval.every=1", "eval.tasks=100", "stop_at_success=false", "next=false"]
@@ -39,7 +39,7 @@ ARMS = {"rewards": None, "teacher": (1.0, 0.0), "both": (0.3, 1.0)}
 def teacher() -> Path:
     """Train the quickstart, and return its model."""
     few = [*FEW, "sft.min_steps=20", "sft.max_steps=20", "sft.gate=0.0"] if QUICK in sys.argv else []
-    run("teacher", CONFIG, [*HERE, *few])
+    run("teacher", CONFIG, [*BACKEND, *few])
     return work() / "runs" / "teacher" / "final"
 
 
@@ -48,7 +48,7 @@ def student() -> str:
     model = work() / "runs" / "student" / "warm_start"
     if not (model / "config.json").is_file():
         few = ["sft.min_steps=20", "sft.max_steps=20", "sft.gate=0.0"] if QUICK in sys.argv else []
-        command("sft", CONFIG, "name=student", *HERE, *SMALL, *few, "--overwrite")
+        command("sft", CONFIG, "name=student", *BACKEND, *SMALL, *few, "--overwrite")
     return f"model.path={model}"
 
 
@@ -81,7 +81,7 @@ def report() -> None:
         runs = [curves[arm, seed] for seed in seeds if (arm, seed) in curves]
         first, second, last = ([rows[min(number, len(rows) - 1)][2] for rows in runs] for number in (1, 2, 999))
         means = [f"{statistics.mean(ends):.2f}" for ends in (first, second, last)]
-        found.append([arm, *(f"{end:.2f}" for end in first), *means, kls(arm, seeds)])
+        found.append([arm, *(f"{end:.2f}" for end in first), *means, format_kl(arm, seeds)])
         points = [tuple(statistics.mean(row[k] for row in same) for k in (1, 2)) for same in zip(*runs, strict=True)]
         lines[arm] = (f"C{place}", points)
     before = statistics.mean(rows[0][2] for rows in curves.values())
@@ -90,7 +90,7 @@ def report() -> None:
     draw("distillation.png", lines, "sampled tokens (mean of the seeds that were run)")
 
 
-def kls(arm: str, seeds: Sequence[int]) -> str:
+def format_kl(arm: str, seeds: Sequence[int]) -> str:
     """Format `teacher/kl` of the arm's first seed; empty without a teacher."""
     found = [row["teacher/kl"] for row in load_run(work() / "runs" / f"{arm}-{seeds[0]}").metrics if "teacher/kl" in row]
     return f"{found[0]:.3f}, {found[-1]:.3f}" if found else "-"

@@ -53,17 +53,17 @@ every = 100
 [checkpoint]
 every = 25
 [health]
-max_unsolvable = 1.0  # so short turns hold no call: what is asked of the model is to be brief
+max_unsolvable = 1.0  # turns are too short for a call; the reward is for short outputs
 [cluster]
 backend = "{backend}"
 """
-ASKED = 10_000
+FAR_UPDATES = 10_000
 MODULE = "agentrl.cli.main"
 EVERY_S = 2.0
 WARM_UP = 1000
-"""Updates after which the driver's memory is level in the run of 2,000 in benchmarks/README.md (-0.08 MiB per 1,000)."""
+"""Updates after which the driver's memory stays level (benchmarks/README.md: -0.08 MiB per 1,000)."""
 NOISE = {"MiB": 32.0, "descriptors": 4.0, "threads": 4.0, "processes": 1.0, "files": 50.0}
-"""Growth in `ASKED` updates that counts as flat at any level."""
+"""Growth in `FAR_UPDATES` updates that counts as flat at any level."""
 _TITLE = re.compile(r"ray::(\w+)|(gcs_server|raylet|dashboard|log_monitor|runtime_env|ray_keeper)|multiprocessing\.(\w+)")
 Sample = dict[str, float]
 
@@ -80,7 +80,7 @@ def kind(process: psutil.Process, started: int) -> str:
 def processes(started: int) -> Sample:
     """Count the processes of each kind, and sum their unshared memory, descriptors and threads."""
     found: Sample = defaultdict(float)
-    for process in _family(started):
+    for process in _process_tree(started):
         try:
             name = kind(process, started)
             memory, descriptors, threads = process.memory_full_info().uss / 2**20, process.num_fds(), process.num_threads()
@@ -92,7 +92,7 @@ def processes(started: int) -> Sample:
     return found
 
 
-def _family(started: int) -> Iterator[psutil.Process]:
+def _process_tree(started: int) -> Iterator[psutil.Process]:
     try:
         parent = psutil.Process(started)
         yield from [parent, *parent.children(recursive=True)]
@@ -127,7 +127,7 @@ def updates(folder: Path) -> int:
     return int(steps[-1]) if steps else 0
 
 
-def watched(out: Path, arguments: argparse.Namespace) -> int:
+def run_and_sample(out: Path, arguments: argparse.Namespace) -> int:
     """Run to the end, write samples to `samples.jsonl`, and return the run's exit code."""
     temporary, folder = out / "tmp", out / "run"
     temporary.mkdir(parents=True, exist_ok=True)
@@ -152,20 +152,22 @@ def watched(out: Path, arguments: argparse.Namespace) -> int:
 
 
 def slopes(samples: list[Sample]) -> list[tuple[str, float, float, float, float]]:
-    """Return (name, value at half of the updates, at the end, slope per 1,000 updates, level at `ASKED`) of each series."""
+    """Return (name, value at half of the updates, at the end, slope per 1,000 updates, level at `FAR_UPDATES`) of each series."""
     later = [sample for sample in samples if sample["update"] >= samples[-1]["update"] / 2]
     x = np.array([sample["update"] for sample in later])
     rows = []
     for key in sorted({key for sample in later for key in sample} - {"update", "seconds"}):
         y = np.array([sample.get(key, 0.0) for sample in later])
         slope, start = np.polyfit(x, y, 1) if len(x) > 1 else (0.0, y[0])
-        rows.append((key, float(start + slope * x[0]), float(start + slope * x[-1]), slope * 1000, float(start + slope * ASKED)))
+        rows.append(
+            (key, float(start + slope * x[0]), float(start + slope * x[-1]), slope * 1000, float(start + slope * FAR_UPDATES))
+        )
     return rows
 
 
 def is_flat(key: str, level: float, slope: float) -> bool:
     """Return True if 10,000 updates add next to nothing."""
-    return slope * ASKED / 1000 <= max(NOISE[key.rpartition(", ")[2]], 0.1 * level)
+    return slope * FAR_UPDATES / 1000 <= max(NOISE[key.rpartition(", ")[2]], 0.1 * level)
 
 
 def table(samples: list[Sample], episodes: int) -> str:
@@ -175,7 +177,7 @@ def table(samples: list[Sample], episodes: int) -> str:
         f"{last['update']:,.0f} updates, {last['update'] * episodes:,.0f} episodes, {last['seconds'] / 60:.0f} minutes, "
         f"{len(samples)} samples",
         "",
-        f"| what | at half | at the end | per 1,000 updates | at {ASKED:,} | flat |",
+        f"| what | at half | at the end | per 1,000 updates | at {FAR_UPDATES:,} | flat |",
         "|---|---|---|---|---|---|",
     ]
     for key, first, end, slope, later in slopes(samples):
@@ -189,14 +191,14 @@ def main() -> int:
     """Run and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=2000)
-    parser.add_argument("--episodes", type=int, default=50, help="of an update, a multiple of 5")
+    parser.add_argument("--episodes", type=int, default=50, help="episodes per update, a multiple of 5")
     parser.add_argument("--backend", default="inline")
-    parser.add_argument("--out", type=Path, help="where the run and its samples are kept")
-    parser.add_argument("--table", type=Path, metavar="DIR", help="print the table of what was sampled there; runs nothing")
-    parser.add_argument("overrides", nargs="*", help="of the run's config")
+    parser.add_argument("--out", type=Path, help="folder of the run and its samples")
+    parser.add_argument("--table", type=Path, metavar="DIR", help="print the table of recorded samples, without a run")
+    parser.add_argument("overrides", nargs="*", help="overrides of the run's config")
     arguments = parser.parse_args()
     out = (arguments.table or arguments.out or Path(tempfile.mkdtemp(prefix="agentrl-endurance-"))).absolute()
-    code = 0 if arguments.table else watched(out, arguments)
+    code = 0 if arguments.table else run_and_sample(out, arguments)
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     if code or not samples:
         print((out / "said.txt").read_text()[-4000:])

@@ -35,7 +35,7 @@ async def play(env: ToolEnv, seed: int, episodes: int) -> int:
     return turns
 
 
-async def together(count: int, episodes: int) -> tuple[float, float]:
+async def play_concurrently(count: int, episodes: int) -> tuple[float, float]:
     """Measure microseconds per turn (processor, wall) with `count` concurrent episodes."""
     envs = [EnvRef("key_value", {"calls": 4}).build() for _ in range(count)]
     wall, processor = time.perf_counter(), time.process_time()
@@ -67,7 +67,7 @@ def main() -> None:
     per_turn: dict[int, float] = {}
     wall: dict[int, float] = {}
     for size in sizes:
-        rounds = [asyncio.run(together(size, max(1, total // 5 // size))) for _ in range(5)]
+        rounds = [asyncio.run(play_concurrently(size, max(1, total // 5 // size))) for _ in range(5)]
         per_turn[size] = statistics.median(spent[0] for spent in rounds)
         wall[size] = statistics.median(spent[1] for spent in rounds)
         print(f"{size:5d} at once: {per_turn[size]:7.1f} us per turn ({wall[size]:.1f} wall-clock)")

@@ -166,9 +166,7 @@ def table(args: argparse.Namespace) -> None:
             curves.setdefault(one["entry"], {})[one["seed"]] = one["curve"]
         short = sorted({one["entry"] for one in mine if one["curve"][-1][1] < tokens})
         print(f"\n{env}, {tokens:,} sampled tokens" + (f"; fewer in {', '.join(short)}" if short else ""))
-        print(
-            "\n| | seeds | mean until then (95 %) | less that of `grpo`, paired by seed | success then |\n|---|--:|---|---|---|"
-        )
+        print("\n| | seeds | mean until then (95 %) | minus `grpo`, paired by seed | success then |\n|---|--:|---|---|---|")
         means = {entry: {seed: average(rows, tokens) for seed, rows in of.items()} for entry, of in curves.items()}
         for entry, of in sorted(means.items(), key=lambda pair: -float(np.mean(list(pair[1].values())))):
             last = interval([at(rows, tokens) for rows in curves[entry].values()])

@@ -238,14 +238,14 @@ def table(args: argparse.Namespace) -> int:
         print(f"\n{folder.name}\n\n| calls | n | success, 95 % | law | constant rates | faults |\n|--:|--:|---|---|---|---|")
         for n, group in measured.items():
             hits, guess = sum(one.fault is None for one in group), guesses.get(n)
-            told = (
+            laws = (
                 [f"{p:.2f} ({low:.2f} to {high:.2f})" for p, low, high in (guess["law"], guess["constant"])]
                 if guess
                 else ["", ""]
             )
             kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(result["measured_faults"][n].items()))
             low, high = wilson(hits, len(group))
-            print(f"| {n} | {len(group)} | {hits / len(group):.2f} ({low:.2f} to {high:.2f}) | {told[0]} | {told[1]} | {kinds} |")
+            print(f"| {n} | {len(group)} | {hits / len(group):.2f} ({low:.2f} to {high:.2f}) | {laws[0]} | {laws[1]} | {kinds} |")
     return 0
 
 

@@ -83,7 +83,7 @@ def settle() -> None:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def anonymous(pid: int | str = "self") -> int:
+def anonymous_bytes(pid: int | str = "self") -> int:
     """Return the bytes of anonymous memory of a process."""
     text = Path(f"/proc/{pid}/status").read_bytes()
     return int(text.split(b"RssAnon:")[1].split()[0]) * 1024
@@ -117,7 +117,7 @@ def timed(way: Callable[[str, FsdpEngine], None], path: str, engine: FsdpEngine)
 
 
 @torch.no_grad()
-def own_slices(path: str, engine: FsdpEngine) -> None:
+def read_own_rows(path: str, engine: FsdpEngine) -> None:
     """Read each rank's rows, as in loading, but into allocated memory."""
     with WeightFiles(path) as files:
         for name, parameter in engine.named_weights():
@@ -125,7 +125,7 @@ def own_slices(path: str, engine: FsdpEngine) -> None:
 
 
 @torch.no_grad()
-def scattered(path: str, engine: FsdpEngine) -> None:
+def scatter_rows(path: str, engine: FsdpEngine) -> None:
     """Read every tensor on rank 0, and send each rank its rows."""
     rank, world = dist.get_rank(), dist.get_world_size()
     with WeightFiles(path) as files:
@@ -143,7 +143,7 @@ def scattered(path: str, engine: FsdpEngine) -> None:
             mine.copy_(part[: len(mine)])
 
 
-def written(save: BackgroundSave) -> None:
+def await_background_save(save: BackgroundSave) -> None:
     done = torch.tensor(0)
     while not done:
         done = torch.tensor(int(save.done()))
@@ -181,11 +181,11 @@ def work(path: str, folder: Path, save: BackgroundSave, enter: Callable[[str], N
         save_state(engine, folder / "saved", {})
     with phase("background save"):
         save.begin(engine, folder / "background", {})
-        written(save)
+        await_background_save(save)
     with phase("resume"):
         load_state(engine, folder / "saved")
     enter("end")
-    ways = {"own slices": own_slices, "one reader": scattered}
+    ways = {"own slices": read_own_rows, "one reader": scatter_rows}
     best = {name: min(timed(way, path, engine) for _ in range(REPEATS)) for name, way in ways.items()}
     return {**sizes(engine), "seconds": seconds, "ways": best}
 
@@ -197,7 +197,7 @@ def fill(engine: FsdpEngine) -> None:
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(1.0)
 
 
-def forked(world: int, body: Callable[[Callable[[str], None]], dict[str, Any]], out: Path) -> tuple[list[int], mmap.mmap]:
+def fork_ranks(world: int, body: Callable[[Callable[[str], None]], dict[str, Any]], out: Path) -> tuple[list[int], mmap.mmap]:
     """Start the ranks; return their process ids, and one shared byte per rank with its phase."""
     marks = mmap.mmap(-1, world)
     children = []
@@ -211,8 +211,8 @@ def forked(world: int, body: Callable[[Callable[[str], None]], dict[str, Any]], 
 
             def enter(what: str, rank: int = rank) -> None:
                 if what == PHASES[1]:
-                    (out / f"constant_{rank}").write_text(str(anonymous()))
-                (out / f"began_{rank}_{what}").write_text(str(anonymous()))
+                    (out / f"constant_{rank}").write_text(str(anonymous_bytes()))
+                (out / f"began_{rank}_{what}").write_text(str(anonymous_bytes()))
                 marks[rank] = PHASES.index(what)
 
             found = body(enter)
@@ -224,7 +224,7 @@ def forked(world: int, body: Callable[[Callable[[str], None]], dict[str, Any]], 
     return children, marks
 
 
-def sampled(children: list[int], marks: mmap.mmap) -> Iterator[tuple[float, int, int, int]]:
+def sample_memory(children: list[int], marks: mmap.mmap) -> Iterator[tuple[float, int, int, int]]:
     """Yield (seconds, rank, phase, bytes) about every millisecond until all ranks have ended."""
     began, running = time.perf_counter(), dict(enumerate(children))
     while running:
@@ -237,18 +237,18 @@ def sampled(children: list[int], marks: mmap.mmap) -> Iterator[tuple[float, int,
                         os.kill(other, 9)
                     sys.exit(f"rank {rank} ended with status {status}")
                 continue
-            yield time.perf_counter() - began, rank, marks[rank], anonymous(child)
+            yield time.perf_counter() - began, rank, marks[rank], anonymous_bytes(child)
         time.sleep(0.001)
 
 
 def measure(world: int, path: str, tiny: str, out: Path) -> dict[str, Any]:
     """Return the highest figures of all ranks, and the curve of rank 0 (which writes exports)."""
     out.mkdir()
-    children, marks = forked(world, lambda enter: rank_body(path, tiny, out, enter), out)
+    children, marks = fork_ranks(world, lambda enter: rank_body(path, tiny, out, enter), out)
     peaks: dict[tuple[int, int], int] = {}
     curve: list[tuple[float, str, int]] = []
     try:
-        for moment, rank, phase, held in sampled(children, marks):
+        for moment, rank, phase, held in sample_memory(children, marks):
             peaks[rank, phase] = max(held, peaks.get((rank, phase), 0))
             if rank == 0 and phase >= 1:
                 curve.append((moment, PHASES[phase], held))
@@ -274,11 +274,11 @@ def measure(world: int, path: str, tiny: str, out: Path) -> dict[str, Any]:
         "constant_mib": round(max(constants) / MIB, 1),
         "ways": ranks[0]["ways"],
         "phases": phases,
-        "curve": thinned(curve, constants[0]),
+        "curve": thin_curve(curve, constants[0]),
     }
 
 
-def thinned(curve: list[tuple[float, str, int]], constant: int, points: int = 60) -> list[tuple[str, int]]:
+def thin_curve(curve: list[tuple[float, str, int]], constant: int, points: int = 60) -> list[tuple[str, int]]:
     """Reduce a curve to the maximum in each of `points` equal time spans."""
     if not curve:
         return []
@@ -304,7 +304,7 @@ def measure_export_run(path: str, tiny: str, saved: Path, out: Path) -> dict[str
         try:
             export_run(out / "run_True", out / "warm")
             settle()
-            (out / "constant").write_text(str(anonymous()))
+            (out / "constant").write_text(str(anonymous_bytes()))
             export_run(out / "run_False", out / "exported")
             os._exit(0)
         except BaseException:
@@ -314,7 +314,7 @@ def measure_export_run(path: str, tiny: str, saved: Path, out: Path) -> dict[str
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if (out / "constant").exists():
             try:
-                peak = max(peak, anonymous(child))
+                peak = max(peak, anonymous_bytes(child))
             except (FileNotFoundError, ProcessLookupError, IndexError):
                 continue
         time.sleep(0.001)

@@ -107,7 +107,7 @@ def test_a_claim_that_fails_is_named_and_the_others_are_measured(
         "none: not measured: its output has no number for 'speed'",
         "peer: skipped: needs a-peer: make a-peer",
     ]
-    assert "[1/5] bad: python bad.py\n  0:00 gone, about 2:00 to go; this one may take 0:30" in said
+    assert "[1/5] bad: python bad.py\n  0:00 elapsed, about 2:00 left; limit of this claim 0:30" in said
     assert "  | half way" in said
     assert [file.name for file in (shop / "benchmarks/results").iterdir()] == ["good.json"]
     found = json.loads((shop / "benchmarks/results/good.json").read_text())
