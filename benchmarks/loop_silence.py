@@ -49,7 +49,7 @@ ANSWER = Message("assistant", "1")
 
 
 class Hostile(ToolEnv):
-    """Environment that returns its constructor's value."""
+    """Environment whose tool returns `given`."""
 
     id = "bench/Hostile-v0"
     summary = "large and slow things"
@@ -190,14 +190,14 @@ async def trajectory_file() -> None:
 
 
 async def evaluated() -> None:
-    async def ran(*_: Any, on_episode: Callable[[Trajectory], Any], **__: Any) -> None:
+    async def fake_run(*_: Any, on_episode: Callable[[Trajectory], Any], **__: Any) -> None:
         if (answer := on_episode(big_episode())) is not None:
             await answer
 
-    async def nothing(*_: Any) -> None: ...
+    async def no_op(*_: Any) -> None: ...
 
     with tempfile.TemporaryDirectory() as folder:
-        session: Any = SimpleNamespace(start=nothing, parts=SimpleNamespace(env=SimpleNamespace(name="x"), player=None))
+        session: Any = SimpleNamespace(start=no_op, parts=SimpleNamespace(env=SimpleNamespace(name="x"), player=None))
         config = TrainConfig.model_validate({"name": "x", "env": {"id": "key_value"}})
         request: Any = SimpleNamespace(
             out=Path(folder),
@@ -207,7 +207,7 @@ async def evaluated() -> None:
             note=Path(folder) / "note",
         )
         display: Any = SimpleNamespace(step=lambda *a: None, warn=print)
-        with patch.object(run_rollout, "run_tasks", ran), patch.object(run_rollout, "SLOW_LOOP", 0.0):
+        with patch.object(run_rollout, "run_tasks", fake_run), patch.object(run_rollout, "SLOW_LOOP", 0.0):
             await run_rollout.RolloutJob(RunStart(config), request, display).play(session, [])
 
 
@@ -221,7 +221,7 @@ def reset_of(name: str, **params: Any) -> Callable[[], Awaitable[None]]:
     return reset
 
 
-THREAD = "a tool that keeps the interpreter's lock, in a thread (not in the aim: the watchdog names it)"
+THREAD = "a tool that holds the GIL, in a thread (not part of the target; the watchdog names it)"
 CASES: dict[str, Callable[[], Awaitable[None]]] = {
     "prompt of 100k characters": prompt,
     "tool output of 1 MB": output,
@@ -236,7 +236,7 @@ CASES: dict[str, Callable[[], Awaitable[None]]] = {
     "spec: number in 300k characters": number,
     "spec: 150 calls matched": matching,
     "16 tools that compute in threads": heavy_tools,
-    "a tool with process=True that keeps the lock": locked_process,
+    "a tool that holds the GIL, with process=True": locked_process,
     THREAD: locked_tool,
     "trajectory file of 16 MB": trajectory_file,
     "evaluation keeps an episode of 4 MB": evaluated,
@@ -247,14 +247,14 @@ CASES: dict[str, Callable[[], Awaitable[None]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="only cases whose name contains this text")
     parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     share_the_lock()  # as in every run
     found: dict[str, float] = {}
     for name, case in CASES.items():
-        if asked.only in name:
-            found[name] = round(min(asyncio.run(longest_silence(case)) for _ in range(asked.rounds)), 1)
+        if args.only in name:
+            found[name] = round(min(asyncio.run(longest_silence(case)) for _ in range(args.rounds)), 1)
             print(f"{found[name]:9.1f} ms  {name}", flush=True)
     most = max((ms for name, ms in found.items() if name != THREAD), default=0.0)
     print(json.dumps({"benchmark": "loop_silence", "ms": found, "most_over_aim": round(most / AIM_MS, 3)}))

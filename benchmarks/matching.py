@@ -25,7 +25,7 @@ AIM, AIM_MS = 10_000.0, 20.0
 ROUNDS = 5
 
 
-def once(seconds: float) -> dict[str, float]:
+def measure(seconds: float) -> dict[str, float]:
     """Measure each profile's trajectories per processor second (best of short rounds), and an assignment's milliseconds."""
     from reward_speed import SHELF, assignment_seconds, episodes  # type: ignore[import-not-found]
 
@@ -45,8 +45,8 @@ def once(seconds: float) -> dict[str, float]:
     return {**found, "assignment_ms": 1000 * assignment_seconds(200)}
 
 
-def measured(root: Path, seconds: float) -> dict[str, float]:
-    """Run `once` in a separate process on the code in `root`."""
+def measure_in_subprocess(root: Path, seconds: float) -> dict[str, float]:
+    """Run `measure` in a separate process on the code in `root`."""
     here = str(Path(__file__).resolve())
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "benchmarks")]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, here, "--once", str(seconds)], cwd=root, env=env, capture_output=True, text=True)
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--once", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.once is not None:
-        print(json.dumps(once(args.once)))
+        print(json.dumps(measure(args.once)))
         return
     with tempfile.TemporaryDirectory() as folder:
         roots = [ROOT]
@@ -75,7 +75,7 @@ def main() -> None:
             archive = subprocess.run(["git", "archive", args.against], cwd=ROOT, check=True, capture_output=True).stdout
             subprocess.run(["tar", "x", "-C", folder], input=archive, check=True)
             roots.append(Path(folder))
-        rounds = [[measured(root, args.seconds) for root in roots] for _ in range(ROUNDS)]
+        rounds = [[measure_in_subprocess(root, args.seconds) for root in roots] for _ in range(ROUNDS)]
     now, *before = (best(list(rows)) for rows in zip(*rounds, strict=True))
     for name, value in now.items():
         aim = value / AIM if name != "assignment_ms" else AIM_MS / value

@@ -43,14 +43,14 @@ def architecture(kind: str, name: str, hidden: int, layers: int, mlp: int, heads
     return {"model_type": kind, "architectures": [name], "max_position_embeddings": 40_960, **sizes, **more}
 
 
-def counted(folder: Path, ranks: int, tokens: int, **keys: Any) -> RoleMemory:
+def count_memory(folder: Path, ranks: int, tokens: int, **keys: Any) -> RoleMemory:
     cfg = ModelConfig(path=str(folder), dtype="bfloat16", **keys)
     return count(shell(cfg), cfg, ranks, tokens, [OptimConfig()])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=16_384, help="tokens per micro-batch")
     tokens = parser.parse_args().tokens
     print("| model | parameters |", " | ".join(f"{n} card{'s' * (n > 1)}" for n in CARDS), "| LoRA, 1 card |")
     print("|---" * (len(CARDS) + 3) + "|")
@@ -59,8 +59,8 @@ def main() -> None:
             folder = Path(place)
             (folder / "config.json").write_text(json.dumps(table))
             size = numel(shell(ModelConfig(path=place)).parameters())
-            found = [counted(folder, ranks, tokens) for ranks in CARDS]
-            found.append(counted(folder, 1, tokens, lora=LoraSection()))
+            found = [count_memory(folder, ranks, tokens) for ranks in CARDS]
+            found.append(count_memory(folder, 1, tokens, lora=LoraSection()))
         print(f"| {name} | {size / 1e9:.1f}B |", " | ".join(f"{(one.resident + one.turn) / GIB:,.0f}" for one in found), "|")
 
 

@@ -44,7 +44,7 @@ def rate(work: Callable[[], int], seconds: float) -> float:
     return best
 
 
-def ours(tasks: int, group: int, seconds: float) -> dict[str, float]:
+def measure_agentrl(tasks: int, group: int, seconds: float) -> dict[str, float]:
     """Measure scores per second of groups and single episodes with the imported code. Raises for a wrong score."""
     from agentrl.data.trajectory import Trajectory
     from agentrl.reward import Context, compile_spec
@@ -76,7 +76,7 @@ def ours(tasks: int, group: int, seconds: float) -> dict[str, float]:
 
 
 def before(ref: str, arguments: list[str]) -> dict[str, Any]:
-    """Run `ours` with the code of a commit in a separate process."""
+    """Run `measure_agentrl` with the code of a commit in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         tar = subprocess.run(["git", "-C", str(ROOT), "archive", ref, "agentrl"], check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", folder], input=tar, check=True)
@@ -87,7 +87,7 @@ def before(ref: str, arguments: list[str]) -> dict[str, Any]:
     return found
 
 
-def peer(tasks: int, seconds: float) -> float | str:
+def measure_bfcl(tasks: int, seconds: float) -> float | str:
     """Measure BFCL's checker on the gold of its tasks: scores per second, or the reason why there are none."""
     if source := os.environ.get("AGENTRL_BFCL_SOURCE"):
         sys.path.insert(0, source)
@@ -130,21 +130,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3.0, help="processor seconds per figure")
     parser.add_argument("--tasks", type=int, default=100, help="number of tasks")
-    parser.add_argument("--group", type=int, default=8, help="episodes of a task")
+    parser.add_argument("--group", type=int, default=8, help="episodes per task")
     parser.add_argument("--before", metavar="REF", help="a commit to compare with")
     parser.add_argument("--only-ours", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    found: dict[str, Any] = {"benchmark": "multi_turn_speed", **ours(args.tasks, args.group, args.seconds)}
+    found: dict[str, Any] = {"benchmark": "multi_turn_speed", **measure_agentrl(args.tasks, args.group, args.seconds)}
     if args.only_ours:
         print(json.dumps(found))
         return
-    print(f"{found['groups']:>8.0f} scores/s, groups of {args.group}; {found['singles']:.0f} of single episodes", file=sys.stderr)
+    print(f"{found['groups']:>8.0f} scores/s, groups of {args.group}; {found['singles']:.0f} single episodes/s", file=sys.stderr)
     if args.before:
         sizes = ["--seconds", str(args.seconds), "--tasks", str(args.tasks), "--group", str(args.group)]
         found["before"] = old = before(args.before, sizes)
-        print(f"{old['groups']:>8.0f} scores/s, {old['singles']:.0f} of single episodes at {args.before}", file=sys.stderr)
+        print(f"{old['groups']:>8.0f} scores/s, {old['singles']:.0f} single episodes/s at {args.before}", file=sys.stderr)
         found["ratio"] = {name: round(found[name] / old[name], 2) for name in ("groups", "singles")}
-    found["peer"] = theirs = peer(args.tasks, args.seconds)
+    found["peer"] = theirs = measure_bfcl(args.tasks, args.seconds)
     print(f"bfcl_eval's own checker: {theirs if isinstance(theirs, str) else format(theirs, '.0f')}", file=sys.stderr)
     if not isinstance(theirs, str):
         found["over_peer"] = {name: round(found[name] / theirs, 2) for name in ("groups", "singles")}

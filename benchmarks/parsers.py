@@ -47,15 +47,15 @@ def traced(parser: Any, text: str) -> int:
         tracemalloc.stop()
 
 
-def apart(parser: Any, shape: Shape, size: int) -> tuple[float, float]:
+def measure_in_subprocess(parser: Any, shape: Shape, size: int) -> tuple[float, float]:
     """Measure seconds, and peak MB in addition to the text, in a separate process."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         text = shape.text(size)
-        before = status("VmRSS")
+        before = status_kib("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         spent = seconds(parser, text)
-        os.write(writer, json.dumps([spent, (status("VmHWM") - before) / 1024]).encode())
+        os.write(writer, json.dumps([spent, (status_kib("VmHWM") - before) / 1024]).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as found:
@@ -64,13 +64,13 @@ def apart(parser: Any, shape: Shape, size: int) -> tuple[float, float]:
     return spent, more
 
 
-def status(field: str) -> int:
+def status_kib(field: str) -> int:
     """Return a memory field of this process in KiB."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(field)))
 
 
-def measured(name: str, megabytes: float, most: int) -> dict[str, Any]:
+def measure_syntax(name: str, megabytes: float, most: int) -> dict[str, Any]:
     parser = SYNTAXES[name].parser
     read = parser.bind(TOOLS) if isinstance(parser, ForTools) else parser
     every = list(shapes(name))
@@ -78,7 +78,10 @@ def measured(name: str, megabytes: float, most: int) -> dict[str, Any]:
     short = [(seconds(read, s.text(64_000)), traced(read, s.text(64_000)), s) for s in tried]
     slow, large = (sorted(short, key=by, reverse=True)[:3] for by in (lambda row: row[0], lambda row: row[1]))
     picked = {str(row[2]): row[2] for row in (*slow, *large)}
-    rows = [(*apart(read, s, int(megabytes * 1e6)), apart(read, s, 1_000_000)[0], s) for s in picked.values()]
+    rows = [
+        (*measure_in_subprocess(read, s, int(megabytes * 1e6)), measure_in_subprocess(read, s, 1_000_000)[0], s)
+        for s in picked.values()
+    ]
     longest, _, one, shape = max(rows, key=lambda row: row[0])
     largest = max(rows, key=lambda row: row[1])
     return {
@@ -94,10 +97,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=10)
     parser.add_argument("--only", choices=sorted(SYNTAXES))
-    parser.add_argument("--shapes", type=int, default=400, help="of each syntax; the rest is left out by chance")
+    parser.add_argument("--shapes", type=int, default=400, help="shapes per syntax, sampled at random if there are more")
     args = parser.parse_args()
     for name in [args.only] if args.only else SYNTAXES:
-        print(json.dumps(measured(name, args.megabytes, args.shapes), ensure_ascii=False), flush=True)
+        print(json.dumps(measure_syntax(name, args.megabytes, args.shapes), ensure_ascii=False), flush=True)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def load(receiver: Receiver, bucket: Bucket, own: dict[str, Tensor]) -> None:
         own[name].copy_(tensor)
 
 
-def engine(pipe: Connection, mib: int) -> None:
+def run_receiver(pipe: Connection, mib: int) -> None:
     """Run the receiving process: report readiness, attach to an Offer, load and acknowledge each bucket, answer "sum" and "cpu",
     end at None."""
     torch.set_num_threads(1)
@@ -68,8 +68,8 @@ def engine(pipe: Connection, mib: int) -> None:
 
 
 def publish(sender: Sender, pipe: Connection, held: dict[str, Tensor]) -> Times:
-    """Publish once; each bucket is filled while the receiver loads the previous one."""
-    begun, before = time.process_time(), asked(pipe)
+    """Publish once. The sender fills a bucket while the receiver loads the previous one."""
+    begun, before = time.process_time(), receiver_cpu_seconds(pipe)
     start = time.perf_counter()
     buckets = sender.buckets(iter(held.items()))
     bucket = next(buckets, None)
@@ -78,10 +78,10 @@ def publish(sender: Sender, pipe: Connection, held: dict[str, Tensor]) -> Times:
         bucket = next(buckets, None)
         pipe.recv()
     taken = time.perf_counter() - start
-    return taken, time.process_time() - begun + asked(pipe) - before
+    return taken, time.process_time() - begun + receiver_cpu_seconds(pipe) - before
 
 
-def asked(pipe: Connection) -> float:
+def receiver_cpu_seconds(pipe: Connection) -> float:
     """Return the processor seconds of the other process."""
     pipe.send("cpu")
     return float(pipe.recv())
@@ -96,7 +96,7 @@ def publish_here(sender: Sender, receiver: Receiver, held: dict[str, Tensor], ow
     return time.perf_counter() - start, time.process_time() - begun
 
 
-def copies(held: dict[str, Tensor], own: dict[str, Tensor]) -> Times:
+def copy_weights(held: dict[str, Tensor], own: dict[str, Tensor]) -> Times:
     """Copy the weights plainly."""
     start, begun = time.perf_counter(), time.process_time()
     for name, tensor in held.items():
@@ -115,14 +115,14 @@ def measure(route: str, args: argparse.Namespace) -> dict[str, float]:
     if route == "memory":
         receiver = open_receiver(sender.open(), 0)
         sender.attached()
-        times = [(copies(held, own), publish_here(sender, receiver, held, own)) for _ in range(args.repeats + 1)]
+        times = [(copy_weights(held, own), publish_here(sender, receiver, held, own)) for _ in range(args.repeats + 1)]
         got = sum(float(tensor[0]) + float(tensor[-1]) for tensor in own.values())
     else:
-        for pipe in other_process(args.mib):
+        for pipe in started_receiver(args.mib):
             pipe.send(sender.open())
             assert pipe.recv() == "attached"
             sender.attached()
-            times = [(copies(held, own), publish(sender, pipe, held)) for _ in range(args.repeats + 1)]
+            times = [(copy_weights(held, own), publish(sender, pipe, held)) for _ in range(args.repeats + 1)]
             pipe.send("sum")
             got = pipe.recv()
     sender.close()
@@ -132,10 +132,10 @@ def measure(route: str, args: argparse.Namespace) -> dict[str, float]:
     return {"copy_s": min(taken for taken, _ in copy), "publish_s": min(taken for taken, _ in sent), "cpu": cpu}
 
 
-def other_process(mib: int) -> Iterator[Connection]:
+def started_receiver(mib: int) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=engine, args=(there, mib), daemon=True)
+    process = context.Process(target=run_receiver, args=(there, mib), daemon=True)
     process.start()
     there.close()  # so that this side notices the end of the process
     assert here.recv() == "ready"

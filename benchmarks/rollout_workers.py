@@ -77,7 +77,7 @@ class Simulated(Player):
         return [made]
 
 
-async def driven(workers: int, updates: int) -> float:
+async def driver_seconds_per_turn(workers: int, updates: int) -> float:
     """Measure processor seconds of the driver per turn."""
     groups = 2 * workers * AT_ONCE // GROUP
     config = RolloutConfig(groups=groups, group_size=GROUP, max_episodes=workers * AT_ONCE, max_turns=TURNS)
@@ -97,7 +97,7 @@ async def driven(workers: int, updates: int) -> float:
 def driver(quick: bool) -> dict[str, Any]:
     per_turn: dict[int, float] = {}
     for workers in (1, 4, 16, 64):
-        per_turn[workers] = spent = asyncio.run(driven(workers, 3 if quick else 6)) * 1e6
+        per_turn[workers] = spent = asyncio.run(driver_seconds_per_turn(workers, 3 if quick else 6)) * 1e6
         print(f"{workers:4d} workers: {spent:8.1f} us a turn, {spent * TURNS / 1e3:.3f} s per 1,000 episodes")
     return {
         "us_per_turn": {k: round(v, 1) for k, v in per_turn.items()},
@@ -136,7 +136,7 @@ class Ref(EnvRef):
         return Slow(**extra)
 
 
-async def wait_together(episodes: int) -> dict[str, float]:
+async def measure_waiting(episodes: int) -> dict[str, float]:
     renderer = make_renderer(packaged_tokenizer(CONTEXT))
     engine = Instant([renderer.assistant(CALL), renderer.assistant(Message("assistant", "1"))])
     config = RolloutConfig(groups=episodes // GROUP, group_size=GROUP, max_episodes=episodes, max_turns=4, episode_timeout=3000.0)
@@ -167,25 +167,25 @@ async def wait_together(episodes: int) -> dict[str, float]:
 def waiting(quick: bool) -> dict[str, Any]:
     found = {}
     for episodes in (64, 1_000) if quick else (64, 1_000, 10_000):
-        found[episodes] = asyncio.run(wait_together(episodes))
+        found[episodes] = asyncio.run(measure_waiting(episodes))
         print(f"{episodes:6d} wait: {found[episodes]}", flush=True)
     return {"by_episodes": found}
 
 
-async def watching(limit: float, seconds: float) -> float:
+async def idle_cpu_share(limit: float, seconds: float) -> float:
     with LoopWatchdog(limit):
         before = time.process_time()
         await asyncio.sleep(seconds)
         return (time.process_time() - before) / seconds
 
 
-async def played(workers: int, steps: int, episodes: int, rounds: int) -> dict[str, float]:
+async def play_with_workers(workers: int, steps: int, episodes: int, rounds: int) -> dict[str, float]:
     config = RolloutConfig(groups=episodes // GROUP, group_size=GROUP, max_episodes=AT_ONCE * max(workers, 1), max_turns=4)
     player, part = await player_of(workers, config, steps)
     wall, cpu = float("inf"), float("inf")
     try:
         for seed in range(rounds + 1):
-            # A new one each time, since the workers' engines have one version of weights.
+            # A new collector per round, since the workers' engines keep one version of weights.
             collector = collector_of(player, part, config, seed)
             began, before = time.perf_counter(), time.process_time()
             groups = await collector.collect()
@@ -203,16 +203,18 @@ def workers(quick: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, steps in (("instant", 0), ("computing", 20_000)):
         for count in (0, 1, 2, 4):
-            found[f"{name}_{count}"] = asyncio.run(played(count, steps, 256 if quick or steps else 2048, 2 if quick else 4))
+            found[f"{name}_{count}"] = asyncio.run(
+                play_with_workers(count, steps, 256 if quick or steps else 2048, 2 if quick else 4)
+            )
             print(f"{name:10s} {count} workers: {found[f'{name}_{count}']}", flush=True)
     return found
 
 
 def watchdog(quick: bool) -> dict[str, Any]:
     seconds = 2.0 if quick else 10.0
-    idle, beside = asyncio.run(watching(0.0, seconds)), asyncio.run(watching(0.2, seconds))
-    print(f"watchdog: {(beside - idle) * 100:.3f} % of a processor")
-    return {"cpu_s_per_s": round(beside - idle, 5)}
+    idle, watched = asyncio.run(idle_cpu_share(0.0, seconds)), asyncio.run(idle_cpu_share(0.2, seconds))
+    print(f"watchdog: {(watched - idle) * 100:.3f} % of a processor")
+    return {"cpu_s_per_s": round(watched - idle, 5)}
 
 
 PARTS = {"driver": driver, "workers": workers, "waiting": waiting, "watchdog": watchdog}

@@ -85,22 +85,22 @@ async def episode(engine: Engine, number: int, tokens: int) -> Trajectory:
     )
 
 
-def compared(actors: WorkerGroup[Actor], batch: TensorDict) -> dict[str, float]:
+def measure_mismatch(actors: WorkerGroup[Actor], batch: TensorDict) -> dict[str, float]:
     """Return `mismatch_kl` and `mismatch_max` of the trainer's pass over the batch, as in a run."""
     new = actors.run(Actor.compute_logprob, batch)["logprobs"].values()
     return mismatch(Ragged.of(batch).with_tokens(old_logprobs=new))
 
 
-def elsewhere(path: str, batch: TensorDict) -> float:
+def rerouted_share(path: str, batch: TensorDict) -> float:
     """Return the share of (token, layer) with other experts in float32, for the initial weights."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     watch, other, all_of = RouterWatch(model), 0, 0
     for ids, experts in zip(batch["token_ids"].unbind(), batch["experts"].unbind(), strict=True):
         with torch.inference_mode(), watch.watching():
             model(ids.long()[None], use_cache=False)
-        mine, told = np.sort(watch.experts(), -1)[:-1], np.sort(experts.numpy(), -1)[:-1]
-        other += int((mine != told).any(-1).sum())
-        all_of += mine.shape[0] * mine.shape[1]
+        chosen_by_trainer, chosen_by_engine = np.sort(watch.experts(), -1)[:-1], np.sort(experts.numpy(), -1)[:-1]
+        other += int((chosen_by_trainer != chosen_by_engine).any(-1).sum())
+        all_of += chosen_by_trainer.shape[0] * chosen_by_trainer.shape[1]
     return other / all_of
 
 
@@ -128,13 +128,13 @@ async def measure(name: str, path: str, args: argparse.Namespace) -> None:
         generator = torch.Generator().manual_seed(step)
         advantages = torch.randn(len(sampled.values()), generator=generator) * sampled.values()
         batch["advantages"] = nested_tensor(advantages, offsets_of(sampled))
-        replayed, free = compared(actors, batch), compared(actors, batch.exclude("experts"))
+        replayed, without = measure_mismatch(actors, batch), measure_mismatch(actors, batch.exclude("experts"))
         row: dict[str, Any] = {"engine": name, "step": step, "tokens": int(sampled.values().sum())}
         if step == 0:
-            row["routed_elsewhere"] = elsewhere(path, batch)
+            row["routed_elsewhere"] = rerouted_share(path, batch)
         metrics = actors.run(Actor.update, cut_update(batch, AlgorithmConfig(), 1, step=step), AlgorithmConfig(), step=step)
         for key in replayed:
-            row |= {f"{key} without": free[key], f"{key} with": replayed[key]}
+            row |= {f"{key} without": without[key], f"{key} with": replayed[key]}
         row |= {key: metrics[key] for key in metrics if key.startswith("experts_") or key == "mismatch_kl"}
         print(
             json.dumps({key: float(f"{value:.3g}") if isinstance(value, float) else value for key, value in row.items()}),
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("embedded", "vllm"), action="append", help="by default both")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--episodes", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=32, help="of a turn")
+    parser.add_argument("--tokens", type=int, default=32, help="sampled tokens per turn")
     parser.add_argument("--lr", type=float, default=1e-3)
     args = parser.parse_args()
     engines = args.engine or (["embedded", "vllm"] if importlib.util.find_spec("vllm") else ["embedded"])

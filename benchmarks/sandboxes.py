@@ -22,7 +22,7 @@ from typing import Any
 from agentrl.contrib.sandboxes.contract import SANDBOXES, SandboxProvider, SandboxSpec
 from agentrl.env.catalog import make_env
 
-OWN = ("local", "bubblewrap")
+PROVIDERS = ("local", "bubblewrap")
 
 
 async def calls(provider: SandboxProvider) -> dict[str, Callable[[], Awaitable[Any]]]:
@@ -37,12 +37,12 @@ async def calls(provider: SandboxProvider) -> dict[str, Callable[[], Awaitable[A
     return {"sh": lambda: shell.exec("true"), "python": lambda: code.python("1 + 1"), "start": started}
 
 
-async def measured(count: int) -> dict[str, dict[str, dict[str, float]]]:
-    providers = [SANDBOXES.bind(name, {})() for name in OWN]
-    there = {provider.name: await calls(provider) for provider in providers if provider.unavailable() is None}
+async def measure(count: int) -> dict[str, dict[str, dict[str, float]]]:
+    providers = [SANDBOXES.bind(name, {})() for name in PROVIDERS]
+    available = {provider.name: await calls(provider) for provider in providers if provider.unavailable() is None}
     wall: dict[tuple[str, str], list[float]] = {}
     for number in range(count + 1):
-        for name, works in there.items():
+        for name, works in available.items():
             for what, work in works.items():
                 began = time.perf_counter()
                 await work()
@@ -57,9 +57,9 @@ async def measured(count: int) -> dict[str, dict[str, dict[str, float]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=60, help="of each kind and provider")
+    parser.add_argument("--calls", type=int, default=60, help="calls per kind and provider")
     load = os.getloadavg()[0]
-    found = asyncio.run(measured(parser.parse_args().calls))
+    found = asyncio.run(measure(parser.parse_args().calls))
     for name, works in found.items():
         for what, row in works.items():
             print(f"{name:12s} {what:7s} {row['ms']:7.1f} ms (p90 {row['p90_ms']:.1f})")

@@ -120,7 +120,7 @@ class Maker:
         return Group(index, index, [self.episode(index, member, prompt) for member in range(members)])
 
 
-def chosen(ledger: GroupLedger, groups: list[Group]) -> list[Group]:
+def complete_update(ledger: GroupLedger, groups: list[Group]) -> list[Group]:
     """Call the group ledger as a collector does until an update is complete; return the update's groups."""
     while ledger.admit() is not None:
         pass
@@ -134,7 +134,7 @@ def chosen(ledger: GroupLedger, groups: list[Group]) -> list[Group]:
     return ready
 
 
-def shipped(method: Callable[..., Any], batch: TensorDict, ranks: int, ray: bool) -> list[Any]:
+def store_columns(method: Callable[..., Any], batch: TensorDict, ranks: int, ray: bool) -> list[Any]:
     """Split a call over `ranks` workers, and store its columns for them. Returns references that keep the columns stored."""
     strategy = Actor.dispatch_table[method.__name__]
     mesh = Mesh.of({"dp": ranks, "sp": 1}, ranks)
@@ -143,8 +143,8 @@ def shipped(method: Callable[..., Any], batch: TensorDict, ranks: int, ray: bool
     return COLUMNS.put(shipment.batch) if ray else [shipment]
 
 
-def cut_and_shipped(batch: TensorDict, algorithm: AlgorithmConfig, ranks: int, ray: bool) -> list[Any]:
-    return shipped(Actor.update, cut_update(batch, algorithm, ranks), ranks, ray)
+def store_update(batch: TensorDict, algorithm: AlgorithmConfig, ranks: int, ray: bool) -> list[Any]:
+    return store_columns(Actor.update, cut_update(batch, algorithm, ranks), ranks, ray)
 
 
 async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -161,7 +161,7 @@ async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     }
     ledger = GroupLedger(args.groups, 0)
     with meter.phase("group_ledger"):
-        groups = chosen(ledger, groups)
+        groups = complete_update(ledger, groups)
     with meter.phase("collate"):
         batch = await in_thread("batch", make_batch, groups, Choice(name="grpo"))
     algorithm = AlgorithmConfig(minibatch=args.groups * args.members // 4)
@@ -172,9 +172,9 @@ async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         assert not await in_thread("batch", broken_rows, view)
         batch = view.batch
     with meter.phase("dispatch_forward"):
-        first = await in_thread("batch", shipped, Actor.compute_logprob, batch, args.ranks, args.ray)
+        first = await in_thread("batch", store_columns, Actor.compute_logprob, batch, args.ranks, args.ray)
     with meter.phase("dispatch_update"):
-        second = await in_thread("batch", cut_and_shipped, batch, algorithm, args.ranks, args.ray)
+        second = await in_thread("batch", store_update, batch, algorithm, args.ranks, args.ray)
     stored = own_memory("RssShmem")
     del batch, first, second
     await asyncio.sleep(0.05)  # the loop keeps a reference to a thread's result for one more iteration

@@ -28,7 +28,7 @@ def run(config: Path, seeds: Sequence[int], overrides: Sequence[str]) -> int:
         name = f"{config.stem}_seed{seed}"
         folder = Path("runs") / name
         if (folder / "final" / "manifest.json").is_file():
-            print(f"{folder} is at its end")
+            print(f"{folder} is finished")
             continue
         words = ["--resume", str(folder)] if folder.is_dir() else [str(config), f"seed={seed}", f"name={name}", *overrides]
         done = subprocess.run([sys.executable, "-m", "agentrl", "train", *words])

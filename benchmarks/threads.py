@@ -77,7 +77,7 @@ def cell(model: str, threads: int, dtype: str, seconds: float) -> dict[str, floa
 
 
 @contextmanager
-def beside(busy: bool) -> Iterator[None]:
+def background_load(busy: bool) -> Iterator[None]:
     """Run a process that computes without a pause, if `busy`."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
     try:
@@ -88,7 +88,7 @@ def beside(busy: bool) -> Iterator[None]:
             process.wait()
 
 
-def measured(model: str, threads: int, dtype: str, seconds: float) -> dict[str, float]:
+def measure_in_subprocess(model: str, threads: int, dtype: str, seconds: float) -> dict[str, float]:
     """Run `cell` in a separate process."""
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, __file__, "--cell", model, str(threads), dtype, str(seconds)]
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--threads", default=f"1,{len(os.sched_getaffinity(0))}")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each kind of work in a cell")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds per kind of work and cell")
     parser.add_argument("--quiet-only", action="store_true")
     parser.add_argument("--cell", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -114,10 +114,10 @@ def main() -> None:
     for model, busy in product(args.models.split(","), (False,) if args.quiet_only else (False, True)):
         cells = list(product(("float32", "bfloat16"), map(int, args.threads.split(","))))
         seen: dict[tuple[str, int], list[dict[str, float]]] = {one: [] for one in cells}
-        with beside(busy):
+        with background_load(busy):
             for _ in range(args.rounds):
                 for dtype, threads in cells:
-                    seen[dtype, threads].append(measured(model, threads, dtype, args.seconds))
+                    seen[dtype, threads].append(measure_in_subprocess(model, threads, dtype, args.seconds))
         for (dtype, threads), found in seen.items():
             rates = {kind: statistics.median(one[kind] for one in found) for kind in SHAPES}
             row = {"model": model, "busy": busy, "dtype": dtype, "threads": threads, "parameters": found[0]["parameters"]}

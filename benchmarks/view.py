@@ -81,7 +81,7 @@ def write(folder: RunFolder, step: int, count: int, rng: random.Random, made: li
     folder.append_metrics({"step": step, "phase": "train", "success": 0.6, "tokens": 120 * count, "scored": count, "unscored": 0})
 
 
-def questions(api: Api, last: int) -> dict[str, Callable[[], Any]]:
+def page_requests(api: Api, last: int) -> dict[str, Callable[[], Any]]:
     """Return the requests of the page by name."""
     page: Callable[..., Any] = lambda **asked: lambda: api.episodes("run", {key: str(value) for key, value in asked.items()})  # noqa: E731
     return {
@@ -131,7 +131,7 @@ def main() -> None:
             print(f"{name:<28}{time.perf_counter() - began:9.3f} s wall {time.process_time() - cpu:9.3f} s cpu")
         print(f"{'the index on disk':<28}{one.index.path.stat().st_size / 2**20:9.0f} MiB")
         print(f"{'memory for indexing':<28}{memory() - before:9.0f} MiB")
-        for name, ask in questions(Api(library, envs=False), args.files).items():
+        for name, ask in page_requests(Api(library, envs=False), args.files).items():
             took = []
             for _ in range(7):
                 began = time.perf_counter()

@@ -59,7 +59,7 @@ class Parts:
         await self.engine.close()
 
 
-def work(name: str, endpoint: DriverAddress, near: bool) -> None:
+def run_worker(name: str, endpoint: DriverAddress, near: bool) -> None:
     async def build(channel: Channel) -> Parts:
         return Parts(channel, near)
 
@@ -68,7 +68,7 @@ def work(name: str, endpoint: DriverAddress, near: bool) -> None:
 
 class Process(WorkerProcess):
     def __init__(self, name: str, endpoint: DriverAddress, near: bool) -> None:
-        self._process = multiprocessing.get_context("fork").Process(target=work, args=(name, endpoint, near), daemon=True)
+        self._process = multiprocessing.get_context("fork").Process(target=run_worker, args=(name, endpoint, near), daemon=True)
         self._process.start()
 
     async def wait(self) -> str:
@@ -91,7 +91,7 @@ class Processes(WorkerProcesses):
         return Process(name, endpoint, self._near)
 
 
-async def measured(workers: int, near: bool, episodes: int) -> str:
+async def measure(workers: int, near: bool, episodes: int) -> str:
     engine = Instant([TURN])
     envs = parts_of(engine)
     player: Player = LocalPlayer(envs)
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("workers  engine  driver ms/turn  driver ms/episode  turns/s")
     for workers in args.workers:
         for near in (False, True) if workers else (False,):
-            print(asyncio.run(measured(workers, near, args.episodes)), flush=True)
+            print(asyncio.run(measure(workers, near, args.episodes)), flush=True)
 
 
 if __name__ == "__main__":
