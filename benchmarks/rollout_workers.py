@@ -98,7 +98,7 @@ def driver(quick: bool) -> dict[str, Any]:
     per_turn: dict[int, float] = {}
     for workers in (1, 4, 16, 64):
         per_turn[workers] = spent = asyncio.run(driver_seconds_per_turn(workers, 3 if quick else 6)) * 1e6
-        print(f"{workers:4d} workers: {spent:8.1f} us a turn, {spent * TURNS / 1e3:.3f} s per 1,000 episodes")
+        print(f"{workers:4d} workers: {spent:8.1f} us per turn, {spent * TURNS / 1e3:.3f} s per 1,000 episodes")
     return {
         "us_per_turn": {k: round(v, 1) for k, v in per_turn.items()},
         "s_per_1000_episodes": {k: round(v * TURNS / 1e3, 4) for k, v in per_turn.items()},
