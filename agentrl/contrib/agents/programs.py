@@ -33,7 +33,7 @@ HEAD, TAIL = 16_384, 49_152
 """Bytes kept of the start and the end of an output."""
 _MIN_MASKED = 9
 """Minimum characters of a part of the key that is masked at the edge of truncated text; fewer reveal nothing."""
-_LONGEST_END = 30.0
+_END_S = 30.0
 """Seconds to wait for an agent's processes to end, enough for a busy machine."""
 
 
@@ -109,10 +109,10 @@ class AgentProcess:
             assert self._process.stdin is not None
             self._process.stdin.close()  # tells the keeper to end everything; it is never killed before
         done = asyncio.ensure_future(self.wait())
-        await asyncio.wait([done], timeout=_LONGEST_END)
+        await asyncio.wait([done], timeout=_END_S)
         if not done.done():
             # Not killed: the keeper continues to end processes, one of which may be stuck in the kernel.
-            log.warning("an agent's processes did not end within %g s; keeper %d goes on", _LONGEST_END, self._process.pid)
+            log.warning("an agent's processes did not end within %g s; keeper %d goes on", _END_S, self._process.pid)
 
 
 async def _drain(stream: asyncio.StreamReader, output: Output) -> None:
@@ -124,7 +124,7 @@ ALWAYS_PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 """Environment variables that every command inherits from the run."""
 _LONGEST_VARIABLE = 100_000
 """Maximum bytes; Linux allows 131,072 with the name."""
-_SHOWN = 2_000
+_SHOWN_CHARS = 2_000
 """Maximum characters of an agent's output in an error."""
 
 MAX_ANSWER = 16 << 20
@@ -167,7 +167,7 @@ class Command(Program):
             raise ConfigError(f"agent.command: {self._command[0]!r} is neither a program on PATH nor a file that can be executed")
         if missing := [name for name in config.pass_env if name not in os.environ]:
             raise ConfigError(f"agent.pass_env: {missing[0]} is not set here")
-        if taken := sorted(_GIVEN & {*config.pass_env, *config.env}):
+        if taken := sorted(_RESERVED_VARIABLES & {*config.pass_env, *config.env}):
             raise ConfigError(f"agent.env, agent.pass_env: {taken[0]} is set for each episode; choose another name")
         self._passed = [*ALWAYS_PASSED, *config.pass_env]
 
@@ -238,7 +238,7 @@ class Function(Program):
             if is_from_outside(fault):
                 raise
             record["error"] = text_of(fault_text(fault), brief.key)
-            return Outcome(None, record["error"][:_SHOWN])
+            return Outcome(None, record["error"][:_SHOWN_CHARS])
         if answer is not None and not isinstance(answer, str):
             return Outcome(None, f"it returned {type(answer).__name__}, expected text or None")
         return Outcome(None if answer is None else text_of(answer, brief.key), None)
@@ -272,7 +272,7 @@ class Remote(Program):
         except httpx.HTTPError as fault:
             return Outcome(None, text_of(f"{self._url}: {fault_text(fault)}{through_proxy(address)}", brief.key))
         words = text_of(data.decode(errors="replace"), brief.key)
-        record["body"] = words[:_SHOWN]
+        record["body"] = words[:_SHOWN_CHARS]
         if answer.is_error:
             return Outcome(None, f"{self._url}: HTTP {answer.status_code}{through_proxy(address)}{_tail(words)}")
         try:
@@ -290,7 +290,7 @@ class Remote(Program):
             self._client = None
 
 
-_GIVEN = {
+_RESERVED_VARIABLES = {
     "OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "NO_PROXY", "no_proxy", "AGENTRL_MODEL",
     "AGENTRL_PROMPT", "AGENTRL_TASK", "AGENTRL_TASK_FILE", "AGENTRL_FOLDER", "AGENTRL_MCP_URL", "AGENTRL_USER_URL",
 }  # fmt: skip
@@ -299,4 +299,4 @@ _GIVEN = {
 def _tail(text: str) -> str:
     """Format the end of an agent's output as the end of a sentence."""
     text = text.strip()
-    return f": {text[-_SHOWN:]}" if text else ""
+    return f": {text[-_SHOWN_CHARS:]}" if text else ""

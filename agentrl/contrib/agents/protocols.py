@@ -188,7 +188,7 @@ def event(row: Mapping[str, Json], name: str | None = None) -> str:
 # Chat completions
 
 _CHAT: Types = {**OPENAI, "logprobs": "true or false"}
-_OF_CHAT = "messages tool_choice max_tokens max_completion_tokens response_format seed n stop"
+_CHAT_FIELDS = "messages tool_choice max_tokens max_completion_tokens response_format seed n stop"
 _HARMLESS: dict[str, Sequence[Json]] = {
     "top_logprobs": (0,),
     "frequency_penalty": (0,),
@@ -202,7 +202,7 @@ def read_chat(exchange: Exchange) -> Ask:
     body = exchange.body
     if body.get("top_logprobs"):
         raise RequestError("top_logprobs: only 0 is supported; the engine reports only the log probability of the sampled token")
-    check_fields(body, _CHAT, _OF_CHAT, _HARMLESS)
+    check_fields(body, _CHAT, _CHAT_FIELDS, _HARMLESS)
     choice = body.get("tool_choice")
     kinds = ("function", None)
     tools = [] if choice == "none" else client_tools(body, kinds, "type 'function'", "function.parameters")
@@ -312,7 +312,7 @@ def _usage(answers: Sequence[Answer]) -> dict[str, Json]:
 _RESPONSES: Types = {
     **OPENAI, "include": "a list", "reasoning": "an object", "truncation": "text", "previous_response_id": "text",
 }  # fmt: skip
-_OF_RESPONSES = "input instructions tool_choice text max_output_tokens seed"
+_RESPONSES_FIELDS = "input instructions tool_choice text max_output_tokens seed"
 _HARMLESS_RESPONSES: dict[str, Sequence[Json]] = {"background": (False,), "top_logprobs": (0,), "max_tool_calls": ()}
 _TEXT = ("input_text", "output_text", "text", "refusal")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -321,7 +321,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 def read_responses(exchange: Exchange) -> Ask:
     """Parse a responses request. Raises RequestError."""
     body = exchange.body
-    check_fields(body, _RESPONSES, _OF_RESPONSES, _HARMLESS_RESPONSES)
+    check_fields(body, _RESPONSES, _RESPONSES_FIELDS, _HARMLESS_RESPONSES)
     if body.get("truncation") == "auto":
         raise RequestError("truncation: only 'disabled' is supported; the recorded history must be the one that was sent")
     tools = client_tools(body, ("function",), "type 'function'", "parameters")
@@ -515,7 +515,7 @@ def _head_responses(exchange: Exchange, number: str) -> dict[str, Json]:
 # Anthropic's messages
 
 _ANTHROPIC: Types = {**COMMON, "tool_choice": "an object", "cache_control": "an object", "output_config": "an object"}
-_OF_ANTHROPIC = "messages system max_tokens stop_sequences"
+_ANTHROPIC_FIELDS = "messages system max_tokens stop_sequences"
 _HARMLESS_ANTHROPIC: dict[str, Sequence[Json]] = {"thinking": ({"type": "disabled"},)}
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
@@ -523,7 +523,7 @@ _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_f
 def read_anthropic(exchange: Exchange) -> Ask:
     """Parse an Anthropic messages request. Raises RequestError."""
     body = exchange.body
-    check_fields(body, _ANTHROPIC, _OF_ANTHROPIC, _HARMLESS_ANTHROPIC)
+    check_fields(body, _ANTHROPIC, _ANTHROPIC_FIELDS, _HARMLESS_ANTHROPIC)
     tools = client_tools(body, (None, "custom"), "the client's own", "input_schema")
     choice = as_dict(body.get("tool_choice") or {"type": "auto"}, "tool_choice")
     kind = check_types(choice, {"disable_parallel_tool_use": "true or false"}, "tool_choice").get("type")

@@ -105,7 +105,7 @@ class Places(EpisodeHook):
 
     async def before(self, turn: int, episode: RunningEpisode) -> None:
         assert episode.record is not None
-        await self._settle(episode.record.turns, episode.ledgers)
+        await self._keep_last_fork(episode.record.turns, episode.ledgers)
         if self._first is None:
             self._first = turn
         elif not self._fixed or turn in self._fixed:
@@ -116,8 +116,8 @@ class Places(EpisodeHook):
 
         With fixed turns each branch has its own: whether a turn has a branch must not depend on tokens sampled after it.
         """
-        await self._settle(trajectory.turns, trajectory.ledgers)
-        turns: Collection[int] = self._fixed or self._best(self._most)
+        await self._keep_last_fork(trajectory.turns, trajectory.ledgers)
+        turns: Collection[int] = self._fixed or self._best_turns(self._most)
         if self._config.at == "depth" and not self._fixed:  # the kept turns that cut the episode into the most equal parts
             kept = sorted(self._kept)
             most = min(self._most, len(kept))
@@ -136,19 +136,19 @@ class Places(EpisodeHook):
         for fork in forks:
             await fork.close()
 
-    async def _settle(self, turns: Sequence[Turn], ledgers: Sequence[TokenLedger]) -> None:
+    async def _keep_last_fork(self, turns: Sequence[Turn], ledgers: Sequence[TokenLedger]) -> None:
         """Keep the last fork, now that its turn has ended, if it is worth more than another."""
         fork, self._next = self._next, None
         if fork is None:
             return
-        worth = self._worth(turns[fork.turn], ledgers) if fork.turn < len(turns) else None
+        worth = self._score(turns[fork.turn], ledgers) if fork.turn < len(turns) else None
         if worth is None:
             return await fork.close()
         self._kept[fork.turn] = worth, fork
         if self._config.at != "depth" and len(self._kept) > self._most:
-            await self._kept.pop(self._best(len(self._kept))[-1])[1].close()
+            await self._kept.pop(self._best_turns(len(self._kept))[-1])[1].close()
 
-    def _worth(self, turn: Turn, ledgers: Sequence[TokenLedger]) -> float | None:
+    def _score(self, turn: Turn, ledgers: Sequence[TokenLedger]) -> float | None:
         """Score a branch point before a turn; None forbids it. For "entropy": the mean of -log pi over the turn's sampled tokens,
         in nats per token, which estimates the mean entropy of their distributions."""
         if self._config.at != "entropy":
@@ -160,7 +160,7 @@ class Places(EpisodeHook):
         found = ledger.logprobs[ledger.sampled & (ledger.turns == turn.index)]
         return -float(np.mean(found, dtype=np.float64)) if len(found) else None
 
-    def _best(self, most: int) -> list[int]:
+    def _best_turns(self, most: int) -> list[int]:
         """Return the kept turns by descending score, earlier ones first among equals."""
         return sorted(self._kept, key=lambda turn: (-self._kept[turn][0], turn))[:most]
 

@@ -148,7 +148,7 @@ class Demonstrations(UpdateHook):
         self.term: Term = Term("demonstrations", True, section.coef)
         self._failed: dict[int, TaskChoice] = {}
         self._ready: tuple[TensorDict | None, dict[str, float]] = None, {}
-        self._said = False
+        self._warned = False
 
     @cached_property
     def longest(self) -> int:
@@ -180,9 +180,9 @@ class Demonstrations(UpdateHook):
                 made.append((index, gold))
                 continue
             skipped += 1
-            if not self._said:  # the metric demonstrations/skipped counts all of them
+            if not self._warned:  # the metric demonstrations/skipped counts all of them
                 log.warning("algorithm.demonstrations: the task of group %d is left out: its gold solution %s", index, gold)
-            self._said = True
+            self._warned = True
         rows, metrics = None, {"demonstrations/episodes": float(len(made)), "demonstrations/skipped": float(skipped)}
         if made:
             rows = demonstration_rows(collate([gold for _, gold in made], [index for index, _ in made], allow_unscored=True))

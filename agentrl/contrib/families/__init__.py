@@ -197,7 +197,7 @@ class Sample:
         self.rows, self.view = rows_of(int(self.config.get_text_config(decoder=True).vocab_size))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            model = run_guarded(lambda: _built(self.config, kind, "eager"))
+            model = run_guarded(lambda: _build_model(self.config, kind, "eager"))
             perturb(model)
             self.head = torch.randn(1, model.config.get_text_config().hidden_size) / 8
         self.state = model.state_dict()
@@ -220,10 +220,10 @@ class Sample:
         """Compare all rows in one pass (`together`), or one pass per row, with the reference. `attention`: an attention function
         of transformers, None: its default; `trees`: shared prefixes that are computed once."""
         passes: list[tuple[int, ...]] = [(0, 1, 2, 3)] if together else [(0,), (1,), (2,), (3,)]
-        return _compare_results(lambda: self._ours(attention, passes, trees), torch.cat(self.reference))
+        return _compare_results(lambda: self._compute_with_trainer(attention, passes, trees), torch.cat(self.reference))
 
     @torch.no_grad()
-    def _ours(self, attention: str | None, passes: list[tuple[int, ...]], trees: tuple[Tree, ...]) -> Tensor:
+    def _compute_with_trainer(self, attention: str | None, passes: list[tuple[int, ...]], trees: tuple[Tree, ...]) -> Tensor:
         module = self.module(attention)
         results = []
         for rows in passes:
@@ -235,7 +235,7 @@ class Sample:
     def module(self, attention: str | None) -> nn.Module:
         """Return the trainer's module with the reference's weights."""
         register_packed_attention()
-        model = _built(self.config, self.kind, attention)
+        model = _build_model(self.config, self.kind, attention)
         model.load_state_dict(self.state, assign=True)
         if attention == PACKED:
             keep_rows_apart(backbone(model))
@@ -270,9 +270,9 @@ def small(config: Any, kind: Kind) -> Any:
     """Return the config of a model of at most LARGEST parameters. Raises ModelError if that is impossible."""
     shrunk = cut(config)
     with torch.device("meta"):
-        layers = layers_of(backbone(_built(shrunk, kind, "eager")))
+        layers = layers_of(backbone(_build_model(shrunk, kind, "eager")))
         few = keep_layers(shrunk, kinds_needed(layers), len(layers))
-        size = sum(p.numel() for p in _built(few, kind, "eager").parameters())
+        size = sum(p.numel() for p in _build_model(few, kind, "eager").parameters())
     if size > LARGEST:
         raise ModelError(f"cut to its kinds of layers it still has {size} parameters")
     return few
@@ -320,7 +320,7 @@ def _compare_results(call: Callable[[], Tensor], reference: Tensor) -> Measured:
     return Measured(float((found - reference).abs().max()) / min(spread, 1.0))
 
 
-def _built(config: Any, kind: Kind, attention: str | None) -> Any:
+def _build_model(config: Any, kind: Kind, attention: str | None) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     auto = AutoModelForSequenceClassification if kind == "score" else AutoModelForCausalLM

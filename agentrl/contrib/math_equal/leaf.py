@@ -31,11 +31,11 @@ from agentrl.utils.threads import SCORING, after_fork
 WORKER = Path(__file__).with_name("worker.py")
 MOST_TEXT = 100_000
 """Longest answer that is read, in characters."""
-PLACES = min(4, usable_cpus())
+PROCESSES = min(4, usable_cpus())
 """Maximum number of processes."""
 OVERDUE = 20.0
 """Wall-clock limit as a multiple of the CPU time limit: beyond it, the machine is at fault, not the policy."""
-_ITS_OWN = frozenset({signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+_ANSWER_SIGNALS = frozenset({signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 
 
 class Process:
@@ -77,13 +77,13 @@ class Process:
 
 def _fill(idle: LifoQueue[Process | None]) -> LifoQueue[Process | None]:
     idle.__init__()  # type: ignore[misc] # a forked process has none of its parent's, nor the thread that held its lock
-    for _ in range(PLACES):
+    for _ in range(PROCESSES):
         idle.put(None)
     return idle
 
 
 IDLE = after_fork(_fill(LifoQueue()), _fill)
-"""PLACES slots, each with an idle process or None; the last one put back is taken first."""
+"""PROCESSES slots, each with an idle process or None; the last one put back is taken first."""
 
 
 def ask(request: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
         code = process.close() if process is not None and kept is None else 0
         IDLE.put(kept)
     if reply is None:
-        if -code not in _ITS_OWN:
+        if -code not in _ANSWER_SIGNALS:
             raise UnscorableError(f"the process of math-verify ended with status {code}")
         ended = f"it ended the comparison by {signal.Signals(-code).name}"
         return {
@@ -149,7 +149,7 @@ class MathEqual(Leaf):
 
     def longest(self) -> tuple[Hashable, float] | None:
         # The answers that are scored at the same time may all take this long before it.
-        return json.dumps([self.kind, dict(self.args)], sort_keys=True), self.seconds * SCORING.most / PLACES
+        return json.dumps([self.kind, dict(self.args)], sort_keys=True), self.seconds * SCORING.most / PROCESSES
 
     def gold_fault(self, args: Args) -> str | None:
         return self._compare(_gold(args["expect"]), None).get("why")

@@ -30,7 +30,7 @@ from agentrl.utils.parsing import GAP, MAGNITUDE, Numeral, numeral
 
 MEMORY = 1 << 30
 """Limit of the address space in bytes; SymPy and its parser take a fifth of it."""
-WORN = 1 << 29
+WORN_BYTES = 1 << 29
 """Resident bytes from which on the process ends after an answer."""
 DIGITS = 40
 """Significant digits in which numbers without decimals must agree."""
@@ -478,7 +478,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(pipe: Connection) -> None:
-    """Answer requests until the pipe closes or memory reaches WORN. The kernel ends the process (SIGXCPU) at the CPU limit."""
+    """Answer requests until the pipe closes or memory reaches WORN_BYTES. The kernel sends SIGXCPU at the CPU limit."""
     worn = False
     while not worn:
         request = json.loads(pipe.recv_bytes())
@@ -490,7 +490,7 @@ def serve(pipe: Connection) -> None:
         except (Exception, RecursionError) as fault:  # caused by the policy's text: gold was read before
             reply = {"right": False, "why": type(fault).__name__}
         # Not `ru_maxrss`, which starts at the size of the parent process.
-        worn = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() > WORN
+        worn = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() > WORN_BYTES
         pipe.send_bytes(json.dumps({**reply, "worn": worn}).encode())
 
 
