@@ -44,13 +44,13 @@ NOT_REPLAYED = (
 
 class _Router(TorchFunctionMode):
     """Intercepts one router's topk during its forward pass. `asked` returns the dictated experts of all routers, [tokens,
-    routers, k], or None; `told` gets the chosen experts; `strict`: raise ModelError if the choice cannot be seen."""
+    routers, k], or None; `observer` gets the chosen experts; `strict`: raise ModelError if the choice cannot be seen."""
 
     def __init__(self, name: str, module: nn.Module, layer: int, experts: int, asked: Asked) -> None:
         super().__init__()
         self.name, self.module, self.layer, self.experts, self.asked = name, module, layer, experts, asked
         self.dictated: Tensor | None = None
-        self.told: Callable[[Tensor], None] | None = None
+        self.observer: Callable[[Tensor], None] | None = None
         self.strict = False
         self._choices = 0
         self._masked: tuple[Tensor, Tensor] | None = None
@@ -62,7 +62,7 @@ class _Router(TorchFunctionMode):
         def forward(*args: Any, **kwargs: Any) -> Any:
             every = self.asked()
             self.dictated = None if every is None else every[:, self.layer]
-            if self.dictated is None and self.told is None:
+            if self.dictated is None and self.observer is None:
                 return plain(*args, **kwargs)
             self._choices = 0
             with self:
@@ -103,8 +103,8 @@ class _Router(TorchFunctionMode):
             free = self.dictated == FREE[self.dictated.dtype]
             indices = torch.where(free, own.indices, self.dictated.to(own.indices.dtype))
             own = torch.return_types.topk((scores.gather(-1, indices), indices))  # type: ignore[attr-defined]
-        if self.told is not None:
-            self.told(indices)
+        if self.observer is not None:
+            self.observer(indices)
         return own
 
 
@@ -136,22 +136,22 @@ class Routers:
         return max(router.experts for router in self._routers)
 
     @contextmanager
-    def tell(self, told: Callable[[int, Tensor], None], strict: bool = True) -> Iterator[None]:
-        """Call `told(router, indices [tokens, k])` for each choice of a router inside the context. With `strict`, a pass raises
-        ModelError if its choices cannot be seen."""
+    def observe(self, observer: Callable[[int, Tensor], None], strict: bool = True) -> Iterator[None]:
+        """Call `observer(router, indices [tokens, k])` for each choice of a router inside the context. With `strict`, a pass
+        raises ModelError if its choices cannot be seen."""
         for router in self._routers:
-            router.told, router.strict = partial(told, router.layer), strict
+            router.observer, router.strict = partial(observer, router.layer), strict
         try:
             yield
         finally:
             for router in self._routers:
-                router.told, router.strict = None, False
+                router.observer, router.strict = None, False
 
     def probe(self) -> None:
         """Raise ModelError if choices can be neither reported nor dictated. The model must be on the meta device."""
         if self.problem:
             self.check(torch.empty(0))
-        with self.tell(lambda *_: None):
+        with self.observe(lambda *_: None):
             for router in self._routers:
                 [width] = {p.shape[1] for p in router.module.parameters() if p.dim() == 2 and p.shape[0] == router.experts}
                 router.module(torch.empty(2, width, device="meta"))
@@ -205,7 +205,7 @@ class RouterWatch:
     def watching(self) -> Iterator[None]:
         """Record the experts of the pass inside the context."""
         self._seen = []
-        with self.routers.tell(lambda _, indices: self._seen.append(indices)):
+        with self.routers.observe(lambda _, indices: self._seen.append(indices)):
             yield
 
     def experts(self) -> npt.NDArray[Any]:
@@ -267,7 +267,7 @@ class Routing:
             # Not bincount, which synchronizes the host with the GPU.
             self.counts[layer].scatter_add_(0, chosen.reshape(-1), weights.reshape(-1))
 
-        with self._routers.tell(count, strict=False):
+        with self._routers.observe(count, strict=False):
             yield
 
     def take_load(self) -> Tensor:

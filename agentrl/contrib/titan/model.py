@@ -161,7 +161,7 @@ class Router(TokenChoiceTopKRouter):
         super().__init__(config)
         self.experts, self.layer, self.strict = config.num_experts, 0, False
         self.rows: PackedSequences | None = None
-        self.told: Callable[[Tensor], None] | None = None
+        self.observer: Callable[[Tensor], None] | None = None
 
     def forward(self, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return gates and experts of the tokens, both [1, T, k], and the scores of all experts [1, T, E]."""
@@ -173,8 +173,8 @@ class Router(TokenChoiceTopKRouter):
             if self.route_norm:
                 gates = gates / gates.sum(-1, keepdim=True)
             gates = gates * self.route_scale
-        if self.told is not None:
-            self.told(chosen[0])
+        if self.observer is not None:
+            self.observer(chosen[0])
         return gates, chosen, scores
 
 
