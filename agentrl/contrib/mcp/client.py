@@ -94,13 +94,13 @@ class McpSession:
         an unusable schema.
         """
         ready: asyncio.Future[tuple[Client, list[Any]]] = asyncio.get_running_loop().create_future()
-        self._holder = asyncio.create_task(self._hold(ready), name=f"mcp {self.name}")
+        self._holder = asyncio.create_task(self._run_session(ready), name=f"mcp {self.name}")
         try:
             async with asyncio.timeout(self.server.timeout):
                 client, listed = await ready
         except TimeoutError:
             self._holder.cancel()  # before the session is open, it does not wait for `close`
-            raise EnvError(f"{self}: no answer within {self.server.timeout:g} s{self._wrote()}") from None
+            raise EnvError(f"{self}: no answer within {self.server.timeout:g} s{self._output_text()}") from None
         wanted = self.server.tools
         known = [item.name for item in listed]
         for name in wanted or ():
@@ -128,8 +128,8 @@ class McpSession:
         if self._stderr is not None:
             self._stderr.close()
 
-    async def _hold(self, ready: asyncio.Future[tuple[Client, list[Any]]]) -> None:
-        # The SDK logs a traceback per invalid line; `_wrote` shows the first line instead.
+    async def _run_session(self, ready: asyncio.Future[tuple[Client, list[Any]]]) -> None:
+        # The SDK logs a traceback per invalid line; `_output_text` shows the first line instead.
         logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
         try:
             from mcp import Client  # here, so that errors of another SDK version are reported
@@ -145,7 +145,7 @@ class McpSession:
             # Once the session is open, a broken connection fails the next call, so nothing is reported here.
             if not ready.done():
                 where = self.server.url or " ".join(self.server.command) or "in this process"
-                problem = EnvError(redact_said(f"{self} ({where}): {_cause(fault)}{self._wrote()}"))
+                problem = EnvError(redact_said(f"{self} ({where}): {_cause(fault)}{self._output_text()}"))
                 ready.set_exception(fault if isinstance(fault, ConfigError) else problem)
 
     def _target(self) -> Any:
@@ -200,7 +200,7 @@ class McpSession:
             self._strange = self._strange or line
             self._unread += "jsonrpc" in line
 
-    def _wrote(self) -> str:
+    def _output_text(self) -> str:
         """Format for an error: the HTTP status of a failed request, the last line of stderr, and an invalid line of output; ""
         without these."""
         said = f"; it answered {self._status}" if self._status else ""
@@ -274,7 +274,7 @@ class McpSession:
         return tool
 
     def _fault(self, tool: str, fault: Exception) -> EnvError:
-        return EnvError(redact_said(f"tool {tool} of {self} failed: {_cause(fault)}{self._wrote()}"))
+        return EnvError(redact_said(f"tool {tool} of {self} failed: {_cause(fault)}{self._output_text()}"))
 
 
 async def _accept(name: str, result: Any) -> None:

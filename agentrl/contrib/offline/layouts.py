@@ -39,7 +39,7 @@ from agentrl.utils.parsing import read_json
 # forms (agentrl/data/chat_forms.py).
 
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_READ = {"role", "content", "tool_calls", "tool_call_id", "tool_use_id", "call_id", "name", "tool_name", "weight", "refusal",
+_READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", "tool_use_id", "call_id", "name", "tool_name", "weight", "refusal",
          "function_call", "thinking_blocks", "reasoning_details", *REASONING}  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
     tools = declarations(row.get("tools"), table=table)
     if row.get("functions") is not None:
         raise BadRowError("functions: this older layout is not read. Declare them in tools, and call them in tool_calls")
-    _check_beside(row)
+    _check_unread_keys(row)
     chat = messages_of(row.get("messages"), "messages", tools, table=table)
     if row.get("parallel_tool_calls") is False:
         for number, message in enumerate(chat.messages):
@@ -79,7 +79,7 @@ def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
     return check_chat(chat)
 
 
-def _check_beside(row: Mapping[str, Any]) -> None:
+def _check_unread_keys(row: Mapping[str, Any]) -> None:
     if row.get("system"):
         raise BadRowError("system: it is not read outside of messages. Make it the first message")
     _check_tools(row)
@@ -109,7 +109,7 @@ def messages_of(given: Any, key: str, tools: tuple[Declaration, ...] = (), *, ta
         messages.append(message)
         trained.append(message.role == "assistant" and weight != 0)
         unread.update(
-            f"{message.role}.{word}" for word, value in item.items() if word not in _READ and value not in (None, [], {})
+            f"{message.role}.{word}" for word, value in item.items() if word not in _READ_KEYS and value not in (None, [], {})
         )
         if message.role in ("system", "user") and item.get("name"):
             unread[f"{message.role}.name"] += 1
@@ -192,12 +192,12 @@ def check_chat(chat: Chat) -> Chat:
 def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Chat]:
     """Return the chosen and the rejected conversation of a row. `table`: the file has every column in every row.
     Raises BadRowError."""
-    _check_beside(row)
+    _check_unread_keys(row)
     if row.get("preferred_output") is not None:
         given = row.get("input")
         if not isinstance(given, Mapping):
             raise BadRowError("input: expected an object with messages")
-        _check_beside(given)
+        _check_unread_keys(given)
         row = {"prompt": given.get("messages"), "tools": given.get("tools"), "chosen": row["preferred_output"],
                "rejected": row.get("non_preferred_output")}  # fmt: skip
     for key in ("prompt", "chosen", "rejected"):

@@ -500,17 +500,17 @@ class RemoteEnv(ToolEnv):
         name = wire.new_id()
         self._call_now("snapshot", {"snapshot": name}, TypeError, ValueError)
         made = super().snapshot()
-        return Snapshot(made.owner, {**made.parts, _THERE: (self._session, name)})
+        return Snapshot(made.owner, {**made.parts, _SERVER_SNAPSHOT: (self._session, name)})
 
     def restore(self, snapshot: Snapshot) -> None:
         if snapshot.owner != type(self).__name__:
             raise ValueError(f"a snapshot of {snapshot.owner} does not fit {type(self).__name__}")
-        session, name = snapshot.parts[_THERE]
+        session, name = snapshot.parts[_SERVER_SNAPSHOT]
         if self._released:  # the episode is over on the server; continue in another session
             self._session, self._number, self._have = wire.new_id(), -1, -1
         asked = {"session": session, "snapshot": name, "env": self._asked.row()}
         self._call_now("restore", asked, TypeError, ValueError)
-        parts = {key: value for key, value in snapshot.parts.items() if key != _THERE}
+        parts = {key: value for key, value in snapshot.parts.items() if key != _SERVER_SNAPSHOT}
         super().restore(Snapshot(snapshot.owner, parts))
 
     def fork(self) -> Self:
@@ -533,7 +533,7 @@ class RemoteTeacher:
         return None if made is None else message_of(made)
 
 
-_THERE = "the snapshot on the server"
+_SERVER_SNAPSHOT = "the snapshot on the server"
 _USER = Tool.from_schema("of the environment's user", "", {"type": "object"}, lambda: None, Options(by="user"))
 _LINK = Tool.from_schema("of the environment's server", "", {"type": "object"}, lambda: None, Options())
 

@@ -21,18 +21,18 @@ HOST = "127.0.0.1"
 START, ANSWER = "start_episode", "final_answer"
 
 
-def _own(name: str, description: str, properties: dict[str, Any], required: Sequence[str] = ()) -> Tool:
+def _control_tool(name: str, description: str, properties: dict[str, Any], required: Sequence[str] = ()) -> Tool:
     schema = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
     return Tool.from_schema(name, description, schema, dict)  # never called: `Served` answers
 
 
 _OWN_TOOLS = {
-    START: _own(
+    START: _control_tool(
         START,
         "Start an episode on the task of a seed; returns the task. The current episode ends.",
         {"seed": {"type": "integer", "minimum": 0}},
     ),
-    ANSWER: _own(
+    ANSWER: _control_tool(
         ANSWER,
         "Say something to the user; if the user has nothing to add, this ends the episode.",
         {"text": {"type": "string"}},

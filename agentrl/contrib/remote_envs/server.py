@@ -192,7 +192,7 @@ def serve_http(app: EnvApp, host: str, port: int, say: Callable[[str], None]) ->
         asyncio.run(serve())
 
 
-_NOT_HERE = (errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_NODATA)
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_NODATA)
 """Error numbers of an address without an interface, and of an unknown host name."""
 
 
@@ -201,7 +201,7 @@ def open_socket(host: str, port: int, option: str = "--port") -> socket.socket:
     try:
         return open_listener(host, port)
     except (OSError, OverflowError) as problem:
-        if isinstance(problem, OSError) and problem.errno in _NOT_HERE:
+        if isinstance(problem, OSError) and problem.errno in _NO_SUCH_ADDRESS:
             raise ConfigError(f"--host {host}: no address of this machine: {problem}") from problem
         raise ConfigError(f"{option} {port}: cannot listen on {host}:{port}: {problem}; try another port") from problem
 

@@ -96,9 +96,9 @@ class EnvSession:
         if self.running:
             if kind != "end":
                 raise RefusedError(409, "busy", f"request {self.number} of this session is not finished")
-            await self._cut(body)
+            await self._cancel_request(body)
         self.number, self._asked = number, asked
-        self._work = asyncio.create_task(self._do(kind, number, body))
+        self._work = asyncio.create_task(self._run_request(kind, number, body))
         return self._work
 
     def waiting(self) -> list[dict[str, Json]]:
@@ -111,22 +111,22 @@ class EnvSession:
     async def close(self) -> None:
         """Tear down the episode."""
         if self.running:
-            await self._cut({"stop": StopReason.CANCELLED.value})
+            await self._cancel_request({"stop": StopReason.CANCELLED.value})
         env, self._env = self._env, None
         if env is not None:
             await env.aclose()
 
-    async def _cut(self, body: Body) -> None:
+    async def _cancel_request(self, body: Body) -> None:
         """Cancel the running request, whose client no longer waits."""
         assert self._work is not None
         if self._env is not None:
             self._env.cut(StopReason(body["stop"]))
         await end(self._work, f"session {self.key[:6]}, request {self.number}")
 
-    async def _do(self, kind: str, number: int, body: Body) -> bytes:
+    async def _run_request(self, kind: str, number: int, body: Body) -> bytes:
         outcome: dict[str, Json] = {}
         try:
-            outcome["result"] = await self._perform(kind, body)
+            outcome["result"] = await self._execute(kind, body)
         except asyncio.CancelledError as cut:
             outcome["fault"] = wire.fault_row(cut)
         except RefusedError as refused:
@@ -160,7 +160,7 @@ class EnvSession:
             return {**state, "open": False}
         return {**state, "open": self._env.is_open, "has_user": self._env.has_user, "has_finished": self._env.has_finished}
 
-    async def _perform(self, kind: str, body: Body) -> Json:
+    async def _execute(self, kind: str, body: Body) -> Json:
         """Execute a request of one of KINDS and return its result."""
         env, found = self._env, None
         if kind == "end":
