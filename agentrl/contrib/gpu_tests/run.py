@@ -70,9 +70,9 @@ async def run_tests(options: argparse.Namespace) -> int:
             asyncio.get_running_loop().add_signal_handler(number, scheduler.stop)
         results += await scheduler.run()
         code = exit_code(results, scheduler.interrupted)
-        told = as_json(results, time.monotonic() - began, code)
-        atomic_write(out / "results.json", json.dumps(told, indent=1))
-        say(json.dumps(told) if options.json else report(results, told["seconds"]), flush=True)
+        summary = as_json(results, time.monotonic() - began, code)
+        atomic_write(out / "results.json", json.dumps(summary, indent=1))
+        say(json.dumps(summary) if options.json else report(results, summary["seconds"]), flush=True)
     return code
 
 

@@ -16,7 +16,7 @@ from agentrl.utils.errors import SandboxError
 from agentrl.utils.threads import DaemonThreads
 
 START_SECONDS = 60.0
-LOOK = 0.05
+CHECK_S = 0.05
 """Seconds between two checks of a running program's limits."""
 WATCHES = DaemonThreads("sandbox", 256)
 
@@ -71,7 +71,7 @@ async def run_group(
     os.set_blocking(reader, False)  # polled from the event loop
     began = time.monotonic()
     process: asyncio.subprocess.Process | None = None
-    attended = _Attended(reader, watched)
+    attended = _ProcessState(reader, watched)
     watching = asyncio.ensure_future(WATCHES.call("watch", attended.watch))
     try:
         await asyncio.sleep(0)  # start the watching thread before the program
@@ -105,7 +105,7 @@ async def run_group(
         finished.add_done_callback(lambda gathered: gathered.cancelled() or gathered.exception())
         try:
             while not finished.done():
-                await asyncio.wait([finished], timeout=LOOK)
+                await asyncio.wait([finished], timeout=CHECK_S)
                 attended.read_status()
                 if process.returncode is None and attended.stopped is None and time.monotonic() > attended.deadline:
                     attended.stopped = "wall"
@@ -134,7 +134,7 @@ async def run_group(
             await asyncio.shield(_reap(process))
 
 
-class _Attended:
+class _ProcessState:
     """State of a running process. The time limit starts with its first status byte, so a slow process start does not count
     against the policy."""
 
@@ -160,7 +160,7 @@ class _Attended:
         """Kill the program if its processes or files exceed a limit, until `over` is set. Checks often and in a thread: a busy
         event loop would miss a thread bomb that the memory limit ends within 0.1 s, and report the wrong limit."""
         looks, limits = 0, self._watched
-        while not self.over.wait(LOOK / 5):
+        while not self.over.wait(CHECK_S / 5):
             looks += 1
             end: End | None = None
             if self.leader and limits.pids is not None and limits.crowded(self.leader, limits.pids):

@@ -237,10 +237,10 @@ class Saved:
     def __init__(self, held: HeldSandbox) -> None:
         self._held: HeldSandbox | None = held
         self._id: str | None = None
-        self._one = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def id(self) -> str:
-        async with self._one:
+        async with self._lock:
             if self._id is None:
                 assert self._held is not None
                 sandbox, provider = self._held.live, self._held.provider
@@ -273,7 +273,7 @@ class HeldSandbox:
         self._begins: Saved | None = None
         self._saved: weakref.ref[Saved] | None = None
         self._dropped: Callable[[], object] | None = None
-        self._one = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._ended = False
         self._queued_since: float | None = None
 
@@ -294,7 +294,7 @@ class HeldSandbox:
 
     async def start(self) -> Sandbox:
         """Start the sandbox if needed and return it. Raises SandboxError if it has ended."""
-        async with self._one:
+        async with self._lock:
             if self._ended:
                 raise SandboxError("the sandbox has ended")
             if self._sandbox is None:
@@ -324,7 +324,7 @@ class HeldSandbox:
 
     async def stop(self) -> None:
         """Release the sandbox, after a snapshot if copies need one."""
-        async with self._one:
+        async with self._lock:
             self._ended, self._begins = True, None
             if self._sandbox is None:
                 return

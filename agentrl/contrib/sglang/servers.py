@@ -24,7 +24,7 @@ from agentrl.utils.parsing import read_json
 # Calls
 
 Json = dict[str, Any]
-_GONE = (502, 503, 504)
+_UNREACHABLE = (502, 503, 504)
 """HTTP statuses of a server that shuts down, or of a proxy that cannot reach it."""
 _EVENT = "data: "
 _END = "[DONE]"
@@ -60,7 +60,7 @@ class Server:
         try:
             answer = await self._client.request(method, route, json=body, timeout=httpx.Timeout(limit))
         except httpx.HTTPError as problem:
-            raise self._dead(route, problem, limit) from problem
+            raise self._dead_error(route, problem, limit) from problem
         return read(self.address, route, answer)
 
     async def events(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
@@ -82,7 +82,7 @@ class Server:
                             raise EngineError(f"{self.address}{route}: {_message(event)}")
                         yield event
         except httpx.HTTPError as problem:
-            raise self._dead(route, problem, self._seconds) from problem
+            raise self._dead_error(route, problem, self._seconds) from problem
         raise ServerDeadError(f"{self.address}{route}: the answer broke off")
 
     async def _lines(self, answer: httpx.Response) -> AsyncGenerator[str, None]:
@@ -99,7 +99,7 @@ class Server:
                 return
             yield line
 
-    def _dead(self, route: str, problem: httpx.HTTPError, seconds: float) -> ServerDeadError:
+    def _dead_error(self, route: str, problem: httpx.HTTPError, seconds: float) -> ServerDeadError:
         where = f"{self.address}{route}"
         if isinstance(problem, httpx.TimeoutException):
             return ServerDeadError(f"{where}: no answer within {seconds:g} s (sglang.timeout)")
@@ -124,7 +124,7 @@ def read(address: str, route: str, answer: httpx.Response) -> Json:
     # Some routes answer 200 and say in the body that nothing was done.
     if status == httpx.codes.OK and not (isinstance(body, dict) and body.get("success") is False):
         return body if isinstance(body, dict) else {"answer": body}
-    if status in _GONE:
+    if status in _UNREACHABLE:
         raise ServerDeadError(f"{where}: {status} {_message(body)}")
     if status in (401, 403):
         raise EngineError(f"{where}: {status}: the server wants another API key; set sglang.api_key_env")

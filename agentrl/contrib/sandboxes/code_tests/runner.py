@@ -24,7 +24,7 @@ from agentrl.contrib.sandboxes.code_tests.policy import Talk
 PR_SET_DUMPABLE = 4
 BEGUN = b"begun\n"
 """Line before a report: without it the sandbox failed, and no code has run."""
-TOLD = 20
+MAX_REASONS = 20
 """Maximum number of failed tests in the report."""
 
 
@@ -234,7 +234,7 @@ class CodeObject:
     def __contains__(self, item: Any) -> bool:
         if _ask(self, "contains", item) is not True:
             return False
-        if isinstance(item, str | int | float | bytes) and all(_ask(self, "contains", other) is True for other in _others(item)):
+        if isinstance(item, str | int | float | bytes) and all(_ask(self, "contains", other) is True for other in _random(item)):
             raise self.__dict__[" code"].over("an object of the code contains whatever it is asked for")
         return True
 
@@ -264,7 +264,7 @@ for _name, _made in {"len": int, "hash": int, "str": str, "repr": str}.items():
     setattr(CodeObject, f"__{_name}__", _forward(_name, made=_made))
 
 
-def _others(item: str | float | bytes) -> list[Any]:
+def _random(item: str | float | bytes) -> list[Any]:
     """Return random values of the type of `item`."""
     draw = random.SystemRandom()
     if isinstance(item, str | bytes):
@@ -320,14 +320,14 @@ class Outcomes:
         own = any(fault in self.code.raised for fault in chain) or any(
             isinstance(fault, ImportError) and str(fault.name).partition(".")[0] == module for fault in chain
         )
-        told = str(report.longrepr)[-1000:]
+        traceback_text = str(report.longrepr)[-1000:]
         if own and report.when == "collect":
-            self.broken = self.broken or told
+            self.broken = self.broken or traceback_text
         # A test raises these regardless of the code's answers: a missing name, module or fixture.
         kinds = (NameError, ImportError, SyntaxError)
         alone = any(isinstance(one, kinds) or type(one).__name__ == "FixtureLookupError" for one in chain)
         if not own and (report.when == "collect" or alone):
-            self.fault = self.fault or told
+            self.fault = self.fault or traceback_text
 
     def pytest_internalerror(self, excrepr: Any) -> None:
         self.fault = self.fault or str(excrepr)[-1000:]
@@ -350,7 +350,7 @@ class Outcomes:
         if self.code.ended > self.ended or report.failed:
             # A later report of the same test, for example of another subtest, does not undo a failure.
             said = getattr(report.longrepr, "reprcrash", None) or report.longrepr or self.code.raised[-1]
-            if len(self.why) < TOLD or report.nodeid in self.why:
+            if len(self.why) < MAX_REASONS or report.nodeid in self.why:
                 self.why.setdefault(report.nodeid, str(said)[-300:])
             self.failed.add(report.nodeid)
         elif report.when == "call":
