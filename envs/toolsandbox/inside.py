@@ -24,7 +24,7 @@ if sys.argv[2] != "machine":
     time.tzset()
 
 import dill
-from agentrl_foreign import beside, steady
+from agentrl_foreign import load_sibling, steady
 from tool_sandbox.common import execution_context as contexts
 from tool_sandbox.common.message_conversion import Message, openai_tool_call_to_python_code, to_openai_messages
 from tool_sandbox.common.scenario import Scenario
@@ -182,4 +182,4 @@ def _now(name: str) -> dict[str, Any]:
 
 def gold(name: str) -> list[Any] | None:
     """Turns that reach every milestone, if these determine them: a text, or a call's name and arguments. See `gold.py`."""
-    return beside(__file__, "gold").gold(sys.modules[__name__], name)  # type: ignore[no-any-return]
+    return load_sibling(__file__, "gold").gold(sys.modules[__name__], name)  # type: ignore[no-any-return]

@@ -182,8 +182,8 @@ def run_install(args: argparse.Namespace) -> int:
     say(f"{record.suite} {record.version}: {record.source} ({len(record.files)} files)")
     for env_id, splits in record.tasks.items():
         for split, families in splits.items():
-            told = ", ".join(f"{family} {count}" for family, count in sorted(families.items()))
-            say(f"  {env_id}  {split}: {sum(families.values())} tasks" + (f" ({told})" if told else ""))
+            counts = ", ".join(f"{family} {count}" for family, count in sorted(families.items()))
+            say(f"  {env_id}  {split}: {sum(families.values())} tasks" + (f" ({counts})" if counts else ""))
     name = entries[0].name
     say(f"next: agentrl env check {name}; agentrl env show {name}; agentrl eval {name} --model MODEL --split all")
     return 0

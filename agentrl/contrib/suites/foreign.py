@@ -33,7 +33,7 @@ from agentrl.utils.threads import TOOLS, after_fork, fork_safe
 COLLECT_S = 0.5
 ANSWERS_S = 1800.0  # limit for hanging calls; a caller with its own limit (step, tool) kills the process earlier
 ENDS_S = 5.0  # for a process to end after it closed its pipe
-TOLD = 1500  # characters of an ended process's output that an error shows
+SHOWN_CHARS = 1500  # characters of an ended process's output that an error shows
 
 
 def python_of(source: Path, given: str | None = None) -> str:
@@ -55,15 +55,15 @@ class ForeignProcess:
         # Folder of the process's temporary files, removed with it.
         self.folder = Path(tempfile.mkdtemp(prefix="agentrl-foreign-"))
         # Append mode: after a truncation, writes continue at the new end without a hole.
-        self._told = tempfile.TemporaryFile("ab+")  # noqa: SIM115 - closed by `end`
+        self._output = tempfile.TemporaryFile("ab+")  # noqa: SIM115 - closed by `end`
         try:
             # The process ends if its input closes or its parent dies. It has a new process group, so its children end with it.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._told, text=True, encoding="utf-8",
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._output, text=True, encoding="utf-8",
                 env={**os.environ, "TMPDIR": str(self.folder), foreign_main.FOLDER: str(self.folder)}, start_new_session=True,
             )  # fmt: skip
         except BaseException:
-            self._told.close()
+            self._output.close()
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
@@ -100,8 +100,8 @@ class ForeignProcess:
         finally:
             late.cancel()
         if not line.endswith("\n"):
-            size = os.fstat(self._told.fileno()).st_size
-            said = os.pread(self._told.fileno(), TOLD, max(size - TOLD, 0)).decode("utf-8", "replace").strip()
+            size = os.fstat(self._output.fileno()).st_size
+            said = os.pread(self._output.fileno(), SHOWN_CHARS, max(size - SHOWN_CHARS, 0)).decode("utf-8", "replace").strip()
             try:
                 code = self._process.wait(ENDS_S)
             except subprocess.TimeoutExpired:  # it closed its pipe, but still runs
@@ -115,9 +115,9 @@ class ForeignProcess:
         if not isinstance(answer, dict) or answer.keys() not in ({"value"}, {"fault", "trace"}):
             self.kill()  # later answers could no longer be matched to their calls
             raise EnvError(f"the benchmark's process wrote in place of an answer to {function}: {line[:200]!r}")
-        os.ftruncate(self._told.fileno(), 0)
+        os.ftruncate(self._output.fileno(), 0)
         if "fault" in answer:
-            said = f"the benchmark's {function} failed: {answer['fault']}\n{answer['trace'][-TOLD:]}"
+            said = f"the benchmark's {function} failed: {answer['fault']}\n{answer['trace'][-SHOWN_CHARS:]}"
             raise EnvError(said.encode("utf-8", "replace").decode())
         return answer["value"]
 
@@ -131,7 +131,7 @@ class ForeignProcess:
     def end(self) -> None:
         """Kill the process, close its pipes, which no caller may use later, and delete its temporary files; idempotent."""
         self.kill()
-        for pipe in (self._process.stdin, self._process.stdout, self._told):
+        for pipe in (self._process.stdin, self._process.stdout, self._output):
             if pipe is not None:
                 with contextlib.suppress(OSError):  # the pipe still holds an unread request
                     pipe.close()

@@ -42,7 +42,7 @@ def main() -> None:
     del sys.argv[0], sys.path[0]  # the folder of this file, whose modules must not shadow a benchmark's
     folder, parent = os.environ[FOLDER], os.getppid()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent, folder), daemon=True).start()
     script = None
     for line in requests:
         try:
@@ -56,7 +56,7 @@ def main() -> None:
         answers.flush()
 
 
-def _end_with(parent: int, folder: str) -> None:
+def _end_with_parent(parent: int, folder: str) -> None:
     """End this process and its children when `parent` is gone, even during a call."""
     while os.getppid() == parent:
         time.sleep(0.5)
@@ -73,7 +73,7 @@ def _load(path: str, name: str = "agentrl_foreign_script") -> Any:
     return module
 
 
-def beside(script: str, name: str) -> Any:
+def load_sibling(script: str, name: str) -> Any:
     """Load the module NAME.py next to a script, once. (Imports do not search the script's folder, to not shadow a benchmark's
     modules.)"""
     known = f"agentrl_foreign_{name}"
@@ -101,10 +101,10 @@ def steady(package: str, begins: str | None, passed: Callable[[], float]) -> Cal
             if getattr(module, "uuid4", None) is uuid.uuid4:
                 module.uuid4 = lambda: uuid.uuid5(uuid.NAMESPACE_OID, f"{Clock.now()} {next(count[0])}")  # type: ignore[attr-defined]
 
-    def anew() -> None:
+    def reset() -> None:
         count[0] = itertools.count()
 
-    return anew
+    return reset
 
 
 if __name__ == "__main__":

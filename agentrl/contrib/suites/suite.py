@@ -132,7 +132,7 @@ def recorded_sources() -> dict[str, str]:
     """Return suite -> source of all installed suites, for cluster workers; in a worker, the driver's sources take precedence."""
     folder = user_folder() / "suites"
     records = [read_record(file.stem) for file in sorted(folder.glob("*.json"))] if folder.is_dir() else []
-    return {**{record.suite: record.source for record in records if record is not None}, **_of_driver()}
+    return {**{record.suite: record.source for record in records if record is not None}, **_driver_sources()}
 
 
 def find_source(
@@ -147,7 +147,7 @@ def find_source(
     record = read_record(suite)
     for place, said in (
         (given, called),
-        (_of_driver().get(suite), "the source on the driver's machine"),
+        (_driver_sources().get(suite), "the source on the driver's machine"),
         (None if record is None else record.source, "the source that `agentrl env install` recorded"),
     ):
         if place is None:
@@ -202,8 +202,8 @@ def found_version(folder: Path) -> str:
             raise ConfigError(f"pyproject.toml: {problem}") from None
         if said is not None:
             return str(said)
-    beside = sorted(folder.parent.glob(f"{folder.name}-*.dist-info"))
-    return beside[-1].name.removesuffix(".dist-info").partition("-")[2] if beside else checkout_version(folder)
+    infos = sorted(folder.parent.glob(f"{folder.name}-*.dist-info"))
+    return infos[-1].name.removesuffix(".dist-info").partition("-")[2] if infos else checkout_version(folder)
 
 
 def read_files(folder: Path, patterns: Iterable[str]) -> dict[str, SourceFile]:
@@ -230,7 +230,7 @@ def _matching(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
             yield path
 
 
-def _of_driver() -> dict[str, str]:
+def _driver_sources() -> dict[str, str]:
     found: dict[str, str] = read_json(os.environ.get(DRIVER_SOURCES) or "{}")
     return found
 
@@ -347,8 +347,8 @@ class SuiteEnv(Benchmark):
             return tuple(range(count))
         kinds: dict[str, list[tuple[bytes, int]]] = {}
         for number, row in enumerate(self._rows(split)):
-            kinds.setdefault(self._kind(row), []).append((_drawn(seed, row.id), number))
-        ordered = [sorted(kinds[name]) for name in sorted(kinds, key=lambda name: _drawn(seed, name))]
+            kinds.setdefault(self._kind(row), []).append((_shuffle_key(seed, row.id), number))
+        ordered = [sorted(kinds[name]) for name in sorted(kinds, key=lambda name: _shuffle_key(seed, name))]
         turns = (one[1] for ring in zip_longest(*ordered) for one in ring if one is not None)
         return tuple(sorted(islice(turns, count)))
 
@@ -387,7 +387,7 @@ class SuiteEnv(Benchmark):
             return _POOLS[key]
 
     def _parameters(self) -> list[tuple[str, Any]]:
-        return sorted((name, value) for name, value in self._built_with[1].items() if name not in _NO_MATTER | self.beside)
+        return sorted((name, value) for name, value in self._built_with[1].items() if name not in _NEUTRAL | self.beside)
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -413,13 +413,13 @@ class SuiteEnv(Benchmark):
         return record if record is not None and Path(record.source).resolve() == self.source else None
 
 
-def _drawn(seed: int, name: str) -> bytes:
+def _shuffle_key(seed: int, name: str) -> bytes:
     return blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
 
 
 _LOCK = fork_safe(threading.RLock())
 _POOLS: dict[tuple[Any, ...], dict[str, tuple[SuiteTask, ...]]] = {}
-_NO_MATTER = frozenset({"source", "split", "scorer", "render_mode", "count_tokens"})
+_NEUTRAL = frozenset({"source", "split", "scorer", "render_mode", "count_tokens"})
 
 
 def by_split(suite: str, tasks: Sequence[SuiteTask], whole: Sequence[SuiteTask] = ()) -> dict[str, tuple[SuiteTask, ...]]:

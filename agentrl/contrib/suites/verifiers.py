@@ -180,11 +180,11 @@ class VerifiersEnv(ToolEnv):
 
         super().__init__(**base)
         self.theirs = environment if environment is not None else vf.load_environment(load, **(args or {}))
-        _hear_faults(self.theirs.rubric)
+        _record_faults(self.theirs.rubric)
         self.theirs_state: Any = None
         self.result: dict[str, Json] = {}
         for item in self.theirs.tool_defs or ():
-            self.toolbox.add(Tool.from_schema(item.name, item.description, dict(item.parameters), _not_here))
+            self.toolbox.add(Tool.from_schema(item.name, item.description, dict(item.parameters), _refuse_call))
 
     def make_task(self, rng_seed: int, split: str) -> Task:
         if split not in SPLITS:
@@ -257,15 +257,15 @@ class VerifiersEnv(ToolEnv):
 _FAULTS: ContextVar[list[str]] = ContextVar("faults of reward functions")
 
 
-def _hear_faults(rubric: Any) -> None:
+def _record_faults(rubric: Any) -> None:
     """Let reward functions note what they raise: their rubric logs it and goes on with 0, also if a judge is out."""
     for inner in getattr(rubric, "rubrics", ()):
-        _hear_faults(inner)
+        _record_faults(inner)
     counted = zip(getattr(rubric, "funcs", ()), getattr(rubric, "weights", ()), strict=True)
-    rubric.funcs = [_noting(one) if weight and not hasattr(one, "noted_here") else one for one, weight in counted]
+    rubric.funcs = [_with_fault_record(one) if weight and not hasattr(one, "noted_here") else one for one, weight in counted]
 
 
-def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_fault_record(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     async def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -291,5 +291,5 @@ def no_client() -> Any:
     return type("NoClient", (Client,), dict.fromkeys(Client.__abstractmethods__, refuse))(object())
 
 
-async def _not_here(**arguments: Any) -> None:
+async def _refuse_call(**arguments: Any) -> None:
     raise EnvError("tools of a verifiers environment are called by its own env_response")

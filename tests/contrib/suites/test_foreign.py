@@ -92,8 +92,8 @@ def seen(passed):
     return [str(toy.datetime.datetime.now()), str(toy.uuid4()), str(toy.uuid4())]
 
 def sibling():
-    from agentrl_foreign import beside
-    return beside(__file__, "other").WORD
+    from agentrl_foreign import load_sibling
+    return load_sibling(__file__, "other").WORD
 """
 
 
@@ -180,7 +180,7 @@ def test_what_is_no_answer_is_a_fault_and_never_answers_the_next_question(pool: 
     pool.ask("noise")
     assert pool.ask("count") == 1
     (process,) = pool._idle
-    assert os.fstat(process._told.fileno()).st_size == 0, "what it printed in earlier calls is not kept"
+    assert os.fstat(process._output.fileno()).st_size == 0, "what it printed in earlier calls is not kept"
 
 
 async def test_a_call_that_hangs_takes_no_process_from_the_next_if_it_is_cancelled(pool: Foreign) -> None:
