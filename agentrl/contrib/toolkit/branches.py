@@ -31,7 +31,7 @@ T = TypeVar("T")
 _UNSHARED = frozenset({str, int, float, bool, type(None), bytes, date, datetime})
 # Tools run in threads: two that read a part for the first time at once must get the same copy.
 _LOCK = fork_safe(RLock())
-_LOOKING: ContextVar[bool] = ContextVar("looking", default=False)
+_NO_COPIES: ContextVar[bool] = ContextVar("looking", default=False)
 
 
 def branch(base: T) -> T:
@@ -49,11 +49,11 @@ def branch(base: T) -> T:
 def looking() -> Iterator[None]:
     """Read branches without copies inside the block. The code must neither change nor keep the values, like a scan over all
     rows."""
-    token = _LOOKING.set(True)
+    token = _NO_COPIES.set(True)
     try:
         yield
     finally:
-        _LOOKING.reset(token)
+        _NO_COPIES.reset(token)
 
 
 def _branch(base: Any) -> Any:
@@ -111,7 +111,7 @@ class BranchDict(dict[Any, Any]):
         self._own: set[Any] = set()
 
     def _value(self, key: Any, value: Any) -> Any:
-        if type(value) in _UNSHARED or _LOOKING.get():
+        if type(value) in _UNSHARED or _NO_COPIES.get():
             return value
         if key in self._own:
             return super().get(key, value)  # another thread may have copied it since `value` was read
@@ -132,10 +132,10 @@ class BranchDict(dict[Any, Any]):
         return super().__iter__()
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return super().values() if _LOOKING.get() else _Values(self)
+        return super().values() if _NO_COPIES.get() else _Values(self)
 
     def items(self) -> ItemsView[Any, Any]:  # type: ignore[override]
-        return super().items() if _LOOKING.get() else _Items(self)
+        return super().items() if _NO_COPIES.get() else _Items(self)
 
     def copy(self) -> dict[Any, Any]:
         return {key: self[key] for key in self}

@@ -41,19 +41,19 @@ TYPES: dict[str, str | None] = {
 """Type name in data sets -> type in JSON Schema, None for no constraint."""
 _SCHEMAS = ("parameters", "inputSchema", "input_schema", "parametersJsonSchema", "parameters_json_schema",
             "parameter_definitions", "arguments", "inputs", "args", "args_schema")  # fmt: skip
-_BESIDE = frozenset({"annotations", "outputSchema", "output_schema", "response", "responses", "return", "returns", "_meta",
+_OTHER_KEYS = frozenset({"annotations", "outputSchema", "output_schema", "response", "responses", "return", "returns", "_meta",
                      "meta", "icons", "execution", "examples", "input_examples", "cache_control", "tags",
                      "required"})  # fmt: skip
 """Keys of a tool that may hold objects or lists, but not its parameters."""
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
-_ANSWERED = ("tool_call_id", "tool_use_id", "call_id")
+_CALL_ID_KEYS = ("tool_call_id", "tool_use_id", "call_id")
 _LISTS = ("function_declarations", "functionDeclarations", "tools")
 _KEPT_NULLS = frozenset({"default", "const"})
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_ONES = frozenset({"items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains",
+_SINGLE = frozenset({"items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains",
                    "propertyNames", "not", "if", "then", "else"})  # fmt: skip
 _SIZES = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
-_WORDS = frozenset({*DATA, *_MAPS, *_ONES, *ALTERNATIVES, *_SIZES, "type", "description", "title", "required", "nullable",
+_WORDS = frozenset({*DATA, *_MAPS, *_SINGLE, *ALTERNATIVES, *_SIZES, "type", "description", "title", "required", "nullable",
                     "format", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
                     "uniqueItems", "prefixItems", "optional", "example", "deprecated", "dependentRequired"})  # fmt: skip
 _GENERIC = re.compile(r"^\s*([\w.]+)\s*(?:\[(.*)\])?\s*$", re.S)
@@ -118,7 +118,7 @@ def _function(given: dict[str, Any], key: str, table: bool) -> dict[str, Any]:
         holds = bool(value) and (
             isinstance(value, Mapping | list) or (isinstance(value, str) and value.lstrip()[:1] in ("{", "["))
         )
-        if word in ("properties", "schema") or (empty and holds and word not in (*_BESIDE, "name", "description")):
+        if word in ("properties", "schema") or (empty and holds and word not in (*_OTHER_KEYS, "name", "description")):
             raise FormError(f"{key}.{word}", "no known key of a tool. Put the schema of its parameters under `parameters`")
     if not named:
         return {**given, "parameters": dict(NO_PARAMETERS)}
@@ -246,11 +246,11 @@ def _schema(node: Any, key: str) -> Any:
             if not isinstance(held, Mapping):
                 raise FormError(at, f"expected an object of schemas, got {type(value).__name__}")
             found[word] = {name: _schema(inner, f"{at}.{name}") for name, inner in held.items() if inner is not None}
-        elif word in (*ALTERNATIVES, "prefixItems") or (word in _ONES and isinstance(value, list)):
+        elif word in (*ALTERNATIVES, "prefixItems") or (word in _SINGLE and isinstance(value, list)):
             if not isinstance(value, list):
                 raise FormError(at, f"expected a list of schemas, got {type(value).__name__}")
             found[word] = [_schema(inner, f"{at}[{number}]") for number, inner in enumerate(value)]
-        elif word in _ONES:
+        elif word in _SINGLE:
             found[word] = _schema({"type": value} if isinstance(value, str) and word == "items" else value, at)
         elif word in _SIZES and isinstance(value, str) and value.isdecimal():  # as Google's JSON writes 64 bits
             found[word] = int(value)
@@ -270,7 +270,7 @@ def _schema(node: Any, key: str) -> Any:
 
 def _schema_of_type(kind: Any, key: str) -> tuple[dict[str, Any], bool]:
     """Return (JSON Schema, is optional) of a type. Raises FormError if the type is unknown."""
-    if kind is None or (isinstance(kind, str) and kind in _SAME):
+    if kind is None or (isinstance(kind, str) and kind in _JSON_TYPES):
         return ({} if kind is None else {"type": kind}), False
     try:
         if isinstance(kind, list):
@@ -283,7 +283,7 @@ def _schema_of_type(kind: Any, key: str) -> tuple[dict[str, Any], bool]:
     raise FormError(key, f"a type must be a string, not {kind!r}"[:200])
 
 
-_SAME = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
+_JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 
 
 def from_annotation(text: str) -> tuple[dict[str, Any], bool]:
@@ -389,7 +389,7 @@ def identifier(given: Any, key: str) -> str:
 
 def result_of(item: Mapping[str, Any], content: str, key: str) -> Message:
     """Make a tool's result message. Raises FormError if its ID or name is not text."""
-    number = next((word for word in _ANSWERED if item.get(word) is not None), _ANSWERED[0])
+    number = next((word for word in _CALL_ID_KEYS if item.get(word) is not None), _CALL_ID_KEYS[0])
     name = item.get("name") or item.get("tool_name")
     if not isinstance(name, str | None):
         raise FormError(f"{key}.name", f"expected text, got {type(name).__name__}")

@@ -21,7 +21,7 @@ HEADER_BYTES = 1 << 16
 """Limit of a request's line and headers, in bytes."""
 BODY_GRACE_S, BODY_RATE = 20.0, 16 << 10
 """Time limit of a body: BODY_GRACE_S seconds, plus its bytes divided by BODY_RATE (bytes per second)."""
-LOOK_S = 1.0
+CHECK_S = 1.0
 """Seconds between two checks of a connection that waits for its client."""
 MAX_BODY = 16 << 20
 """Default limit of a request's body, in bytes."""
@@ -29,7 +29,7 @@ MAX_BODY = 16 << 20
 
 async def _measure_body(app: Any, most: int, scope: Any, receive: Any, send: Any) -> None:
     """Limit request bodies: for a body above `most` bytes, the app sees a disconnect and the client gets a 413."""
-    told = [value for name, value in scope["headers"] if name == b"content-length"]
+    content_lengths = [value for name, value in scope["headers"] if name == b"content-length"]
     size, answered, refused = 0, False, False
 
     async def refuse() -> None:
@@ -52,7 +52,7 @@ async def _measure_body(app: Any, most: int, scope: Any, receive: Any, send: Any
         if not refused:
             await send(message)
 
-    if any(not one.isdigit() or int(one[:20]) > most for one in told):
+    if any(not one.isdigit() or int(one[:20]) > most for one in content_lengths):
         await refuse()
         return
     try:
@@ -69,7 +69,7 @@ async def _refuse(send: Any, status: int, code: str, reason: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _stranger(headers: Collection[tuple[bytes, bytes]], allowed: Collection[str] | None) -> str | None:
+def _refusal_reason(headers: Collection[tuple[bytes, bytes]], allowed: Collection[str] | None) -> str | None:
     """Return the reason to refuse a request, or None."""
     given: dict[bytes, list[str]] = {}
     for name, value in headers:
@@ -109,7 +109,7 @@ def uvicorn_config(app: Any, host: str, max_body: int = MAX_BODY, **options: Any
     allowed = {*LOOPBACK, host} if is_loopback(host) else None
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:
-        reason = None if scope["type"] == "lifespan" else _stranger(scope["headers"], allowed)
+        reason = None if scope["type"] == "lifespan" else _refusal_reason(scope["headers"], allowed)
         if scope["type"] == "websocket" and reason is not None:
             await send({"type": "websocket.close", "code": 1008, "reason": reason})
         elif reason is not None:
@@ -196,7 +196,7 @@ def patient() -> type[Any]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.waited, self.headers_bytes, self.body_bytes, self.begun = 0.0, 0, 0, True
-            self.looking = asyncio.get_running_loop().call_later(LOOK_S, self.look)
+            self.looking = asyncio.get_running_loop().call_later(CHECK_S, self.look)
 
         def connection_lost(self, problem: Exception | None) -> None:
             self.looking.cancel()
@@ -236,16 +236,16 @@ def patient() -> type[Any]:
                 return  # closed, or upgraded to a websocket
             phase = self.phase()
             if phase in ("headers", "rest"):
-                self.waited += LOOK_S if self.begun else 0.0
+                self.waited += CHECK_S if self.begun else 0.0
                 late = self.waited >= HEADERS_S
             elif phase == "body":
-                self.waited += 0.0 if self.flow.read_paused else LOOK_S
+                self.waited += 0.0 if self.flow.read_paused else CHECK_S
                 late = self.waited >= BODY_GRACE_S + self.body_bytes / BODY_RATE
             else:
                 self.waited, late = 0.0, False
             if late:
                 self.transport.abort()
             else:
-                self.looking = asyncio.get_running_loop().call_later(LOOK_S, self.look)
+                self.looking = asyncio.get_running_loop().call_later(CHECK_S, self.look)
 
     return Patient

@@ -90,20 +90,20 @@ def _reap(but: int) -> None:
 def end_all() -> None:
     """End every descendant by SIGTERM, then SIGKILL after GRACE. Repeats, because processes may fork during the search."""
     killing, until = signal.SIGTERM, time.monotonic() + GRACE
-    told: set[int] = set()
+    signaled: set[int] = set()
     while True:
         _reap(0)
         left = {pid for pid in descendants() if stat_of(pid)[0] != "Z"}
         if not left:
             return
         if time.monotonic() >= until:
-            killing, told = signal.SIGKILL, set()
-        for pid in left - told:
+            killing, signaled = signal.SIGKILL, set()
+        for pid in left - signaled:
             try:
                 os.kill(pid, killing)
             except ProcessLookupError:
                 continue
-        told |= left
+        signaled |= left
         time.sleep(0.01)
 
 

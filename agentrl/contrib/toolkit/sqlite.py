@@ -36,9 +36,9 @@ _CHANGES = _ALLOWED | {
     sqlite3.SQLITE_DROP_VIEW, sqlite3.SQLITE_REINDEX,
 }  # fmt: skip
 _RENAMES = ("rename_table", "rename_column", "rename_test", "rename_quotefix", "drop_column")
-_OF_ALTER = frozenset({"printf", *(f"sqlite_{name}" for name in _RENAMES)})
+_ALTER_FUNCTIONS = frozenset({"printf", *(f"sqlite_{name}" for name in _RENAMES)})
 """Functions that ALTER TABLE calls; statements can call only printf of these, whose result is limited like all values."""
-_EVERY = 1000
+_STEPS_PER_CHECK = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class _Clock:
         self.stopped = ""
 
     def __call__(self) -> int:
-        self.steps += _EVERY
+        self.steps += _STEPS_PER_CHECK
         return int(self.late())
 
     def late(self) -> bool:
@@ -181,13 +181,13 @@ def _lock(connection: sqlite3.Connection, limits: QueryLimits, changes: bool = F
     clock = _Clock(limits)
     # SQLite's own LIKE takes time exponential in the number of %, during which no steps are counted.
     connection.create_function("like", 2, partial(_like, clock.late), deterministic=True)
-    connection.set_progress_handler(clock, _EVERY)
+    connection.set_progress_handler(clock, _STEPS_PER_CHECK)
     return clock
 
 
 def _authorize(changes: bool, action: int, first: str | None, second: str | None, base: str | None, trigger: str | None) -> int:
     # Without ATTACH and temporary tables, the copy is the only database.
-    called = (second or "").lower() in FUNCTIONS or (changes and second in _OF_ALTER)
+    called = (second or "").lower() in FUNCTIONS or (changes and second in _ALTER_FUNCTIONS)
     fine = action in (_CHANGES if changes else _ALLOWED) or (action == sqlite3.SQLITE_FUNCTION and called)
     return sqlite3.SQLITE_OK if fine else sqlite3.SQLITE_DENY
 

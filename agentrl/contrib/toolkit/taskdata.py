@@ -55,7 +55,7 @@ _SPLIT_NAMES = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
 
-_OWN = ("id", "split", "weight")  # keys that rows of all layouts may have
+_COMMON_KEYS = ("id", "split", "weight")  # keys that rows of all layouts may have
 ToTask = Callable[[Mapping[str, Json]], tuple[Mapping[str, Json], Mapping[str, Json]]]
 Settle = Callable[[Any, bool], Any]
 
@@ -174,7 +174,7 @@ def load_tasks(
     if family_column is not None:
         rows = _split_by_family(rows)
     rows = [row if row.split else replace(row, split=content_split(_content(row))) for row in rows]
-    _check_apart(rows)
+    _check_disjoint(rows)
     splits = dict.fromkeys(row.split for row in rows)
     return TaskSet(place.name, {split: [row for row in rows if row.split == split] for split in splits})
 
@@ -247,9 +247,9 @@ def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, named: st
         raise TaskDataError(
             f"{where}: {str(odd[0])[:24]} is not a JSON number. Write null, a text, or a number within a double's range"
         )
-    read = {*_OWN, *validator.schema.get("properties", ()), family_column}
+    read = {*_COMMON_KEYS, *validator.schema.get("properties", ()), family_column}
     for key in raw:
-        if key not in read and (hint := did_you_mean(key.lower(), [name for name in _OWN if name not in raw], like=0.83)):
+        if key not in read and (hint := did_you_mean(key.lower(), [name for name in _COMMON_KEYS if name not in raw], like=0.83)):
             raise TaskDataError(f"{where}: field {key} is not read; {hint}")
     own = raw.get("split")
     if own is not None and not isinstance(own, str):
@@ -290,7 +290,7 @@ def _split_by_family(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _check_apart(rows: Sequence[Row]) -> None:
+def _check_disjoint(rows: Sequence[Row]) -> None:
     """Refuse duplicate IDs and tasks in two splits (compared by `data`, without `gold`); warn about misspelt splits, which no
     command would use."""
     by_id: dict[str, Row] = {}

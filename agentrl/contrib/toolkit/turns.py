@@ -34,7 +34,7 @@ class SettledText:
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._told: list[int] = []  # IDs of the last piece: the next ones may decode differently without them
+        self._last_ids: list[int] = []  # IDs of the last piece: the next ones may decode differently without them
         self._new: list[int] = []
         self._tried = 0
 
@@ -47,11 +47,11 @@ class SettledText:
         # Retry IDs that do not make a whole character only after their number has doubled.
         if len(self._new) < 2 * self._tried:
             return ""
-        before, text = self._codec.decode(self._told), self._codec.decode([*self._told, *self._new])
+        before, text = self._codec.decode(self._last_ids), self._codec.decode([*self._last_ids, *self._new])
         if text.endswith(REPLACEMENT) or not text.startswith(before):
             self._tried = len(self._new) if len(self._new) > _LONGEST_CHARACTER else 0
             return ""
-        self._told, self._new, self._tried = self._new, [], 0
+        self._last_ids, self._new, self._tried = self._new, [], 0
         return text[len(before) :]
 
 
@@ -78,16 +78,16 @@ class ProseReader(TurnReader):
         self._ids: list[int] = []
         self._pending = ""
         self._state: Literal["beginning", "thinking", "prose", "silent"] = "thinking" if thinking else "beginning"
-        self._said = False
+        self._has_text = False
         self._blanks: list[str] = []
         self._blank_ends = any(letter.isspace() for end in self._ends for letter in end)
 
     def read(self, token_ids: Sequence[int]) -> str:
         over = next((place for place, number in enumerate(token_ids) if number in self._last), None)
-        told = self._next(token_ids[:over])
+        settled = self._next(token_ids[:over])
         if over is not None:
             self._state = "silent"
-        return told
+        return settled
 
     def _next(self, token_ids: Sequence[int]) -> str:
         if self._state == "silent":
@@ -117,7 +117,7 @@ class ProseReader(TurnReader):
             self._state = "prose" if self._thinks(self._ids) else "silent"
         if self._state != "prose":
             return ""
-        if not self._said:
+        if not self._has_text:
             self._pending = self._pending.lstrip()
         found = [at for end in self._ends if (at := self._pending.find(end)) >= 0]
         if found:
@@ -125,10 +125,10 @@ class ProseReader(TurnReader):
             return self._pending[: min(found)].rstrip()
         # Hold back trailing white space, which may be stripped, and a possible start of an end text.
         cut = min((_partial(self._pending, end) for end in self._ends), default=len(self._pending))
-        told = self._pending[:cut].rstrip()
-        self._pending = self._pending[len(told) :]
-        self._said = self._said or bool(told)
-        return told
+        settled = self._pending[:cut].rstrip()
+        self._pending = self._pending[len(settled) :]
+        self._has_text = self._has_text or bool(settled)
+        return settled
 
 
 def _partial(text: str, end: str) -> int:

@@ -139,7 +139,7 @@ async def test_a_large_body_is_refused_before_it_is_in_memory(engine_parts: Any)
 
 async def test_connections_that_do_not_go_on_are_closed(engine_parts: Any, monkeypatch: Any) -> None:
     """Half a line, half the headers, half a body, a byte at a time; an answered connection and one whose turn is sampled stay."""
-    for name, value in (("LOOK_S", 0.05), ("HEADERS_S", 0.5), ("BODY_GRACE_S", 0.5), ("BODY_RATE", 1 << 20)):
+    for name, value in (("CHECK_S", 0.05), ("HEADERS_S", 0.5), ("BODY_GRACE_S", 0.5), ("BODY_RATE", 1 << 20)):
         monkeypatch.setattr(serving, name, value)
     async with held(engine_parts[1]) as (url, port, key):
         line = f"POST {httpx.URL(url).path}/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n".encode()
