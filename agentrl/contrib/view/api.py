@@ -161,7 +161,7 @@ class Api:
 
     def metrics(self, ident: str, asked: Asked) -> Json:
         one = self.library.get(ident)
-        _only(asked, "after", "edition")
+        _check_parameters(asked, "after", "edition")
         rows = one.metrics.rows()
         after = queries.whole(asked, "after", 0, 0, 1 << 40)
         edition = one.metrics.edition
@@ -172,12 +172,12 @@ class Api:
     def episodes(self, ident: str, asked: Asked) -> Json:
         one, page = self.library.get(ident), queries.page_of(asked)
         with self._index(one) as db:
-            found = queries.episodes(db, page, self._high(db, ident))
+            found = queries.episodes(db, page, self._high_rewards(db, ident))
         indexed, of = one.index.progress()
         return {"total": found["total"], "indexed": indexed, "of": of, "rows": found["rows"], "problem": one.problem}
 
     def facets(self, ident: str, asked: Asked) -> Json:
-        _only(asked)
+        _check_parameters(asked)
         with self._index(self.library.get(ident)) as db:
             return self._once(db, (ident, "facets"), lambda: queries.facets(db))
 
@@ -187,12 +187,12 @@ class Api:
             row = episodes_of.find(db, episode)
             found = episodes_of.stored_row(one.run, row)
             with episodes_of.name_damage(one.run, row):
-                out = {**queries.episode_row(row, self._high(db, ident)), **episodes_of.detail(found, row, db)}
+                out = {**queries.episode_row(row, self._high_rewards(db, ident)), **episodes_of.detail(found, row, db)}
         out["signs"] = {name: row[name] for name in ("gold_answer", "gold_calls", "repeated", "judge")}
         return out | state_diff(RunRecord(one.run.path), found, self._envs)
 
     def tokens(self, ident: str, episode: str, asked: Asked) -> Json:
-        _only(asked, "ledger", "offset", "limit")
+        _check_parameters(asked, "ledger", "offset", "limit")
         one = self.library.get(ident)
         ledger, offset = (queries.whole(asked, name, 0, 0, 1 << 31) for name in ("ledger", "offset"))
         limit = queries.whole(asked, "limit", 4000, 1, episodes_of.MOST)
@@ -202,19 +202,19 @@ class Api:
             return episodes_of.columns(RunRecord(one.run.path), row, episodes_of.stored_row(one.run, row), ledger, offset, limit)
 
     def groups(self, ident: str, asked: Asked) -> Json:
-        _only(asked, "step", "limit", "offset")
+        _check_parameters(asked, "step", "limit", "offset")
         limit, offset = queries.whole(asked, "limit", 200, 1, queries.MOST), queries.whole(asked, "offset", 0, 0, 1 << 40)
         with self._index(self.library.get(ident)) as db:
             return queries.groups(db, _step(asked), limit, offset)
 
     def failures(self, ident: str, asked: Asked) -> Json:
-        _only(asked, "step", "kind")
+        _check_parameters(asked, "step", "kind")
         with self._index(self.library.get(ident)) as db:
             step, kind = _step(asked), asked.get("kind") or None
             return self._once(db, (ident, "failures", step, kind), lambda: queries.failures(db, step, kind))
 
     def suspects(self, ident: str, asked: Asked) -> Json:
-        _only(asked)
+        _check_parameters(asked)
         one = self.library.get(ident)
         with self._index(one) as db:
             rows = one.metrics.rows()
@@ -223,7 +223,7 @@ class Api:
 
     def compare(self, asked: Asked) -> Json:
         """Compare episodes of the same tasks."""
-        _only(asked, "a", "b")
+        _check_parameters(asked, "a", "b")
         sides = [self._tasks(asked.get(side, ""), side) for side in ("a", "b")]
         if sides[0][0] != sides[1][0]:  # only one run has an evaluation at the step: compare training
             sides = [self._tasks(asked[side], side, held_out=False) for side in ("a", "b")]
@@ -259,7 +259,7 @@ class Api:
             trains = db.execute("SELECT phase FROM files WHERE id = ?", files[:1]).fetchone()["phase"] == "train"
             return trains, queries.by_task(db, files)
 
-    def _high(self, db: sqlite3.Connection, ident: str) -> Mapping[str, float]:
+    def _high_rewards(self, db: sqlite3.Connection, ident: str) -> Mapping[str, float]:
         maxima = self._maxima(self.library.get(ident))
         found: Mapping[str, float] = self._once(db, (ident, "high"), lambda: queries.high_rewards(db, maxima))
         return found
@@ -292,7 +292,7 @@ def _step(asked: Asked) -> int | None:
     return queries.whole(asked, "step", 0, 0, 1 << 40) if asked.get("step") else None
 
 
-def _only(asked: Asked, *names: str) -> None:
+def _check_parameters(asked: Asked, *names: str) -> None:
     for name in asked:
         if name not in names:
             raise UserError(f"there is no parameter {name!r}; expected {', '.join(names) or 'none'}")

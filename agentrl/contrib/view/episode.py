@@ -41,8 +41,8 @@ def columns(run: RunRecord, row: sqlite3.Row, found: Mapping[str, Json], at: int
         "text": texts,
         "id": ids,
         "sampled": sampled[part].tolist(),
-        "logprob": _on(sampled, ledger.logprobs[sampled])[part],
-        "version": _on(sampled, ledger.versions[sampled])[part],
+        "logprob": _spread(sampled, ledger.logprobs[sampled])[part],
+        "version": _spread(sampled, ledger.versions[sampled])[part],
         "turn": ledger.turns[part].tolist(),
         "advantage": None,
         "ratio": None,
@@ -52,12 +52,12 @@ def columns(run: RunRecord, row: sqlite3.Row, found: Mapping[str, Json], at: int
         "trained_problem": lost,
     }
     if trained is not None:
-        out["advantage"] = _on(sampled, trained[0])[part]
-        out["ratio"] = None if trained[1] is None else _on(sampled, trained[1])[part]
+        out["advantage"] = _spread(sampled, trained[0])[part]
+        out["ratio"] = None if trained[1] is None else _spread(sampled, trained[1])[part]
     return out
 
 
-def _on(sampled: Any, values: Any) -> list[float | int | None]:
+def _spread(sampled: Any, values: Any) -> list[float | int | None]:
     """Spread values of sampled tokens over all tokens."""
     out: list[float | int | None] = [None] * len(sampled)
     for place, value in zip(np.flatnonzero(sampled).tolist(), values.tolist(), strict=True):

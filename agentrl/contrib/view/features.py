@@ -274,7 +274,7 @@ def _fits(call: Mapping[str, Json], arguments: Mapping[str, Json]) -> bool:
 def repetition(row: Mapping[str, Json]) -> float:
     """Measure repetition in the policy's text, 0 to 1: the larger of the share of repeated word 4-grams within a turn (of at
     least 24 words), and the share of turns that repeat an earlier turn (with at least 4 turns)."""
-    texts = [_said(turn) for turn in row.get("turns") or []]
+    texts = [_turn_text(turn) for turn in row.get("turns") or []]
     again = 1 - len(set(texts)) / len(texts) if len(texts) >= 4 else 0.0
     for words in map(_words, texts):
         if len(words) >= _LEAST_WORDS:
@@ -283,7 +283,7 @@ def repetition(row: Mapping[str, Json]) -> float:
     return again
 
 
-def _said(turn: Mapping[str, Json]) -> str:
+def _turn_text(turn: Mapping[str, Json]) -> str:
     message = turn.get("message") or {}
     calls = [f"{call.get('raw') or ''} {call.get('name')} {call.get('arguments')}" for call in message.get("tool_calls") or []]
     return " ".join([str(message.get("reasoning") or ""), str(message.get("content") or ""), *calls])
@@ -304,6 +304,6 @@ def judge_values(row: Mapping[str, Json]) -> tuple[float | None, float | None, s
     mean = sum(others) / len(others) if others else None
     gaps = [max(judges) - min(judges)] if len(judges) > 1 else []
     gaps += [] if mean is None else [abs(judge - mean) for judge in judges]
-    did = [[_said(turn), [result.get("content") for result in turn.get("results") or []]] for turn in row.get("turns") or []]
+    did = [[_turn_text(turn), [result.get("content") for result in turn.get("results") or []]] for turn in row.get("turns") or []]
     digest = hashlib.sha256(repr(did).encode("utf-8", "replace")).hexdigest()[:16]
     return max(gaps, default=None), sum(judges) / len(judges), digest

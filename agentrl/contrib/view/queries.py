@@ -18,9 +18,9 @@ MOST = 500
 """Rows per page."""
 FACETS = ("phase", "step", "env", "stop", "tool", "error", "term", "task")
 _EQUAL = ("phase", "env", "task", "split", "stop", "member")
-_OTHERS = ("step", "term", "min_reward", "max_reward", "success", "group", "q")
+_OTHER_FILTERS = ("step", "term", "min_reward", "max_reward", "success", "group", "q")
 _PAGE = ("sort", "order", "offset", "limit")
-_BESIDE = {"tool": "tools", "error": "errors"}
+_DETAIL_TABLES = {"tool": "tools", "error": "errors"}
 _SORTS = {
     "step": "e.step", "reward": "e.reward", "success": "e.success", "turns": "e.turns", "calls": "e.calls",
     "tool_errors": "e.tool_errors", "tokens": "e.tokens", "seconds": "e.seconds", "task": "e.task", "env": "e.env",
@@ -52,8 +52,8 @@ def list_steps(steps: Iterable[int]) -> str:
 def _condition(name: str, given: str) -> tuple[str, list[Any]]:
     if name in _EQUAL:
         return f"e.{name} = ?", [given]
-    if name in _BESIDE:
-        return f"e.id IN (SELECT episode FROM {_BESIDE[name]} WHERE name = ?)", [given]
+    if name in _DETAIL_TABLES:
+        return f"e.id IN (SELECT episode FROM {_DETAIL_TABLES[name]} WHERE name = ?)", [given]
     if name in ("min_reward", "max_reward"):
         try:
             bound = float(given)
@@ -103,7 +103,7 @@ Page = tuple[str, list[Any], str, int, int]
 def page_of(asked: Mapping[str, str]) -> Page:
     """Build the query of a URL's parameters: condition, values, order, limit, offset. Raises UserError for an unknown parameter
     or value."""
-    known = (*_EQUAL, *_BESIDE, *_OTHERS, *_PAGE)
+    known = (*_EQUAL, *_DETAIL_TABLES, *_OTHER_FILTERS, *_PAGE)
     for name in asked:
         if name not in known:
             raise UserError(f"there is no filter {name!r}{hint_text(name, known)}")
@@ -303,7 +303,7 @@ def suspects(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]], maxima:
             f"({' OR '.join('(e.env = ? AND e.reward >= ?)' for _ in high)}) AND {GOLD} >= {GOLD_FAR}",
             [part for pair in high.items() for part in pair],
             f"{GOLD} DESC, e.reward DESC",
-            _far_text,
+            _gold_distance_text,
             "gold_far",
             "High reward, gold far away",
             f"the reward is at least {HIGH:.0%} of the {most}, and {GOLD_FAR:.0%} or more of the gold answer "
@@ -341,10 +341,10 @@ def suspects(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]], maxima:
     # Growth of the whole run, or per environment if there are several.
     train = [row for row in rows if row.get("phase") == "train"]
     names = sorted({key.split("/")[1] for row in train for key in row if key.startswith("env/") and key.endswith("/tokens")})
-    return found + [row for name in (names if len(names) > 1 else [""]) if (row := _grown(db, train, name)) is not None]
+    return found + [row for name in (names if len(names) > 1 else [""]) if (row := _growth_row(db, train, name)) is not None]
 
 
-def _far_text(row: sqlite3.Row) -> str:
+def _gold_distance_text(row: sqlite3.Row) -> str:
     said = []
     if (row["gold_answer"] or 0) > 0:
         said.append(f"{row['gold_answer']:.0%} of the gold answer is not in the last text")
@@ -363,7 +363,7 @@ def _suspicion_row(
     return [{"kind": kind, "title": title, "why": why, "value": count, "episodes": listed}] if count else []
 
 
-def _grown(db: sqlite3.Connection, train: Sequence[Mapping[str, Json]], env: str) -> dict[str, Json] | None:
+def _growth_row(db: sqlite3.Connection, train: Sequence[Mapping[str, Json]], env: str) -> dict[str, Json] | None:
     at = f"env/{env}/" if env else ""
     points = []
     for row in train:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
-ELSEWHERE = {(b"sec-fetch-site", b"cross-site"), (b"sec-fetch-site", b"same-site")}
+CROSS_SITE = {(b"sec-fetch-site", b"cross-site"), (b"sec-fetch-site", b"same-site")}
 """Headers that mark a browser's cross-site request, which could not read the answer but could make environments run."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
@@ -65,7 +65,7 @@ def make_app(library: Library, envs: bool = True) -> Starlette:
     routes |= {f"{run}/episodes/{{episode}}": api.episode, f"{run}/episodes/{{episode}}/tokens": api.tokens}
     of_run = (api.metrics, api.episodes, api.facets, api.groups, api.failures, api.suspects)
     routes |= {f"{run}/{ask.__name__}": ask for ask in of_run}
-    found = [Route(path, _answering(ask), methods=["GET"]) for path, ask in routes.items()]
+    found = [Route(path, _json_handler(ask), methods=["GET"]) for path, ask in routes.items()]
     return Starlette(routes=[*found, Route("/api/{rest:path}", _missing), Route("/{path:path}", _asset, methods=["GET"])])
 
 
@@ -86,7 +86,7 @@ def guard_app(app: Any) -> Any:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(hosts) != 1 or host_name(hosts[0]) not in LOOPBACK:
             await _json(403, {"error": f"the viewer answers on {HOST} and localhost only"})(scope, receive, sent)
-        elif scope["path"].startswith("/api") and ELSEWHERE & {*scope["headers"]}:
+        elif scope["path"].startswith("/api") and CROSS_SITE & {*scope["headers"]}:
             await _json(403, {"error": "the viewer's data is for its own page only"})(scope, receive, sent)
         elif scope["method"] not in ("GET", "HEAD"):
             await _json(405, {"error": "the viewer only reads: GET"})(scope, receive, sent)
@@ -96,7 +96,7 @@ def guard_app(app: Any) -> Any:
     return served
 
 
-def _answering(ask: Callable[..., Any]) -> Any:
+def _json_handler(ask: Callable[..., Any]) -> Any:
     """Build a handler for a question. `ask` gets the path parameters in order, and the query parameters."""
 
     # A plain function runs in a thread, so that a slow query does not block other answers.

@@ -163,14 +163,14 @@ def _script(row: Mapping[str, Json]) -> list[RenderableType]:
     opening, later = [one for one in messages[:first] if one["role"] != "tool"], messages[first:]
     users = [place for place, message in enumerate(opening) if message["role"] == "user"]
     first = users[-1] if users else len(opening)  # the user's calls before its first message
-    found += [_panel(message["role"], _said(message)) for message in opening[:first]]
-    found += [*_user_calls(row, -1), *(_panel(message["role"], _said(message)) for message in opening[first:])]
+    found += [_panel(message["role"], _message_text(message)) for message in opening[:first]]
+    found += [*_user_calls(row, -1), *(_panel(message["role"], _message_text(message)) for message in opening[first:])]
     for message in later:
         if turns and message["role"] == "assistant" and _same(message, turns[0]["message"]):
             turn = turns.pop(0)
             found += [*_turn(turn), *_user_calls(row, turn["index"])]
         elif message["role"] != "tool":
-            found.append(_panel(message["role"], _said(message)))
+            found.append(_panel(message["role"], _message_text(message)))
     # A context policy may have removed turns from the messages; they were played, so show them.
     return found + [part for turn in turns for part in (*_turn(turn), *_user_calls(row, turn["index"]))]
 
@@ -180,7 +180,7 @@ def _same(message: Mapping[str, Json], played: Mapping[str, Json]) -> bool:
     return message["content"] == played["content"] and calls[0] == calls[1]
 
 
-def _said(message: Mapping[str, Json]) -> str:
+def _message_text(message: Mapping[str, Json]) -> str:
     said = [f"({message['reasoning']})"] if message.get("reasoning") else []
     said += [message["content"]] if message["content"] else []
     for call in message.get("tool_calls") or ():
@@ -197,7 +197,7 @@ def _turn(turn: Mapping[str, Json]) -> list[RenderableType]:
     tokens, seconds = turn["tokens"], turn["seconds"]
     worth = "" if turn["value"] is None else f", value {turn['value']:.2f}"
     head = f"turn {turn['index']}: {tokens} tokens, {seconds:.2f} s{worth}"
-    out: list[RenderableType] = [_panel(head, _said(turn["message"]))]
+    out: list[RenderableType] = [_panel(head, _message_text(turn["message"]))]
     for result in turn["results"]:
         mark = f"  error: {result['error']}" if result.get("error") else ""
         out.append(Text(safe(f"   {result['name']}{mark}: {result['content']}", 2000), style="dim" if not mark else "red"))
