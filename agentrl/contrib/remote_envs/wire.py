@@ -75,14 +75,14 @@ def toolbox_row(toolbox: Toolbox, known: Json = None) -> dict[str, Json]:
 def tools_of(rows: Sequence[Mapping[str, Json]], where: str) -> dict[str, Tool]:
     """Build stand-ins of a server's tools by name, for schemas, options and blame of their time."""
 
-    async def elsewhere(**arguments: Any) -> None:
+    async def refuse_call(**arguments: Any) -> None:
         raise EnvError(f"a tool of {where} runs there, in a step of its episode, and cannot be called alone")
 
     made = {}
     for row in rows:
         options = Options(**{**row["options"], "process": False, "inline": False})
         declared = {"type": "function", **{key: value for key, value in row.items() if key != "options"}}
-        made[row["function"]["name"]] = Tool.from_declaration(declared, elsewhere, options)
+        made[row["function"]["name"]] = Tool.from_declaration(declared, refuse_call, options)
     return made
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from agentrl.config.schema import SglangConfig
 from agentrl.contrib.sglang.servers import (
-    BOTH,
     PARTS,
+    TOP_K_WITH_TOP_P,
     WHOLE,
     Json,
     Server,
@@ -205,7 +205,7 @@ class SglangEngine(Engine, WeightTarget):
         """Check all servers and load the model's weights on them. Raises EngineError with server and cause."""
         expected = expected_parameters(self._model, saved=True, trust=self._trust)
         for server in self._servers.all:
-            await self._servers.look(server, self._model_type)
+            await self._servers.check_facts(server, self._model_type)
         self._context = min(server.facts.context for server in self._servers.all if server.facts is not None)
         # Servers may have weights of another model of this type, or of an earlier run. Pause them, as at every update: a server
         # may still sample for a killed run.
@@ -229,7 +229,7 @@ class SglangEngine(Engine, WeightTarget):
             try:
                 generation = await self._turn(turn, server, request_key)
             except ServerDeadError as cause:
-                await self._servers.lost(server, cause)
+                await self._servers.check_lost(server, cause)
                 if left == 0:
                     raise
                 continue
@@ -330,7 +330,7 @@ class SglangEngine(Engine, WeightTarget):
                     for server in self._servers.all:
                         if server.cause is not None:
                             with contextlib.suppress(EngineError):  # it stays dead, with its recorded cause
-                                await self._servers.look(server, self._model_type)
+                                await self._servers.check_facts(server, self._model_type)
                                 await server.call(*PAUSE)
                                 server.cause = None
                     arrivals = Arrivals(expected)
@@ -394,4 +394,4 @@ class SglangEngine(Engine, WeightTarget):
             raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
         check_request(token_ids, sampling, self._context, expected.vocab)
         if sampling.top_k and sampling.top_p < 1:
-            raise EngineError(BOTH)
+            raise EngineError(TOP_K_WITH_TOP_P)

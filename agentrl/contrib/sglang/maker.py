@@ -38,10 +38,10 @@ class SglangMaker(EngineMaker):
                 'weights.lora = "adapter" does not work with engine = "sglang", whose servers do not say which adapter sampled a '
                 'token; use weights.lora = "merged"'
             )
-        from agentrl.contrib.sglang.servers import BOTH
+        from agentrl.contrib.sglang.servers import TOP_K_WITH_TOP_P
 
         if self.config.rollout.top_k and self.config.rollout.top_p < 1:
-            raise ConfigError(BOTH)
+            raise ConfigError(TOP_K_WITH_TOP_P)
         self._ask_context  # noqa: B018 - raises
 
     @cached_property

@@ -293,7 +293,7 @@ class Versions:
 WHOLE, PARTS = 256, 16
 """Tokens per part of a streamed answer, if each part repeats all tokens so far, and if it has only the new ones."""
 
-BOTH = (
+TOP_K_WITH_TOP_P = (
     "SGLang takes top_p of the probability of all tokens, and the other engines of that which top_k leaves: together they would "
     "draw from other tokens; set one of rollout.top_k and rollout.top_p"
 )
@@ -424,7 +424,7 @@ class Servers:
     def alive(self) -> list[Server]:
         return [server for server in self.all if server.cause is None]
 
-    async def look(self, server: Server, model_type: str | None) -> None:
+    async def check_facts(self, server: Server, model_type: str | None) -> None:
         """Query and check a server's properties. Raises EngineError if it cannot be used."""
         facts = Facts.of(server.address, await server.call(MODEL), await server.call(SERVER))
         check(facts, self._cfg, model_type)
@@ -444,16 +444,16 @@ class Servers:
             self.home.popitem(last=False)
         return server
 
-    async def lost(self, server: Server, cause: ServerDeadError) -> None:
+    async def check_lost(self, server: Server, cause: ServerDeadError) -> None:
         """Handle a broken connection: the server counts as dead unless it answers another request."""
         try:
             if server.cause is None:
                 await server.call(MODEL)
                 log.warning("%s; the server answers, and the turn is sampled again", cause)
         except EngineError:
-            self.died(server, cause)
+            self.mark_dead(server, cause)
 
-    def died(self, server: Server, cause: ServerDeadError) -> None:
+    def mark_dead(self, server: Server, cause: ServerDeadError) -> None:
         """Record a server's death once, also if several requests report it."""
         if server.cause is None:
             server.cause = str(cause)
@@ -473,7 +473,7 @@ class Servers:
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, ServerDeadError):
-                self.died(server, answer)
+                self.mark_dead(server, answer)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ServerDeadError):
                 raise answer
