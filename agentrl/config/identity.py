@@ -75,113 +75,93 @@ Purpose = Literal["train", "eval", "rollout"]
 Identity = dict[str, Any]
 """Dotted key -> JSON value; keys that are unset are absent."""
 
-_LABEL = "says what a run is called or where it is written"
-_ASKED = "says where, how often and how patiently a model is asked; an outage leaves an episode unscored, which is run again"
-_CAPACITY = "says how much runs at once, and not what"
-_TRAINING = "is read by training alone"
-_UPDATE = "forms the groups of an update, and nothing is updated"
-_JUDGE = "says how judges are asked and paid; which, and what they are asked, is in the reward spec"
-_KEPT = "says what is recorded of a run"
-_FAULT = "bounds faults of the infrastructure, whose episodes are unscored and run again"
-
-_SPREAD = "spreads the same computation over ranks"
-_MEMORY = "computes the same numbers in less memory"
-_PASSWORD = "says where a password is"
-_ROUTE = "brings the same weights another way"
-_MEASURED = "says how many tasks a run's own evaluations have"
-
 _ANYWHERE = {
-    **dict.fromkeys(("name", "out", "env.name"), _LABEL),
-    "steps": "says how long a run takes; that a decaying learning rate is stretched is said (run/provenance.py)",
-    "stop_at_success": "says how long a run takes",
-    **dict.fromkeys(("trajectories_every", "checkpoint", "keep", "trackers", "traces", "prometheus", "profile"), _KEPT),
-    "health": "says when a run reports that it does not learn",
-    "callbacks": "watch, and train nothing",
-    "cluster": "says where processes run",
-    "env.url": "says where the environment runs; its identity and files are compared separately",
-    **dict.fromkeys(("env.token_env", "sglang.api_key_env"), _PASSWORD),
-    **dict.fromkeys(
-        ("model.activation_checkpointing", "model.shard_gradients", "model.offload", "rollout.colocate"), _MEMORY
-    ),
-    "model.threads": "spreads the same computation over cores",
-    **{f"model.{key}": _SPREAD for key in ("replicas", "sequence_parallel", "tensor_parallel", "expert_parallel")},
-    "model.packing": "computes the same numbers, more or fewer rows at once",
-    "rollout.workers": "says in which processes the same episodes are played",
-    **{f"{of}.host": "says where the same agent reaches the same policy" for of in ("agent", "env.agent")},
-    **dict.fromkeys(
-        ("env.sandbox.limit", "env.sandbox.warm", "rollout.max_episodes", "agent.concurrency", "env.agent.concurrency",
-         "vllm.replicas", "vllm.kv_cache_mib", "engine_args.kv_cache_mib"), _CAPACITY,
-    ),
-    **dict.fromkeys(
-        ("agent.idle_timeout", "env.agent.idle_timeout", "rollout.retries", "rollout.env_timeout", "rollout.stall_timeout",
-         "rollout.turn_timeout", "vllm.max_respawns", "vllm.call_timeout", "vllm.startup_timeout", "sglang.timeout"), _FAULT,
-    ),
-    **{f"reward.judge.{key}": _JUDGE for key in ("api_base", "cache", "calls", "usd", "usd_per_million")},
-    **{f"reward.judge.{key}": _JUDGE for key in ("concurrency", "timeout", "retries")},
-    "sglang.servers": "says where the same model is served",
-    "sglang.seeds": "says whether a server that ignores seeds is refused",
-    **dict.fromkeys(("weights.route", "weights.bucket_mib", "weights.folder"), _ROUTE),
-    **dict.fromkeys(("eval.tasks", "env.eval.tasks"), _MEASURED),
-    "eval.every": "says when a run evaluates",
-    "env.eval.weight": "says how a run's own evaluations are averaged",
-    **{f"api.{key}": _ASKED for key in ("base", "concurrency", "timeout", "retries")},
+    "says what a run is called or where it is written": "name out env.name",
+    "says how long a run takes; that a decaying learning rate is stretched is said (run/provenance.py)": "steps",
+    "says how long a run takes": "stop_at_success",
+    "says what is recorded of a run": "trajectories_every checkpoint keep trackers traces prometheus profile",
+    "says when a run reports that it does not learn": "health",
+    "watch, and train nothing": "callbacks",
+    "says where processes run": "cluster",
+    "says where the environment runs; its identity and files are compared separately": "env.url",
+    "says where a password is": "env.token_env sglang.api_key_env",
+    "computes the same numbers in less memory":
+        "model.activation_checkpointing model.shard_gradients model.offload rollout.colocate",
+    "spreads the same computation over cores": "model.threads",
+    "spreads the same computation over ranks":
+        "model.replicas model.sequence_parallel model.tensor_parallel model.expert_parallel",
+    "computes the same numbers, more or fewer rows at once": "model.packing",
+    "says in which processes the same episodes are played": "rollout.workers",
+    "says where the same agent reaches the same policy": "agent.host env.agent.host",
+    "says how much runs at once, and not what": """env.sandbox.limit env.sandbox.warm rollout.max_episodes agent.concurrency
+        env.agent.concurrency vllm.replicas vllm.kv_cache_mib engine_args.kv_cache_mib reward.judge.engines.*.concurrency""",
+    "bounds faults of the infrastructure, whose episodes are unscored and run again": """agent.idle_timeout env.agent.idle_timeout
+        rollout.retries rollout.env_timeout rollout.stall_timeout rollout.turn_timeout vllm.max_respawns vllm.call_timeout
+        vllm.startup_timeout sglang.timeout""",
+    "says how judges are asked and paid; which, and what they are asked, is in the reward spec": """reward.judge.api_base
+        reward.judge.cache reward.judge.calls reward.judge.usd reward.judge.usd_per_million reward.judge.concurrency
+        reward.judge.timeout reward.judge.retries""",
+    "says where the same model is served": "sglang.servers",
+    "says whether a server that ignores seeds is refused": "sglang.seeds",
+    "brings the same weights another way": "weights.route weights.bucket_mib weights.folder",
+    "says how many tasks a run's own evaluations have": "eval.tasks env.eval.tasks",
+    "says when a run evaluates": "eval.every",
+    "says how a run's own evaluations are averaged": "env.eval.weight",
+    "says where, how often and how patiently a model is asked; an outage leaves an episode unscored, which is run again":
+        "api.base api.concurrency api.timeout api.retries",
 }  # fmt: skip
-_OWN_JUDGE = "reward.judge.engines"
-_ANYWHERE |= {
-    f"{_OWN_JUDGE}.*.concurrency": _CAPACITY,
-    **{f"{_OWN_JUDGE}.*.{key}": why for key, why in _ANYWHERE.items() if key.startswith("vllm.")},
-}
+"""Reason -> keys or sections. "*" is any name."""
 _EPISODES = {
-    **_ANYWHERE,
-    **dict.fromkeys(("vllm.args.max_num_seqs", "vllm.args.max_num_batched_tokens"), _CAPACITY),
-    **dict.fromkeys(
-        ("sft", "data", "env.sft", "env.advantage", "algorithm", "optim", "critic", "reward_model", "model.lora",
-         "model.engine", "weights.lora", "rollout.router_replay"), _TRAINING,
-    ),
-    **dict.fromkeys(
-        ("env.weight", "rollout.groups", "rollout.group_size", "rollout.oversample", "rollout.oversample_members",
-         "rollout.max_staleness", "rollout.min_survivors", "rollout.filter_zero_variance", "rollout.accept",
-         "rollout.max_filtered"), _UPDATE,
-    ),
-    **dict.fromkeys(("env.sampler", "rollout.sampler"), "chooses the tasks of updates; here they are numbered"),
-    **dict.fromkeys(("env.eval.split", "eval.split"), "is asked for by --split"),
-    "rollout.mixture": "chooses the environments of updates",
-    "model.init": "builds a model for training; the one that plays is at model.path",
-    "rollout.start": "says where episodes of updates begin",
-    "rollout.branch": "says which episodes of updates branch off others",
-}  # fmt: skip
-_SAME_WEIGHTS = "samples from the same weights; how far it is from the trainer is measured in each step"
-_LATER = "steers the updates from now on; past ones stay as they are, and the change is said and kept in config_history"
-LATER = dict.fromkeys(
-    ("optim.lr", "optim.matrix_lr", "optim.weight_decay", "optim.betas", "optim.max_grad_norm", "optim.warmup", "optim.schedule",
-     "critic.lr", "critic.clip", "critic.epochs", "algorithm.advantage.args", "env.advantage.args", "algorithm.loss.args",
-     "algorithm.aggregate", "algorithm.epochs", "algorithm.minibatch", "algorithm.groups", "algorithm.proximal",
-     "algorithm.correction", "algorithm.truncated", "algorithm.entropy_bonus", "algorithm.kl.coef", "algorithm.kl.target",
-     "algorithm.kl.kind", "algorithm.kl.where", "algorithm.kl.horizon", "rollout.max_turns", "rollout.max_turn_tokens",
-     "rollout.max_episode_tokens", "rollout.min_survivors", "rollout.filter_zero_variance", "rollout.max_filtered"), _LATER,
-)  # fmt: skip
-"""Keys that matter but that a resume may change: updates read them anew, and checkpoints remain compatible."""
-CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
-    "train": {
-        **_ANYWHERE,
-        **LATER,
-        **dict.fromkeys(("engine", "vllm.args"), _SAME_WEIGHTS),
-        "vllm.tensor_parallel": "spreads the same computation over GPUs",
-        "data.epochs": "says how long a run takes; a decaying learning rate is stretched",
-        "data.max_bad": "says when a run does not start",
-        "optim.micro_tokens": "cuts the same batch into other pieces",
-        "optim.prefix_sharing": "computes the same numbers once",
-        **{f"{of}.{key}": "measures, and trains nothing" for of in ("eval", "env.eval") for key in ("split", "temperature")},
-        "api.usd_per_million": "is the price of requests",
-    },
-    "eval": {**_EPISODES, "rollout.temperature": "an evaluation samples at eval.temperature"},
-    "rollout": {
-        **_EPISODES,
-        "eval.temperature": "a rollout samples at rollout.temperature",
-        "env.eval.temperature": "a rollout samples at rollout.temperature",
-    },
+    "says how much runs at once, and not what": "vllm.args.max_num_seqs vllm.args.max_num_batched_tokens",
+    "is read by training alone": """sft data env.sft env.advantage algorithm optim critic reward_model model.lora model.engine
+        weights.lora rollout.router_replay""",
+    "forms the groups of an update, and nothing is updated": """env.weight rollout.groups rollout.group_size rollout.oversample
+        rollout.oversample_members rollout.max_staleness rollout.min_survivors rollout.filter_zero_variance rollout.accept
+        rollout.max_filtered""",
+    "chooses the tasks of updates; here they are numbered": "env.sampler rollout.sampler",
+    "is asked for by --split": "env.eval.split eval.split",
+    "chooses the environments of updates": "rollout.mixture",
+    "builds a model for training; the one that plays is at model.path": "model.init",
+    "says where episodes of updates begin": "rollout.start",
+    "says which episodes of updates branch off others": "rollout.branch",
 }
-"""Keys or sections that cannot matter, by purpose, each with the reason. "*" is any name."""
+_LATER = {
+    "steers the updates from now on; past ones stay as they are, and the change is said and kept in config_history": """
+        optim.lr optim.matrix_lr optim.weight_decay optim.betas optim.max_grad_norm optim.warmup optim.schedule
+        critic.lr critic.clip critic.epochs algorithm.advantage.args env.advantage.args algorithm.loss.args algorithm.aggregate
+        algorithm.epochs algorithm.minibatch algorithm.groups algorithm.proximal algorithm.correction algorithm.truncated
+        algorithm.entropy_bonus algorithm.kl.coef algorithm.kl.target algorithm.kl.kind algorithm.kl.where algorithm.kl.horizon
+        rollout.max_turns rollout.max_turn_tokens rollout.max_episode_tokens rollout.min_survivors rollout.filter_zero_variance
+        rollout.max_filtered""",
+}
+_TRAINING = {
+    "samples from the same weights; how far it is from the trainer is measured in each step": "engine vllm.args",
+    "spreads the same computation over GPUs": "vllm.tensor_parallel",
+    "says how long a run takes; a decaying learning rate is stretched": "data.epochs",
+    "says when a run does not start": "data.max_bad",
+    "cuts the same batch into other pieces": "optim.micro_tokens",
+    "computes the same numbers once": "optim.prefix_sharing",
+    "measures, and trains nothing": "eval.split eval.temperature env.eval.split env.eval.temperature",
+    "is the price of requests": "api.usd_per_million",
+}
+_EVALUATION = {"an evaluation samples at eval.temperature": "rollout.temperature"}
+_ROLLOUT = {"a rollout samples at rollout.temperature": "eval.temperature env.eval.temperature"}
+_OWN_JUDGE = "reward.judge.engines"
+
+
+def _keys_of(*tables: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(key for table in tables for keys in table.values() for key in keys.split())
+
+
+LATER = _keys_of(_LATER)
+"""Keys that matter but that a resume may change: updates read them anew, and checkpoints remain compatible."""
+_EVERYWHERE = _keys_of(_ANYWHERE) | {f"{_OWN_JUDGE}.*.{key}" for key in _keys_of(_ANYWHERE) if key.startswith("vllm.")}
+CANNOT_MATTER: dict[Purpose, frozenset[str]] = {
+    "train": _EVERYWHERE | _keys_of(_LATER, _TRAINING),
+    "eval": _EVERYWHERE | _keys_of(_EPISODES, _EVALUATION),
+    "rollout": _EVERYWHERE | _keys_of(_EPISODES, _ROLLOUT),
+}
+"""Keys or sections that cannot matter, by purpose. "*" is any name."""
 
 OF_A_START = ("name", "out", "data.max_bad")
 """Keys that a resume does not read: the run stays in its folder, with its data as read at the start."""

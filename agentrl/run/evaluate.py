@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, chdir, closing
@@ -23,7 +22,7 @@ from agentrl.config.envs import eval_weights, one_temperature
 from agentrl.config.identity import check_same_identity, identity_of
 from agentrl.data.trajectory import Trajectory
 from agentrl.engines.makers import api_name
-from agentrl.env.official import rate_of, success_rates
+from agentrl.env.official import success_rates
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.player import SCRIPTS, end_of, fault_of, run_tasks, success_rate
 from agentrl.run.assembly import RunStart
@@ -98,24 +97,15 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
         "usd_total": sum(priced) if priced else None,
         "unpriced_turns": len(turns) - len(priced),
     }
-    # Means over the episodes whose gold solutions have the same number of calls; the interval of success is over tasks.
-    horizons: dict[str, Any] = {}
-    for label, places in by_label(t.horizon for t in trajectories).items():
-        of = [trajectories[place] for place in places]
-        known: dict[str, list[bool]] = defaultdict(list)
-        for t in of:
-            if t.success is not None:
-                known[t.task_key].append(t.success)
-        horizons[label] = {
-            "tasks": len({t.task_key for t in of}),
-            "episodes": len(of),
-            "unscored": sum(not is_scored(t) for t in of),
-            "success": rate_of([statistics.fmean(found) for found in known.values()]),
-            "reward": mean_of(t.reward for t in of),
-            "turns": mean_of(float(len(t.turns)) for t in of),
-            "tokens": mean_of(_tokens(t, "sampled_tokens") for t in of),
+    # The same figures for the episodes whose gold solutions have the same number of calls, if they differ in it.
+    parts = by_label(t.horizon for t in trajectories)
+    if len(parts) > 1:
+        each = {label: make_report([trajectories[place] for place in places], 1) for label, places in parts.items()}
+        keys = ("tasks", "episodes", "unscored", "success", "reward", "turns", "tokens")
+        report[HORIZONS] = {
+            label: {key: one["pass@1" if key == "success" else key] for key in keys} for label, one in each.items()
         }
-    return report | ({HORIZONS: horizons} if len(horizons) > 1 else {})
+    return report
 
 
 def unscored_cause(trajectories: Iterable[Trajectory]) -> str | None:
