@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
@@ -257,6 +257,35 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of the test's own, in which it works."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+class Said(str):
+    """All that a command printed, and its two parts."""
+
+    out = err = ""
+
+
+Agentrl = Callable[..., Said]
+"""Runs `agentrl WORDS` in this process, which must end with `code`."""
+
+
+@pytest.fixture
+def agentrl(capsys: pytest.CaptureFixture[str]) -> Agentrl:
+    from agentrl.cli.main import main
+
+    def run(*words: object, code: int = 0) -> Said:
+        capsys.readouterr()  # of what came before
+        try:
+            found = main([*map(str, words)])
+        except SystemExit as end:  # argparse's own way
+            found = int(end.code or 0)
+        out, err = capsys.readouterr()
+        assert found == code, err
+        said = Said(out + err)
+        said.out, said.err = out, err
+        return said
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import pytest
 from agentrl.cli.main import _parse, main
 from agentrl.config import load_config
 from agentrl.run.folder import RunFolder, lock_folder
+from tests.conftest import Agentrl
 
 SMALL = ["engine=embedded", "cluster.backend=inline", "sft=false"]
 LONG, SPLIT = "rollout.max_episode_tokens=3000", ["optim.micro_tokens=2000", "model.sequence_parallel=2", "cluster.actors=2"]
@@ -97,14 +98,13 @@ def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatc
     (["rollout", "rollout.max_turns=2", "--model", "api:openai/x"], ["an environment is needed"]),
 ])  # fmt: skip
 def test_a_mistake_is_named_and_leaves_nothing_behind(
-    args: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    args: list[str], expected: list[str], tmp_path: Path, agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "odd.json").write_text('{"agentrl_reward": 1, "name": "x", "root": {"use": "text.equls"}}')
     if any("actors" in arg for arg in args):
         monkeypatch.setattr("agentrl.run.checks.size_checks.MEMORY_PER_PROCESS_MIB", 0)
-    assert main(args) == 2
-    message = capsys.readouterr().err
+    message = agentrl(*args, code=2).err
     for part in expected:
         assert part in message
     assert "Traceback" not in message
@@ -130,12 +130,12 @@ def test_a_mistyped_word_of_the_command_line(args: list[str], ends: str, capsys:
 
 
 @pytest.mark.parametrize("taken", ["quickstart", "quickstart/notes.txt"])
-def test_what_is_no_run_is_not_overwritten(taken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_not_overwritten(taken: str, tmp_path: Path, agentrl: Agentrl) -> None:
     (file := tmp_path / "runs" / taken).parent.mkdir(parents=True)
     file.write_text("mine")
     for more in ([], ["--overwrite"]):
-        assert main(["train", QUICKSTART, *more]) == 2
-        assert "runs/quickstart: it exists and is no run; choose another name: name=quickstart-2" in capsys.readouterr().err
+        said = agentrl("train", QUICKSTART, *more, code=2).err
+        assert "runs/quickstart: it exists and is no run; choose another name: name=quickstart-2" in said
     assert file.read_text() == "mine"
 
 
@@ -152,7 +152,7 @@ def test_what_is_no_run_is_not_overwritten(taken: str, tmp_path: Path, capsys: p
     (["--resume", "there/run"], "there/run: process PID on"),
 ])  # fmt: skip
 def test_a_dry_run_refuses_the_folder_that_the_start_refuses_in_its_words(
-    args: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    args: list[str], expected: str, tmp_path: Path, agentrl: Agentrl
 ) -> None:
     Path("file").write_text("mine")
     Path("gone").symlink_to("nowhere")
@@ -162,42 +162,34 @@ def test_a_dry_run_refuses_the_folder_that_the_start_refuses_in_its_words(
     before = sorted(tmp_path.rglob("*"))
     words = [*args, *SMALL] if args[0] == "--resume" else [QUICKSTART, *args, *SMALL]
     with lock_folder(run.path) if "--overwrite" in args or args[0] == "--resume" else nullcontext():
-        assert main(["train", *words]) == 2
-        refused = capsys.readouterr().err
-        assert main(["train", *words, "--dry-run"]) == 2
-        planned = capsys.readouterr()
+        refused = agentrl("train", *words, code=2).err
+        planned = agentrl("train", *words, "--dry-run", code=2)
     assert expected.replace("PID", str(os.getpid())) in refused and planned.err == refused and not planned.out
     assert [path for path in sorted(tmp_path.rglob("*")) if path.name not in (".lock", "provenance.json")] == before
 
 
-def test_a_dry_run_of_a_name_that_is_taken_plans_and_says_that_the_start_refuses_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_a_name_that_is_taken_plans_and_says_that_the_start_refuses_it(agentrl: Agentrl) -> None:
     config = [QUICKSTART, *SMALL]
-    assert main(["train", *config, "--dry-run", "--json"]) == 0
-    free = capsys.readouterr()
+    free = agentrl("train", *config, "--dry-run", "--json")
     RunFolder.create(load_config(QUICKSTART, SMALL))
-    assert main(["train", *config]) == 2
-    refused = capsys.readouterr().err.removeprefix("agentrl: ")
-    assert main(["train", *config, "--dry-run", "--json"]) == 0
-    taken = capsys.readouterr()
+    refused = agentrl("train", *config, code=2).err.removeprefix("agentrl: ")
+    taken = agentrl("train", *config, "--dry-run", "--json")
     assert refused.startswith("runs/quickstart: there is a run of that name. Continue it: agentrl train --resume")
     assert taken.err.replace(refused, "IT") == f"{free.err}warning: a run would refuse this: IT"
     assert json.loads(taken.out)["batches"] == json.loads(free.out)["batches"]
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
-def test_a_name_that_is_taken_is_told_before_a_server_is_started(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_that_is_taken_is_told_before_a_server_is_started(command: str, tmp_path: Path, agentrl: Agentrl) -> None:
     pytest.importorskip("agentrl.contrib.mcp")
     config = ["engine=embedded", "cluster.backend=inline"]
     RunFolder.create(load_config(QUICKSTART, ["name=run", *config]))
     begun = tmp_path / "begun"
     server = f'tools.mcp.shop={{command=["touch","{begun}"]}}'
-    assert main([command, QUICKSTART, "name=free", *config, server]) == 2
-    assert begun.exists() and "shop" in capsys.readouterr().err
+    assert "shop" in agentrl(command, QUICKSTART, "name=free", *config, server, code=2).err and begun.exists()
     begun.unlink()
-    assert main([command, QUICKSTART, "name=run", *config, server]) == 2
-    assert "runs/run: there is a run of that name" in capsys.readouterr().err and not begun.exists()
+    said = agentrl(command, QUICKSTART, "name=run", *config, server, code=2).err
+    assert "runs/run: there is a run of that name" in said and not begun.exists()
 
 
 def test_a_dry_run_with_overwrite_leaves_the_run_that_it_would_remove(tmp_path: Path) -> None:
@@ -228,17 +220,13 @@ def test_a_full_disk_is_a_message_and_not_a_trace(
 
 @pytest.mark.parametrize("name", ["mine", "env mine"])
 @pytest.mark.parametrize("line", ["import not_installed", "", "raise ValueError(1)"])
-def test_a_broken_command_of_a_plug_in_stops_only_that_command(
-    tmp_path: Path, line: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_command_of_a_plug_in_stops_only_that_command(tmp_path: Path, line: str, name: str, agentrl: Agentrl) -> None:
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "mine.py").write_text(
         f"from agentrl.cli.arguments import COMMANDS\n{line}\n\n\n@COMMANDS.register('{name}')\ndef mine(parser):\n    1 / 0\n"
     )
-    assert main(["metrics"]) == 0
-    assert capsys.readouterr().err == ""
-    assert main(name.split()) == 2
-    said = capsys.readouterr().err
+    assert agentrl("metrics").err == ""
+    said = agentrl(*name.split(), code=2).err
     assert said.count("\n") == 1 and f"command {name}: its plug-in does not load: " in said
 
 
@@ -277,9 +265,8 @@ PLAY = ["--policy", "gold", "-n", "1"]
     # The folder stayed with the wrong split in its note, and the right command was refused by it.
     (["eval", "key_value", *PLAY, "--split", "tset"], 2, "no split 'tset'"),
 ])  # fmt: skip
-def test_a_word_that_is_none_is_said(words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == code
-    assert said in capsys.readouterr().err and not Path("evals").exists()
+def test_a_word_that_is_none_is_said(words: list[str], code: int, said: str, agentrl: Agentrl) -> None:
+    assert said in agentrl(*words, code=code).err and not Path("evals").exists()
 
 
 UNREAD = {

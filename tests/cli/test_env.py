@@ -12,46 +12,35 @@ import pytest
 
 from agentrl.cli.env import reference
 from agentrl.cli.env_play import NotACallError, parse_line, play_by_hand
-from agentrl.cli.main import _shelf_fault, build_parser, main
+from agentrl.cli.main import _shelf_fault, main
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env.catalog import make_env
 from agentrl.reward import compile_spec
 from agentrl.utils.errors import UserError
-from tests.conftest import proof
+from tests.conftest import Agentrl, proof
 from tests.e2e.runs import Command, finish
 
 
-def run(*words: str) -> int:
-    args = build_parser().parse_args(["env", *words])
-    code: int = args.run(args)
-    return code
-
-
-def test_list_and_show(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("list") == 0
-    assert "agentrl/KeyValue-v0" in capsys.readouterr().out
-    assert run("list", "--json") == 0
-    assert "key_value" in {row["name"] for row in json.loads(capsys.readouterr().out)}
-    assert run("show", "key_value", "calls=4", "set_share=0.0") == 0
-    out = capsys.readouterr().out
+def test_list_and_show(here: Path, agentrl: Agentrl) -> None:
+    assert "agentrl/KeyValue-v0" in agentrl("env", "list").out
+    assert "key_value" in {row["name"] for row in json.loads(agentrl("env", "list", "--json").out)}
+    out = agentrl("env", "show", "key_value", "calls=4", "set_share=0.0").out
     assert "calls: int" in out and "report " in out and '"name": "get"' in out and "key_value.json" in out
 
 
-def test_a_broken_file_is_shown_as_left_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_file_is_shown_as_left_out(here: Path, agentrl: Agentrl) -> None:
     (here / "envs").mkdir()
     (here / "envs" / "bad.py").write_text("def (")
-    assert run("list") == 0
-    out = capsys.readouterr().out
+    out = agentrl("env", "list").out
     assert "skipped:" in out and "bad.py" in out
 
 
-def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("new", "todo") == 0
+def test_new_writes_an_environment_that_passes_its_checks(here: Path, agentrl: Agentrl) -> None:
+    assert "agentrl train" in agentrl("env", "new", "todo").out
     source = (here / "envs" / "todo" / "env.py").read_text()
     assert len(source.splitlines()) < 60
-    assert (here / "todo.toml").is_file() and "agentrl train" in capsys.readouterr().out
-    assert run("check", "todo", "--fuzz", "100") == 0
-    out = capsys.readouterr().out
+    assert (here / "todo.toml").is_file()
+    out = agentrl("env", "check", "todo", "--fuzz", "100").out
     assert "my/Todo-v0: all checks passed" in out and "FAIL" not in out
     # The test it wrote is a real one: it passes, and fails once the environment is broken.
     for code, written in ((0, source), (1, source.replace('task.gold["answer"])]', '"none")]'))):
@@ -59,10 +48,8 @@ def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: py
         own = Command(here, "-q", "-p", "no:cacheprovider", "envs/todo", program="pytest")
         finish(own)
         assert own.returncode == code
-    with pytest.raises(UserError, match="exists already"):
-        run("new", "todo")
-    with pytest.raises(UserError, match="lower-case"):
-        run("new", "To-do")
+    assert "exists already" in agentrl("env", "new", "todo", code=2).err
+    assert "lower-case" in agentrl("env", "new", "To-do", code=2).err
 
 
 @pytest.mark.timeout(1200)
@@ -72,63 +59,60 @@ def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: py
     pytest.param("mcp", ["mcp", 'command=["python", "envs/shop/server.py"]', "tasks=envs/shop/tasks.jsonl"], marks=proof),
 ])  # fmt: skip
 def test_each_template_passes_its_checks_and_has_room_for_its_gold(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, template: str, env: list[str]
+    here: Path,
+    agentrl: Agentrl,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    env: list[str],
 ) -> None:
     monkeypatch.delenv("AGENTRL_SURVEY", raising=False)
     if template == "mcp":
         pytest.importorskip("mcp", reason="needs agentrl[mcp]")
-    assert run("new", "shop", "--template", template) == 0
-    assert run("check", *env, "-n", "3", "--fuzz", "20") == 0
-    out = capsys.readouterr().out
+    agentrl("env", "new", "shop", "--template", template)
+    out = agentrl("env", "check", *env, "-n", "3", "--fuzz", "20").out
     assert "all checks passed" in out and "FAIL" not in out
-    assert main(["train", "shop.toml", "--dry-run"]) == 0
-    out = capsys.readouterr().out
+    out = agentrl("train", "shop.toml", "--dry-run").out
     assert out.count("100%") == 1 and "warning" not in out, out
 
 
-def test_a_tool_without_annotations_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("new", "todo") == 0
+def test_a_tool_without_annotations_is_one_line(here: Path, agentrl: Agentrl) -> None:
+    agentrl("env", "new", "todo")
     file = here / "envs" / "todo" / "env.py"
     file.write_text(file.read_text().replace("name: str) -> str", "name)"))
     for words in (["env", "check", "todo"], ["env", "show", "todo"], ["train", "todo.toml", "--dry-run"]):
-        capsys.readouterr()
-        assert main(words) == 2
-        said = capsys.readouterr().err
+        said = agentrl(*words, code=2).err
         assert said.count("\n") == 1 and "look" in said and "name" in said and "annotation" in said, said
 
 
-def test_check_fails_with_evidence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("new", "odd")
+def test_check_fails_with_evidence(here: Path, agentrl: Agentrl) -> None:
+    agentrl("env", "new", "odd")
     path = here / "envs" / "odd" / "env.py"
     path.write_text(path.read_text().replace("summary =", "idle_share = 0.0\n    summary ="))
     stopped = {"agentrl_reward": 1, "name": "odd", "root": {"use": "episode.stopped"}}
     (here / "envs" / "odd" / "reward.json").write_text(json.dumps(stopped))
-    capsys.readouterr()
-    assert run("check", "odd", "--fuzz", "30", "--json") == 1
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(agentrl("env", "check", "odd", "--fuzz", "30", "--json", code=1).out)
     failed = [row for row in report["environments"]["my/Odd-v0"] if row["ok"] is False]
     assert report["failed"] == 1 and failed[0]["check"] == "idling scores nothing" and "paid in full" in failed[0]["evidence"]
-    assert run("check", "odd", "--fuzz", "30", "--reward", "key_value") == 0
+    agentrl("env", "check", "odd", "--fuzz", "30", "--reward", "key_value")
 
 
-def test_a_spec_that_replays_gold_calls_is_checked_on_the_environment(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spec_that_replays_gold_calls_is_checked_on_the_environment(here: Path, agentrl: Agentrl) -> None:
     root = {"use": "state.match", "args": {"replay": {"$": "/task/gold/calls"}, "by": "hash"}}
     (here / "replays.json").write_text(json.dumps({"agentrl_reward": 1, "name": "replays", "root": root}))
-    assert run("check", "key_value", "set_share=1.0", "--reward", "replays.json", "--fuzz", "5", "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+    words = ["check", "key_value", "set_share=1.0", "--reward", "replays.json", "--fuzz", "5", "--json"]
+    report = json.loads(agentrl("env", *words).out)
     [gold] = [row for row in report["environments"]["agentrl/KeyValue-v0"] if row["check"] == "gold scores most"]
     assert gold["ok"] is True
 
 
 def test_tools_that_are_the_same_for_each_task_are_shown_once_with_those_of_own_sets(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = here / "elsewhere" / "tools"
     own.mkdir(parents=True)
     (own / "mine.py").write_text('from agentrl.env import tool\n@tool\ndef ring(times: int) -> str:\n    """ring a bell"""\n')
     monkeypatch.setenv("AGENTRL_PATH", str(own.parent))
-    assert run("show", "key_value", 'tools.sets=["mine", "calculator"]') == 0
-    out = capsys.readouterr().out
+    out = agentrl("env", "show", "key_value", 'tools.sets=["mine", "calculator"]').out
     names = [json.loads(line)["name"] for line in out.splitlines() if line.startswith('  {"name"')]
     assert names == ["get", "set", "list", "add", "ring", "calculate"] and out.count("tools:") == 1
 
@@ -142,9 +126,8 @@ def test_tools_that_are_the_same_for_each_task_are_shown_once_with_those_of_own_
     (("check", "key_value", "--all"), "give an environment"),
     (("show", "nope"), "no environment"),
 ])  # fmt: skip
-def test_mistakes_are_user_errors(words: tuple[str, ...], says: str, here: Path) -> None:
-    with pytest.raises(UserError, match=says.replace("'", ".")):
-        run(*words)
+def test_mistakes_are_user_errors(words: tuple[str, ...], says: str, here: Path, agentrl: Agentrl) -> None:
+    assert says in agentrl("env", *words, code=2).err
 
 
 def played(lines: list[str], **more: Any) -> tuple[int, str]:
@@ -217,14 +200,13 @@ def test_what_is_no_call_is_an_answer(text: str) -> None:
 
 
 def test_tool_sets_are_named_as_in_a_config_and_are_checked_and_played(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref = reference("key_value", ["calls=2", 'tools.sets=["notes", "dates"]', "tools.args.notes.most=3"])
     assert (ref.params, ref.tools.sets, ref.tools.args) == ({"calls": 2}, ["notes", "dates"], {"notes": {"most": 3}})
     lines = iter(["/tools", "/quit"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
-    assert run("play", "key_value", 'tools.sets=["notes"]') == 130
-    assert '"name": "write_note"' in capsys.readouterr().out
+    assert '"name": "write_note"' in agentrl("env", "play", "key_value", 'tools.sets=["notes"]', code=130).out
     for words, says in (
         (["tools.set=[]"], "tools.set"),
         (["calls.x=1"], "a parameter is one word"),
@@ -235,7 +217,7 @@ def test_tool_sets_are_named_as_in_a_config_and_are_checked_and_played(
 
 
 @pytest.mark.parametrize("word", ["calls=3", "env.params.calls=3"])
-def test_a_parameter_is_written_in_one_way_for_all_commands(word: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_a_parameter_is_written_in_one_way_for_all_commands(word: str, agentrl: Agentrl, here: Path) -> None:
     """As a bare a=b, or as in a config."""
     pytest.importorskip("agentrl.contrib.suites")
     commands: list[list[str]] = [
@@ -247,11 +229,11 @@ def test_a_parameter_is_written_in_one_way_for_all_commands(word: str, capsys: p
         ["env", "check", "key_value", "-n", "1", "--fuzz", "2", word],
     ]
     for words in commands:
-        assert main(words) == 0, (words, capsys.readouterr().err)
+        agentrl(*words)
     [row] = (here / "out" / "trajectories.jsonl").read_text().splitlines()
     assert sum(len(turn["message"]["tool_calls"]) for turn in json.loads(row)["turns"]) == 3
-    assert main(["rollout", "key_value", "cals=3", "--policy", "gold", "-n", "1", "--out", "other"]) == 2
-    assert "did you mean 'calls'" in capsys.readouterr().err
+    wrong = ["key_value", "cals=3", "--policy", "gold", "-n", "1", "--out", "other"]
+    assert "did you mean 'calls'" in agentrl("rollout", *wrong, code=2).err
 
 
 # A beginner's mistakes: each error names environment, hook and place, and none is a stack trace.
@@ -309,12 +291,12 @@ def test_a_class_without_an_id_is_named(here: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_next_commands_name_a_shelf_elsewhere(
-    here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, agentrl: Agentrl
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("elsewhere")
     monkeypatch.delenv("AGENTRL_PATH", raising=False)
-    assert main(["env", "new", "else_where", "--shelf", str(tmp_path / "a shelf")]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next: "))
+    said = agentrl("env", "new", "else_where", "--shelf", tmp_path / "a shelf").out
+    line = next(line for line in said.splitlines() if line.startswith("next: "))
     script = f'{line.removeprefix("next: ").partition("; ")[0]}; printf %s "$AGENTRL_PATH"'
     path = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
     assert path == str(tmp_path / "a shelf")

@@ -11,6 +11,7 @@ from agentrl.config import load_config
 from agentrl.run.checks import check_config
 from agentrl.run.folder import RunFolder
 from agentrl.utils.errors import CatalogError
+from tests.conftest import Agentrl
 
 SMALL = """\
 base = "quickstart"
@@ -50,17 +51,14 @@ pytestmark = pytest.mark.usefixtures("here")
     ("[env]\nparams = { y = 1 }", ["base"], "below.toml: env.id: no environment 'nope'"),
 ])  # fmt: skip
 @pytest.mark.parametrize("command", [["train"], ["train", "--dry-run"], ["sft"]])
-def test_the_key_and_its_place_are_named(
-    command: list[str], text: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_key_and_its_place_are_named(command: list[str], text: str, words: list[str], said: str, agentrl: Agentrl) -> None:
     Path("c.toml").write_text(f"{SMALL}{text}\n")
     if words == ["base"]:  # the place may be there
         Path("below.toml").write_text(f"{SMALL}[env]\nid = 'nope'\n")
         Path("c.toml").write_text(f'base = "below"\n{text}\n')
         words = []
     short = ["steps=1", "sft.min_steps=1", "sft.max_steps=1", "eval.tasks=1"]  # of a run that should not have begun
-    assert main([command[0], "c.toml", *words, *short, *command[1:]]) == 2
-    assert capsys.readouterr().err.startswith(f"agentrl: {said}")
+    assert agentrl(command[0], "c.toml", *words, *short, *command[1:], code=2).err.startswith(f"agentrl: {said}")
     assert not Path("runs").exists()
 
 
@@ -76,14 +74,11 @@ def test_the_key_and_its_place_are_named(
     (["train", "--resume", "runs/r"], f"runs/r/config.toml: env.params.y: {NO_Y}"),
     (["train", "--resume", "runs/r", "--dry-run"], f"runs/r/config.toml: env.params.y: {NO_Y}"),
 ])  # fmt: skip
-def test_every_command_that_plays_a_config_names_them(
-    words: list[str], said: str, tiny: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_that_plays_a_config_names_them(words: list[str], said: str, tiny: str, agentrl: Agentrl) -> None:
     Path("c.toml").write_text(f"{SMALL}[env]\nparams = {{ y = 1 }}\n")
     RunFolder.create(load_config("c.toml", ["name=r"], lambda name: Path(__file__).parents[2] / f"configs/{name}.toml"))
     more = [] if words[0] == "train" else ["--model", tiny]
-    assert main([*words, *more]) == 2
-    assert capsys.readouterr().err.startswith(f"agentrl: {said}")
+    assert agentrl(*words, *more, code=2).err.startswith(f"agentrl: {said}")
 
 
 def test_without_a_file_the_key_is_named() -> None:

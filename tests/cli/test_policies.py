@@ -15,7 +15,7 @@ from agentrl.cli.main import main
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
 from agentrl.rollout.player import run_tasks
-from tests.conftest import proof
+from tests.conftest import Agentrl, proof
 from tests.strict_json import read_strictly
 
 PHONE = Path(__file__).parents[1] / "env" / "phone.py"
@@ -152,7 +152,7 @@ def test_checks_of_an_environment_ask_no_model_either(shelf: Path) -> None:
 
 
 def test_a_person_plays_with_the_gold_user_and_sees_its_calls(
-    shelf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    shelf: Path, agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `--model-user` the environment's model is asked."""
 
@@ -162,20 +162,17 @@ def test_a_person_plays_with_the_gold_user_and_sees_its_calls(
     monkeypatch.setattr("agentrl.contrib.users.ModelUser._complete", complete)
     typed = iter(["line on=true", "Please press power.", "/quit", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    assert main(["env", "play", "tests/Support-v0"]) == 130
-    lines = capsys.readouterr().out.splitlines()
+    lines = agentrl("env", "play", "tests/Support-v0", code=130).out.splitlines()
     assert "script of the gold solution plays the user; --model-user" in lines[1]
     places = [lines.index(line) for line in ("user: My phone is dead.", '(the user: press {"button": "power"} -> pressed power)')]
     assert places[0] < places[1] and lines[places[1] + 1] == "user: Thanks."
-    assert main(["env", "play", "tests/Support-v0", "--model-user"]) == 130
-    shown = capsys.readouterr().out
+    shown = agentrl("env", "play", "tests/Support-v0", "--model-user", code=130).out
     assert "user: It is off." in shown and "script of the gold" not in shown
-    assert main(["env", "play", "tests/Support-v0", "scripted=false"]) == 2
-    assert "--model-user: its model plays the user" in capsys.readouterr().err
+    assert "--model-user: its model plays the user" in agentrl("env", "play", "tests/Support-v0", "scripted=false", code=2).err
 
 
 @proof
-def test_in_worker_processes_a_script_plays_the_same_episodes(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_worker_processes_a_script_plays_the_same_episodes(shelf: Path, agentrl: Agentrl) -> None:
     for workers in ("0", "2"):
         args = ["eval", "tests/Support-v0", "--policy", "gold", "--policy", "spam", "-n", "3", "--out", f"out{workers}"]
         assert main([*args, "rollout.max_turns=6", f"rollout.workers={workers}"]) == 0
@@ -184,10 +181,8 @@ def test_in_worker_processes_a_script_plays_the_same_episodes(shelf: Path, capsy
         assert [row["reward"] for row in there] == [reward] * 3
         for key in ("reward", "stop", "state", "messages"):
             assert [row[key] for row in here] == [row[key] for row in there], key
-    capsys.readouterr()
     refused = ["eval", "tests/Support-v0", "--policy", "idle", "env.params.scripted=false", "-n", "1", "--out", "no"]
-    assert main([*refused, "rollout.workers=1"]) == 2
-    assert "its user is a model, and a scripted policy" in capsys.readouterr().err
+    assert "its user is a model, and a scripted policy" in agentrl(*refused, "rollout.workers=1", code=2).err
 
 
 @pytest.mark.parametrize(("args", "says"), [
@@ -197,20 +192,16 @@ def test_in_worker_processes_a_script_plays_the_same_episodes(shelf: Path, capsy
     (["tests/Support-v0", "--policy", "gold", "rollout.top_k=3"], "a scripted policy draws nothing"),
     (["tests/Support-v0"], "--policy gold"),
 ])  # fmt: skip
-def test_what_cannot_be_played_is_said(shelf: Path, args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", *args, "-n", "1", "--out", "out"]) == 2
-    message = capsys.readouterr().err
+def test_what_cannot_be_played_is_said(shelf: Path, args: list[str], says: str, agentrl: Agentrl) -> None:
+    message = agentrl("eval", *args, "-n", "1", "--out", "out", code=2).err
     assert says in message and "Traceback" not in message
 
 
-def test_a_script_is_not_trained_and_one_policy_is_rolled_out(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["rollout", "key_value", "--policy", "gold", "--model", "x"])
-    assert "not allowed with argument" in capsys.readouterr().err
+def test_a_script_is_not_trained_and_one_policy_is_rolled_out(shelf: Path, agentrl: Agentrl) -> None:
+    assert "not allowed with argument" in agentrl("rollout", "key_value", "--policy", "gold", "--model", "x", code=2).err
     config = shelf / "mine.toml"
     config.write_text('name = "mine"\nsteps = 1\n[env]\nid = "key_value"\n[model]\npath = "policy:gold"\n')
-    assert main(["train", str(config)]) == 2
-    assert "a scripted policy has no weights" in capsys.readouterr().err
+    assert "a scripted policy has no weights" in agentrl("train", str(config), code=2).err
 
 
 @pytest.fixture(autouse=True)
@@ -222,14 +213,12 @@ def loud() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("command", ["eval", "rollout"])
-def test_no_bar_of_transformers_is_drawn(command: str, tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_bar_of_transformers_is_drawn(command: str, tiny: str, tmp_path: Path, agentrl: Agentrl) -> None:
     sizes = ["rollout.max_turns=1", "rollout.max_turn_tokens=4", "cluster.backend=inline", "engine=embedded"]
-    assert main([command, "key_value", "--model", tiny, "-n", "1", "--out", str(tmp_path / "out"), *sizes]) == 0
-    shown = capsys.readouterr()
+    shown = agentrl(command, "key_value", "--model", tiny, "-n", "1", "--out", str(tmp_path / "out"), *sizes)
     assert "Loading weights" not in shown.err + shown.out
 
 
-def test_writing_a_random_model_draws_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init-model", str(tmp_path / "model"), "--layers", "1", "--hidden", "32", "--mlp", "32"]) == 0
-    shown = capsys.readouterr()
+def test_writing_a_random_model_draws_no_bar(tmp_path: Path, agentrl: Agentrl) -> None:
+    shown = agentrl("init-model", str(tmp_path / "model"), "--layers", "1", "--hidden", "32", "--mlp", "32")
     assert shown.err == "" and shown.out.startswith("wrote a random model of 1 layers, hidden size 32")

@@ -1,12 +1,14 @@
 """`agentrl reward`: lint finds seeded faults, explain shows why, score and diff read recorded episodes."""
 
 import json
+import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from agentrl.cli import reward as command
-from agentrl.cli.main import _parse, build_parser, main
+from agentrl.cli.main import build_parser, main
 from agentrl.config.schema import RewardConfig
 from agentrl.data.trajectory import Message, Task, ToolCall
 from agentrl.env import ToolEnv, tool
@@ -17,7 +19,6 @@ from agentrl.reward.leaf import LEAVES
 from agentrl.reward.lint import copied_question, lint_probes, lint_spec, probe_episodes
 from agentrl.reward.nodes import GROUP_LEAVES
 from agentrl.reward.spec import kinds
-from agentrl.utils.errors import UserError
 from tests.reward.reward_episodes import SHELF, call, episode, gold, leaf, spec
 
 KEY_VALUE = "agentrl/KeyValue-v0"
@@ -26,9 +27,9 @@ ANSWER = leaf("number.close", {"expect": {"$": "/task/gold/answer"}, "which": "l
 CALLS = {"expect": {"$": "/task/gold/calls"}}
 
 
-def agentrl(*argv):
-    args = _parse(["reward", *map(str, argv)])
-    return args.run(args)
+@pytest.fixture
+def reward(agentrl):
+    return partial(agentrl, "reward")
 
 
 def write(path, content):
@@ -154,38 +155,32 @@ def test_lint_finds_nothing_else(root, found, probes):
     assert findings(root, probes) == found
 
 
-def test_lint_and_explain_say_what_decides_success(tmp_path, capsys):
+def test_lint_and_explain_say_what_decides_success(tmp_path, reward):
     shaped = write(tmp_path / "shaped.json", spec({"op": "sum", "of": [ANSWER, leaf("cost.turns", {"max": 10}, weight=-0.2)]}))
     own = write(tmp_path / "own.json", spec(ANSWER, success={"use": "calls.none", "id": "quiet"}))
     file = record(tmp_path / "rows.jsonl", episode([call("f")], "7", task_gold={"answer": 7, "calls": []}))
     for path, line in ((shaped, "success is decided by the task part of /root: {"), (own, "success is decided by /success\n")):
-        agentrl("lint", path)
-        assert line in capsys.readouterr().out
+        assert line in reward("lint", path).out
     for path, line in ((shaped, "success: yes, by the task part of /root"), (own, "success: no, by /success")):
-        agentrl("explain", path, file)
-        assert line in capsys.readouterr().out
+        assert line in reward("explain", path, file).out
     unknown = write(tmp_path / "unknown.json", spec(ANSWER, success=leaf("text.equals", {"expect": {"$": "/task/gold/other"}})))
-    agentrl("explain", unknown, file)
-    assert "success: could not be scored, by /success\n" in capsys.readouterr().out
-    agentrl("score", shaped, file)
-    out = capsys.readouterr()
+    assert "success: could not be scored, by /success\n" in reward("explain", unknown, file).out
+    out = reward("score", shaped, file)
     assert json.loads(out.out)["success"] is True and "success 1 of 1" in out.err
 
 
-def test_lint_command(tmp_path, capsys):
-    assert agentrl("lint", SHELF / "key_value.json", "--env", KEY_VALUE, "--tasks", 2) == 0
-    assert "0 findings" in capsys.readouterr().out
+def test_lint_command(tmp_path, reward):
+    assert "0 findings" in reward("lint", SHELF / "key_value.json", "--env", KEY_VALUE, "--tasks", 2).out
     bad = write(tmp_path / "bad.json", spec({"op": "sum", "of": [ANSWER, leaf("calls.none")]}))
-    assert agentrl("lint", bad, "--env", KEY_VALUE, "--tasks", 2, "calls=2", "--json") == 1
-    found = json.loads(capsys.readouterr().out)["findings"]
+    found = json.loads(reward("lint", bad, "--env", KEY_VALUE, "--tasks", 2, "calls=2", "--json", code=1).out)["findings"]
     assert "do-nothing-floor" in [item["code"] for item in found]
 
 
-def test_replays_on_a_real_environment(tmp_path):
+def test_replays_on_a_real_environment(tmp_path, reward):
     root = leaf("state.match", {"replay": {"$": "/task/gold/calls"}, "by": "hash"})
     state = write(tmp_path / "state.json", spec(root))
-    with pytest.raises(UserError, match="name it with --env ID"):
-        agentrl("score", state, record(tmp_path / "t.jsonl", episode("7", task_gold=TWO)))
+    rows = record(tmp_path / "t.jsonl", episode("7", task_gold=TWO))
+    assert "name it with --env ID" in reward("score", state, rows, code=2).err
     ref = EnvRef(KEY_VALUE)
     compiled = compile_spec(state, context=Context(replay_env=lambda task: ref.build()))
     probes = probe_episodes(ref.build, 2)
@@ -201,66 +196,58 @@ SHORT = spec(leaf("cost.turns", {"max": 4}, scale=[1, 0]))
 RANK = spec(leaf("group.rank", {"of": leaf("cost.turns", {"max": 9})}))
 
 
-def test_explain(tmp_path, capsys):
+def test_explain(tmp_path, reward):
     file = record(tmp_path / "t.jsonl", episode("8", task_gold=TWO), episode([call("get", key="a")], "7", task_gold=TWO))
-    assert agentrl("explain", SHELF / "dense_gated.json", file, "--row", 2) == 0
-    text = capsys.readouterr().out
+    text = reward("explain", SHELF / "dense_gated.json", file, "--row", 2).out
     assert "dense_gated: 1" in text
     assert "number.close [success]" in text
     assert "emitted at turns: turn 0: 0.5; at the end: 0.5" in text
     assert "skipped x 0.5  calls.match [turns]" in text  # the answer's turn makes no call
     other = write(tmp_path / "same.json", spec(leaf("text.equals", {"expect": {"$": "/task/gold/answer"}})))
-    assert agentrl("explain", other, file) == 0
-    assert 'text=8, expected=["7"]' in capsys.readouterr().out
-    assert agentrl("explain", SHELF / "dense_gated.json", file, "--json") == 0
-    tree = json.loads(capsys.readouterr().out)
+    assert 'text=8, expected=["7"]' in reward("explain", other, file).out
+    tree = json.loads(reward("explain", SHELF / "dense_gated.json", file, "--json").out)
     assert tree["value"] == 0
     assert tree["evidence"]["root"]["if"]["evidence"]["said"] == ["8"]
 
 
-def test_score_keeps_the_order_in_parallel_too(tmp_path, capsys):
+def test_score_keeps_the_order_in_parallel_too(tmp_path, reward):
     file = record(tmp_path / "t.jsonl", *(episode(str(i % 3), task_gold={**TWO, "answer": "1"}) for i in range(150)))
-    assert agentrl("score", SHELF / "key_value.json", file) == 0
-    alone = capsys.readouterr()
-    assert agentrl("score", SHELF / "key_value.json", file, "--workers", 2, "--out", tmp_path / "out.jsonl") == 0
+    alone = reward("score", SHELF / "key_value.json", file)
+    reward("score", SHELF / "key_value.json", file, "--workers", 2, "--out", tmp_path / "out.jsonl")
     assert alone.out == (tmp_path / "out.jsonl").read_text()
     scored = [json.loads(line) for line in alone.out.splitlines()]
     assert [row["value"] for row in scored] == [float(i % 3 == 1) for i in range(150)]
     assert "150 of 150 episodes scored, mean 0.3333" in alone.err
 
 
-def test_score_of_a_group_spec_compares_the_episodes_of_a_task(tmp_path, capsys):
+def test_score_of_a_group_spec_compares_the_episodes_of_a_task(tmp_path, reward):
     file = record(tmp_path / "t.jsonl", *(episode(*["x"] * count) for count in (1, 2, 3)))
-    agentrl("score", write(tmp_path / "rank.json", RANK), file)
-    assert [json.loads(line)["value"] for line in capsys.readouterr().out.splitlines()] == [0, 0.5, 1]
+    scored = reward("score", write(tmp_path / "rank.json", RANK), file).out.splitlines()
+    assert [json.loads(line)["value"] for line in scored] == [0, 0.5, 1]
 
 
-def test_diff(tmp_path, capsys):
+def test_diff(tmp_path, reward):
     """By the answer rows 1 and 2 tie and row 3 is last; by turns row 2 (two turns) falls behind."""
     file = record(tmp_path / "t.jsonl", *(episode(*said, task_gold=TWO) for said in (["7"], [GET, "7"], ["8"])))
     short = write(tmp_path / "short.json", spec(leaf("cost.turns", {"max": 9}, scale=[1, 0])))
-    assert agentrl("diff", SHELF / "key_value.json", short, file, "--json") == 0
-    changed = json.loads(capsys.readouterr().out)["changed"]
+    changed = json.loads(reward("diff", SHELF / "key_value.json", short, file, "--json").out)["changed"]
     assert [(item["row"], item["rank_a"], item["rank_b"]) for item in changed] == [(2, 1, 3), (3, 3, 1)]
-    agentrl("diff", SHELF / "key_value.json", SHELF / "key_value.json", file)
-    assert "0 of 3 episodes change rank" in capsys.readouterr().out
+    assert "0 of 3 episodes change rank" in reward("diff", SHELF / "key_value.json", SHELF / "key_value.json", file).out
 
 
-def test_episodes_of_two_tasks_of_one_name_are_not_ranked_together(tmp_path, capsys):
+def test_episodes_of_two_tasks_of_one_name_are_not_ranked_together(tmp_path, reward):
     """Two tasks of the same id, in two environments of one class or with other gold: an episode of each has no rank."""
     rows = [episode("7", task_gold=TWO), episode(GET, "7", task_gold=TWO)]
     short, ranks = write(tmp_path / "short.json", SHORT), write(tmp_path / "rank.json", RANK)
     for apart in ("env", "gold"):
         other = replace(rows[1], env="b") if apart == "env" else replace(rows[1], task=replace(rows[1].task, gold={"answer": 7}))
         file = record(tmp_path / "t.jsonl", rows[0], other)
-        assert agentrl("diff", SHELF / "key_value.json", short, file, "--json") == 0
-        found = json.loads(capsys.readouterr().out)
+        found = json.loads(reward("diff", SHELF / "key_value.json", short, file, "--json").out)
         assert (found["changed"], found["tasks"], found["tasks_of_one_episode"]) == ([], 2, 2)
-        agentrl("score", ranks, file)
-        assert [json.loads(line)["value"] for line in capsys.readouterr().out.splitlines()] == [None, None]
+        assert [json.loads(line)["value"] for line in reward("score", ranks, file).out.splitlines()] == [None, None]
 
 
-def test_a_difference_by_rounding_is_no_rank(tmp_path, capsys):
+def test_a_difference_by_rounding_is_no_rank(tmp_path, reward):
     """0.1 + 0.2 is above 0.3 as doubles; whole weights give the same values without a difference."""
     said = [leaf("text.contains", {"expect": word}) for word in "abc"]
     tenths, whole = (
@@ -268,8 +255,7 @@ def test_a_difference_by_rounding_is_no_rank(tmp_path, capsys):
     )
     specs = [write(tmp_path / f"{n}.json", spec(root)) for n, root in enumerate((tenths, {**whole, "scale": [0, 0.1]}))]
     file = record(tmp_path / "t.jsonl", episode("a"), episode("b c"))
-    assert agentrl("diff", *specs, file, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(reward("diff", *specs, file, "--json").out)
     assert (found["changed"], found["values"]) == ([], [])
 
 
@@ -278,30 +264,26 @@ def test_an_environment_s_own_spec_is_replayed_on_it_in_each_command():
         assert command._options(build_parser().parse_args(["reward", *argv])).env == EnvRef("key_value")
 
 
-def test_the_name_of_an_environment_is_its_own_spec_wherever_that_lies(here, capsys):
+def test_the_name_of_an_environment_is_its_own_spec_wherever_that_lies(here, reward):
     assert main(["env", "new", "todo"]) == 0
     rows = record(here / "t.jsonl", episode("7", task_gold=TWO))
     for word in ("todo", "my/Todo-v0", KEY_VALUE):
-        assert agentrl("explain", word, rows) == 0
-        assert agentrl("lint", word, "-n", 1) in (0, 1)
-        assert "success is decided by" in capsys.readouterr().out
-    with pytest.raises(UserError, match="'tod' is neither a file nor an environment nor a spec on the shelf"):
-        agentrl("lint", "tod")
+        reward("explain", word, rows)
+        assert "success is decided by" in reward("lint", word, "-n", 1).out
+    assert "'tod' is neither a file nor an environment nor a spec on the shelf" in reward("lint", "tod", code=2).err
 
 
-def test_diff_of_one_episode_a_task_says_what_changes_in_value_and_success(tmp_path, capsys):
+def test_diff_of_one_episode_a_task_says_what_changes_in_value_and_success(tmp_path, reward):
     """There are no ranks: by the answer they are worth 1, 1, 0, by what four turns cost 3/4, 2/4, 3/4."""
     rows = [episode(*said, task_gold=TWO) for said in (["7"], [GET, "7"], ["8"])]
     for number, row in enumerate(rows):
         row.task = replace(row.task, id=f"t/{number}")
     file = record(tmp_path / "t.jsonl", *rows)
     short = write(tmp_path / "short.json", SHORT)
-    assert agentrl("diff", SHELF / "key_value.json", short, file, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(reward("diff", SHELF / "key_value.json", short, file, "--json").out)
     assert found["changed"] == [] and (found["tasks"], found["tasks_of_one_episode"]) == (3, 3)
     assert [(v["row"], v["value_a"], v["value_b"]) for v in found["values"]] == [(3, 0, 0.75), (2, 1, 0.5), (1, 1, 0.75)]
-    agentrl("diff", SHELF / "key_value.json", short, file)
-    said = capsys.readouterr().out
+    said = reward("diff", SHELF / "key_value.json", short, file).out
     assert "0 of 3 episodes change rank" in said and "3 of 3 episodes change value (mean 0.6667 -> mean 0.6667)" in said
     assert "3 of 3 tasks have one episode, so no rank" in said
 
@@ -311,10 +293,9 @@ def test_diff_of_one_episode_a_task_says_what_changes_in_value_and_success(tmp_p
     [("", "contains no trajectory"), ("{}\n", ":1: not a trajectory"), ("junk\n", ":1: not a trajectory"),
      ("[1]\n", ":1: not a trajectory"), ('{"task": 3}\n', ":1: not a trajectory")],
 )  # fmt: skip
-def test_files_that_hold_no_trajectories(tmp_path, content, message):
+def test_files_that_hold_no_trajectories(tmp_path, content, message, reward):
     (tmp_path / "bad.jsonl").write_text(content)
-    with pytest.raises(UserError, match=message):
-        agentrl("score", SHELF / "key_value.json", tmp_path / "bad.jsonl")
+    assert message in reward("score", SHELF / "key_value.json", tmp_path / "bad.jsonl", code=2).err
 
 
 @pytest.mark.parametrize(("where", "value", "said"), [
@@ -328,7 +309,7 @@ def test_files_that_hold_no_trajectories(tmp_path, content, message):
     ("messages", {"a": 1}, "mapping"),
     ("success", "yes", "Trajectory.success = 'yes'; expected bool or null"), ("reward", "1", "expected float"),
 ])  # fmt: skip
-def test_a_row_with_a_value_of_another_type_is_named_and_not_scored(tmp_path, where, value, said):
+def test_a_row_with_a_value_of_another_type_is_named_and_not_scored(tmp_path, where, value, said, reward):
     """OpenAI's arguments as text, say, ended a scoring with an AttributeError; other values counted as something else."""
     row = episode([call("get", key="a")], "7", task_gold=TWO).to_json()
     row["turns"][0]["results"] = [{"call_id": "", "name": "get", "content": "7"}]
@@ -338,16 +319,15 @@ def test_a_row_with_a_value_of_another_type_is_named_and_not_scored(tmp_path, wh
         inner = inner[key]
     inner[last] = value
     (tmp_path / "t.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(UserError, match=rf":1: not a trajectory .*{said}"):
-        agentrl("score", SHELF / "exact_calls.json", tmp_path / "t.jsonl")
+    found = reward("score", SHELF / "exact_calls.json", tmp_path / "t.jsonl", code=2).err
+    assert re.search(rf":1: not a trajectory .*{said}", found)
 
 
-def test_a_bad_row_in_a_worker_is_named(tmp_path):
+def test_a_bad_row_in_a_worker_is_named(tmp_path, reward):
     file = record(tmp_path / "t.jsonl", *[episode("7", task_gold=TWO)] * 130)
     with file.open("a") as handle:
         handle.write("junk\n")
-    with pytest.raises(UserError, match=r"t\.jsonl:131: not a trajectory"):
-        agentrl("score", SHELF / "key_value.json", file, "--workers", 2)
+    assert "t.jsonl:131: not a trajectory" in reward("score", SHELF / "key_value.json", file, "--workers", 2, code=2).err
 
 
 @pytest.mark.parametrize(("argv", "message"), [
@@ -362,16 +342,13 @@ def test_a_bad_row_in_a_worker_is_named(tmp_path):
     (["score", "key_value", "none.jsonl"], "cannot be read"),
     (["explain", "key_value", "t.jsonl", "--row", 2], "has 1 rows"),
 ])  # fmt: skip
-def test_mistakes_on_the_command_line(argv, message, here):
+def test_mistakes_on_the_command_line(argv, message, here, reward):
     record(here / "t.jsonl", episode("7"))
-    with pytest.raises(UserError) as caught:
-        agentrl(*argv)
-    assert message in str(caught.value)
+    assert message in reward(*argv, code=2).err
 
 
-def test_leaves_documents_every_kind_and_its_examples_are_valid(capsys):
-    assert agentrl("leaves") == 0
-    text = capsys.readouterr().out
+def test_leaves_documents_every_kind_and_its_examples_are_valid(reward):
+    text = reward("leaves").out
     for kind in kinds():
         assert f"\n{kind}\n" in f"\n{text}"
     for kind, entry in {**LEAVES, **GROUP_LEAVES}.items():
@@ -384,46 +361,38 @@ def test_progress_counts_every_row(tmp_path):
     assert sum(seen) == 150 and len(seen) > 1
 
 
-def test_explain_compares_an_episode_with_the_others_of_its_task(tmp_path, capsys):
+def test_explain_compares_an_episode_with_the_others_of_its_task(tmp_path, reward):
     rank = write(tmp_path / "rank.json", spec(leaf("group.rank", {"of": leaf("cost.turns", {"max": 4})})))
     rows = record(tmp_path / "rows.jsonl", episode("a"), episode([call("f")], "b"), episode([call("f")], [call("f")], "c"))
-    assert agentrl("explain", rank, rows, "--row", 2) == 0
-    first, total, *_ = capsys.readouterr().out.splitlines()
+    first, total, *_ = reward("explain", rank, rows, "--row", 2).out.splitlines()
     assert first == "t0, member 0, 2 turns, stopped: done, recorded reward unscored"
     assert total == "test: 0.5"
     alone = record(tmp_path / "alone.jsonl", episode("a"))
-    assert agentrl("explain", rank, alone) == 0
-    assert "scored alone, without its group" in capsys.readouterr().out
+    assert "scored alone, without its group" in reward("explain", rank, alone).out
 
 
-def test_score_says_why_episodes_are_unscored(tmp_path, capsys):
+def test_score_says_why_episodes_are_unscored(tmp_path, reward):
     root = leaf("number.close", {"expect": {"$": "/task/gold/anser"}}, when={"$": "/task/gold/part", "eq": 1})
     rows = record(tmp_path / "rows.jsonl", episode("a"), episode("b", task_gold={"part": 1}), episode("c"))
-    assert agentrl("score", write(tmp_path / "s.json", spec(root)), rows) == 0
-    said = capsys.readouterr().err
+    said = reward("score", write(tmp_path / "s.json", spec(root)), rows).err
     assert "0 of 3 episodes scored, no value" in said
     assert "unscored: 2 x `when` reads /task/gold/part, which does not exist" in said
     assert "unscored: 1 x '/task/gold/anser' resolves to nothing" in said
     files = {tmp_path / "none" / "x.jsonl": "there is no folder", rows: "also an input", tmp_path / "s.json": "also an input"}
     for out, why in files.items():
-        with pytest.raises(UserError, match=why):
-            agentrl("score", tmp_path / "s.json", rows, "--out", out)
+        assert why in reward("score", tmp_path / "s.json", rows, "--out", out, code=2).err
 
 
-def test_a_path_into_the_shelf_is_found_from_any_folder(here, capsys):
-    assert agentrl("lint", "rewards/key_value_exact.json") == 0
-    assert "key_value_exact" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"mine\.json"):
-        agentrl("lint", "mine.json")
+def test_a_path_into_the_shelf_is_found_from_any_folder(here, reward):
+    assert "key_value_exact" in reward("lint", "rewards/key_value_exact.json").out
+    assert "mine.json" in reward("lint", "mine.json", code=2).err
 
 
-def test_lint_without_an_environment_says_what_it_could_not_try(capsys):
+def test_lint_without_an_environment_says_what_it_could_not_try(reward):
     """A spec that replays is looked at as any other; only scoring with it needs somewhere to replay."""
-    assert agentrl("lint", "tau_bench") == 0
-    said = capsys.readouterr().out
+    said = reward("lint", "tau_bench").out
     assert "tau_bench: 0 findings; reward within [0, 1] (what it replays, gold and spam: not tried; --env ID does)" in said
-    with pytest.raises(UserError, match="name it with --env ID"):
-        agentrl("score", "tau_bench", SHELF / "tau_bench.json")
+    assert "name it with --env ID" in reward("score", "tau_bench", SHELF / "tau_bench.json", code=2).err
 
 
 class Shop(ToolEnv):
@@ -472,7 +441,5 @@ def test_tasks_of_a_finite_split_are_spread_over_it() -> None:
     assert [episode.task.seed for episode in probe_episodes(Small, 5)["gold"]] == [0, 1, 2, 3, 4]
 
 
-def test_a_word_too_much_is_no_environment(capsys):
-    with pytest.raises(SystemExit):
-        _parse(["reward", "lint", "my.json", "--tasks", "5", "key_value"])
-    assert "unrecognized arguments: key_value" in capsys.readouterr().err
+def test_a_word_too_much_is_no_environment(reward):
+    assert "unrecognized arguments: key_value" in reward("lint", "my.json", "--tasks", "5", "key_value", code=2).err

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli.main import main
 from agentrl.contrib.view.library import overview
 from agentrl.contrib.view.terminal import _OVERVIEW, figures
 from agentrl.data.trajectory import Message, ToolCall, ToolResult, UserCall
 from agentrl.run.reader import load_run
 from agentrl.utils.errors import ConfigError
+from tests.conftest import Agentrl
 from tests.run.made_folders import episode, run_folder, touch, unscored
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07[bold]x[/bold][link=http://evil.example]y[/link]\u202e\x9b31m\x00"
@@ -35,35 +35,34 @@ def home(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-def said(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    assert main(list(args)) == 0
-    out = capsys.readouterr()
+def said(agentrl: Agentrl, *args: str) -> str:
+    out = agentrl(*args)
     assert out.err == ""
     return out.out
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
-    return json.loads(said(capsys, *args, "--json"))
+def told(agentrl: Agentrl, *args: str) -> Any:
+    return json.loads(said(agentrl, *args, "--json"))
 
 
-def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "runs")
+def test_the_list(agentrl: Agentrl) -> None:
+    text = said(agentrl, "runs")
     assert "runs/a" in text and "runs/b" in text and "0.75" in text
-    rows = told(capsys, "runs", "list", "runs")
+    rows = told(agentrl, "runs", "list", "runs")
     assert [(row["run"], row["status"], row["updates"], row["success_after"]) for row in rows] == [
         ("runs/a", "done", 1, 0.75),
         ("runs/b", "done", 1, 0.5),
     ]
-    assert said(capsys, "runs", "list", "runs/a/trajectories") == "no runs in runs/a/trajectories\n"
+    assert said(agentrl, "runs", "list", "runs/a/trajectories") == "no runs in runs/a/trajectories\n"
 
 
-def test_what_differs_between_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "runs", "compare", "runs/a", "runs/b")
+def test_what_differs_between_runs(agentrl: Agentrl) -> None:
+    found = told(agentrl, "runs", "compare", "runs/a", "runs/b")
     assert found["config"] == {"seed": [None, 1], "optim.lr": [None, 0.5]}
     figures = found["figures"]
     assert (figures["success_after"], figures["best evaluation"], figures["at step"]) == ([0.75, 0.5], [0.875, 0.875], [2, 2])
     assert figures["reward (last updates)"] == [0.5, 0.5]
-    assert "optim.lr" in said(capsys, "runs", "compare", "runs/a", "runs/b")
+    assert "optim.lr" in said(agentrl, "runs", "compare", "runs/a", "runs/b")
 
 
 def test_runs_are_compared_by_their_terms_and_unscored_episodes_too() -> None:
@@ -72,50 +71,50 @@ def test_runs_are_compared_by_their_terms_and_unscored_episodes_too() -> None:
     assert found["term/polite (last updates)"] == [0.375, None] and found["unscored (last updates)"] == [1.5, None]
 
 
-def test_why_episodes_failed(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {(one["kind"], one["reason"]): one["episodes"] for one in told(capsys, "runs", "failures", "runs/a")}
+def test_why_episodes_failed(agentrl: Agentrl) -> None:
+    found = {(one["kind"], one["reason"]): one["episodes"] for one in told(agentrl, "runs", "failures", "runs/a")}
     assert found == {
         ("error", "env_error: connection to '...' lost after N s"): 1,
         ("stop", "env_error"): 1,
         ("tool", "get: bad: N"): 1,
         ("term", "answer (text.equals) below 0.5"): 1,
     }
-    assert "lost after N s" in said(capsys, "runs", "failures", "runs/a", "--step", "1")
-    assert said(capsys, "runs", "failures", "runs/b") == "none of 1 episodes failed\n"
+    assert "lost after N s" in said(agentrl, "runs", "failures", "runs/a", "--step", "1")
+    assert said(agentrl, "runs", "failures", "runs/b") == "none of 1 episodes failed\n"
 
 
-def test_a_run_a_step_and_an_episode(capsys: pytest.CaptureFixture[str]) -> None:
-    run = told(capsys, "show", "runs/a")
+def test_a_run_a_step_and_an_episode(agentrl: Agentrl) -> None:
+    run = told(agentrl, "show", "runs/a")
     assert run["status"] == "done" and [one["file"] for one in run["steps"]] == ["step_000001"] and len(run["failures"]) == 4
-    assert "step_000001" in said(capsys, "show", "runs/a")
-    step = told(capsys, "show", "runs/a", "--step", "1")
+    assert "step_000001" in said(agentrl, "show", "runs/a")
+    step = told(agentrl, "show", "runs/a", "--step", "1")
     assert [row["id"] for row in step["episodes"]] == ["step_000001.0", "step_000001.1", "step_000001.2"]
     assert step["metrics"] == [ROWS[1]] and [group["task"] for group in step["groups"]] == [f"t/train/{n}" for n in (1, 2, 3)]
-    text = said(capsys, "show", "runs/a", "--step", "1")
+    text = said(agentrl, "show", "runs/a", "--step", "1")
     assert "step_000001.2" in text and "tokens" in text
-    one = told(capsys, "show", "runs/a", "--episode", "step_000001.1")
+    one = told(agentrl, "show", "runs/a", "--episode", "step_000001.1")
     assert one["reward"] == 0.0 and one["turns"][0]["results"][0]["error"] == "bad"
-    text = said(capsys, "show", "runs/a", "--episode", "step_000001.1")
+    text = said(agentrl, "show", "runs/a", "--episode", "step_000001.1")
     assert '-> get {"key": "k2"}' in text and "get  error: bad: 2" in text and "text.equals" in text
 
 
-def test_the_users_calls_stand_where_they_were_made(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_users_calls_stand_where_they_were_made(home: Path, agentrl: Agentrl) -> None:
     one = episode(1, 0)
     for turn, answer in ((-1, "it blinks"), (0, "it rings"), (1, None)):
         made = ToolCall("press", {"button": turn}, f"u{turn}")
         one.user_calls.append(UserCall(turn, 0, made, answer and ToolResult(made.id, "press", answer)))
     run_folder(home / "runs" / "phone", {"step_000001": [one]}, [ROWS[1]])
-    lines = [line.strip(" │") for line in said(capsys, "show", "runs/phone", "--episode", "step_000001.0").splitlines()]
+    lines = [line.strip(" │") for line in said(agentrl, "show", "runs/phone", "--episode", "step_000001.0").splitlines()]
     places = [next(i for i, line in enumerate(lines) if what in line) for what in (
         'the user -> press {"button": -1}: it blinks', "report k1", "turn 0", "   get: 1".strip(),
         'the user -> press {"button": 0}: it rings', "turn 1", 'the user -> press {"button": 1}  error: no answer',
     )]  # fmt: skip
     assert places == sorted(places)
-    shown = told(capsys, "show", "runs/phone", "--episode", "step_000001.0")["user_calls"]
+    shown = told(agentrl, "show", "runs/phone", "--episode", "step_000001.0")["user_calls"]
     assert [row["turn"] for row in shown] == [-1, 0, 1]
 
 
-def test_the_users_words_stand_between_the_turns(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_users_words_stand_between_the_turns(home: Path, agentrl: Agentrl) -> None:
     """After a greeting, after a turn, and as it leaves; its opening calls are shown if it said nothing before the first turn."""
     one, silent = episode(1, 0), episode(2, 0)
     first, second = (next(m for m in one.messages if m == turn.message) for turn in one.turns)
@@ -126,7 +125,7 @@ def test_the_users_words_stand_between_the_turns(home: Path, capsys: pytest.Capt
     silent.messages = [Message("system", "Serve."), *(m for m in silent.messages if m.role != "user")]
     silent.user_calls = [UserCall(-1, 0, ToolCall("press", {}, "u"), ToolResult("u", "press", "it blinks"))]
     run_folder(home / "runs" / "talk", {"step_000001": [one, silent]}, [ROWS[1]])
-    texts = [said(capsys, "show", "runs/talk", "--episode", f"step_000001.{n}") for n in (0, 1)]
+    texts = [said(agentrl, "show", "runs/talk", "--episode", f"step_000001.{n}") for n in (0, 1)]
     whats = (
         ("Hello?", "It is dark.", "turn 0", "It is bright.", "turn 1", "user, leaving", "Bye then."),
         ("Serve.", "the user -> press {}: it blinks", "turn 0", "turn 1"),
@@ -136,7 +135,7 @@ def test_the_users_words_stand_between_the_turns(home: Path, capsys: pytest.Capt
         assert places == sorted(places)
 
 
-def test_hostile_text_is_written_out(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_text_is_written_out(home: Path, agentrl: Agentrl) -> None:
     """In every text of an episode, in the run's name, its error, its environments and its metrics."""
     bad = episode(1, 0, 0.0, said=ESCAPES, answer=ESCAPES, tool_error=ESCAPES, error=ESCAPES, env=ESCAPES, key=ESCAPES)
     bad.task = type(bad.task)(ESCAPES, 1, "train", {}, {})
@@ -154,10 +153,10 @@ def test_hostile_text_is_written_out(home: Path, capsys: pytest.CaptureFixture[s
     commands += [["show", "runs/bad", "--step", "1"], ["show", "runs/bad", "--episode", "step_000001.0"]]
     for command in commands:
         for more in ([], ["--json"]):
-            text = said(capsys, *command, *more)
+            text = said(agentrl, *command, *more)
             assert not {c for c in text if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 or c == "\u202e"}, command
             assert more or "\\x1b" in text, command
-    text = said(capsys, "show", "runs/bad", "--episode", "step_000001.0")
+    text = said(agentrl, "show", "runs/bad", "--episode", "step_000001.0")
     assert text.replace("\n", "").count("[bold]x[/bold]") >= 3, "markup is text"
 
 
@@ -175,14 +174,13 @@ def test_hostile_text_is_written_out(home: Path, capsys: pytest.CaptureFixture[s
     (["runs", "compare", "runs/a", "runs/x"], "there is no such folder"),
     (["view", "runs/x"], "there is no such folder"),
 ])  # fmt: skip
-def test_mistakes(home: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
+def test_mistakes(home: Path, agentrl: Agentrl, args: list[str], message: str) -> None:
     (home / "runs.toml").write_text("")
-    assert main(args) == 2
-    out = capsys.readouterr()
+    out = agentrl(*args, code=2)
     assert out.err.startswith("agentrl: ") and message in out.err and out.out == ""
 
 
-def test_damaged_runs_are_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_runs_are_said(home: Path, agentrl: Agentrl) -> None:
     for name, change in {
         "config": lambda f: f.config.write_text("name = [half"),
         "metrics": lambda f: f.metrics.write_text('{"step": 1, "pha\n{}\n'),
@@ -190,17 +188,17 @@ def test_damaged_runs_are_said(home: Path, capsys: pytest.CaptureFixture[str]) -
         "odd": lambda f: f.summary.write_text("[1]"),
     }.items():
         change(run_folder(home / "runs" / name, {"step_000001": [episode(1)]}, ROWS))
-        [row] = told(capsys, "runs", "list", f"runs/{name}")
+        [row] = told(agentrl, "runs", "list", f"runs/{name}")
         assert row["status"] == "damaged" and "damaged" in row["error"]
-        assert "runs/" + name in said(capsys, "runs")
+        assert "runs/" + name in said(agentrl, "runs")
     data = {**ROWS[0], "phase": "data", "step": 1, "epoch": 1.0}
     emptied = run_folder(home / "runs" / "emptied", {"step_000001": [episode(1)]}, [data])
     emptied.config.write_text("")
-    assert [row["updates"] for row in told(capsys, "runs", "list", "runs/emptied")] == [1]
-    assert main(["show", "runs/metrics"]) == 2 and "metrics.jsonl: damaged" in capsys.readouterr().err
-    assert main(["runs", "compare", "runs/config", "runs/a"]) == 2 and "config.toml: damaged" in capsys.readouterr().err
+    assert [row["updates"] for row in told(agentrl, "runs", "list", "runs/emptied")] == [1]
+    assert "metrics.jsonl: damaged" in agentrl("show", "runs/metrics", code=2).err
+    assert "config.toml: damaged" in agentrl("runs", "compare", "runs/config", "runs/a", code=2).err
     (home / "runs" / "a" / "trajectories" / "step_000001.jsonl").write_text('{"of": "another version"}\n')
-    [file] = told(capsys, "show", "runs/a")["steps"]
+    [file] = told(agentrl, "show", "runs/a")["steps"]
     assert (file["episodes"], file["damaged"], file["problem"]) == (0, 1, "row 1: KeyError: 'task'")
 
 

@@ -25,6 +25,7 @@ from agentrl.rollout.engine import Sampling
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.evaluate import EvalSession
 from agentrl.utils.errors import ConfigError, EngineError, EnvError
+from tests.conftest import Agentrl
 from tests.contrib.preflight.preflighted import preflight
 from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.rollout.loopback import Loopback, solve
@@ -355,6 +356,7 @@ USERS = """
 from agentrl.contrib.users import ModelUser
 from agentrl.env import Message, Task, ToolEnv
 from agentrl.env.users import UserModel
+from tests.conftest import Agentrl
 
 
 class Helped(ToolEnv):
@@ -433,7 +435,7 @@ def adds(body: dict[str, Any], number: int) -> dict[str, Any] | str:
 
 
 def test_eval_prints_and_stores_the_suites_table_and_compares_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentrl: Agentrl
 ) -> None:
     monkeypatch.setenv("AGENTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "200")
@@ -443,8 +445,7 @@ def test_eval_prints_and_stores_the_suites_table_and_compares_it(
     with Loopback(adds) as server:
         words = ["--split", "all", f"api.base={server.url}", "health.preflight=false"]
         models = ["--model", "api:openai/good", "--model", "api:openai/forgetful"]
-        assert main(["eval", "sums", *models, *words, "--out", "out"]) == 0
-    shown = capsys.readouterr().out
+        shown = agentrl("eval", "sums", *models, *words, "--out", "out").out
     assert "sums 1.2: its own metrics, over 6 of its 6 tasks (all)" in shown
     names = sorted(path.name for path in Path("out").iterdir() if path.is_dir())
     reports = {name: json.loads((Path("out") / name / "report.json").read_text()) for name in names}
@@ -456,13 +457,11 @@ def test_eval_prints_and_stores_the_suites_table_and_compares_it(
     assert [report["tasks"] for report in reports.values()] == [6, 6], "each task once, though -n was not given"
     comparison = json.loads((Path("out") / "comparison.json").read_text())["official"]["sums"]
     assert comparison["same"] and comparison["rows"][-1]["values"] == [pytest.approx(100), pytest.approx(100 / 3)]
-    assert main(["eval", "--compare", *(f"out/{name}" for name in names)]) == 0
-    assert "sums: its own metrics" in capsys.readouterr().out
+    assert "sums: its own metrics" in agentrl("eval", "--compare", *(f"out/{name}" for name in names)).out
     # A part of it is spread over its kinds, and says that it is a part; more of it plays what was played, and others.
     with Loopback(adds) as server:
         few = [*models[:2], "--split", "all", f"api.base={server.url}", "health.preflight=false", "--out", "few"]
-        assert main(["eval", "sums", *few, "-n", "3"]) == 0
-        told = capsys.readouterr().out
+        told = agentrl("eval", "sums", *few, "-n", "3").out
         first = [row["task"]["id"] for row in played("few")]
         assert main(["eval", "sums", *few, "-n", "5"]) == 0
     assert "over 3 of its 6 tasks (all); only a part, so not a result of the benchmark" in told
@@ -471,6 +470,5 @@ def test_eval_prints_and_stores_the_suites_table_and_compares_it(
     assert set(first) < set(more) and len(more) == 5
     # Another source is another evaluation, which does not continue this one; what changed is named.
     (source / "data" / "extra.json").write_text("[]")
-    assert main(["eval", "sums", *models, *words, "--out", "out"]) == 2
-    told = capsys.readouterr()
+    told = agentrl("eval", "sums", *models, *words, "--out", "out", code=2)
     assert "data/extra.json was changed" in told.out and "the files of env.params.source" in told.err

@@ -16,6 +16,7 @@ from agentrl.data.trajectory import Message
 from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.rollout.engine import Sampling
 from agentrl.utils.errors import ConfigError, EnvError
+from tests.conftest import Agentrl
 from tests.rollout.loopback import Loopback, LoopbackServer, solve
 
 TASKS = ["env.params.set_share=0", "env.params.calls=[2,4]", "rollout.max_turns=8"]
@@ -106,7 +107,7 @@ def reasoning(**fields: Any) -> Callable[[dict[str, Any], int], Any]:
     ({"x_sign": "encrypted"}, None),
 ])  # fmt: skip
 def test_a_reasoning_model_is_scored_and_hears_its_reasoning_again(
-    fields: dict[str, Any], text: str | None, capsys: pytest.CaptureFixture[str]
+    fields: dict[str, Any], text: str | None, agentrl: Agentrl
 ) -> None:
     with Strict(reasoning(**fields)) as server:
         rows = evaluate(server, "eval.temperature=0", "api.args={drop_params=true, reasoning_effort='low'}")
@@ -115,11 +116,12 @@ def test_a_reasoning_model_is_scored_and_hears_its_reasoning_again(
     assert [row["reward"] for row in rows] == [1.0, 1.0]
     turns = [turn["message"] for row in rows for turn in row["turns"] if turn["message"]["tool_calls"]]
     assert len(turns) >= 4 and {turn["reasoning"] for turn in turns} == {text}
-    assert main(["show", "out", "--episode", "trajectories.0"]) == 0
-    assert (f"({text})" in capsys.readouterr().out) == (text is not None)
+    assert (f"({text})" in agentrl("show", "out", "--episode", "trajectories.0").out) == (text is not None)
 
 
-def test_a_temperature_that_is_refused_is_named_with_the_fix_before_an_episode(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_temperature_that_is_refused_is_named_with_the_fix_before_an_episode(
+    capsys: pytest.CaptureFixture[str], agentrl: Agentrl
+) -> None:
     with Strict(solve) as server:
         assert evaluate(server, "eval.temperature=0", code=2) == [] and server.requests == []  # litellm knows the model
         said = " ".join(capsys.readouterr().err.split())
@@ -131,8 +133,8 @@ def test_a_temperature_that_is_refused_is_named_with_the_fix_before_an_episode(c
         assert 'set api.args.additional_drop_params = ["temperature"] or eval.temperature = 1' in said
         assert not Path("out").exists()
         assert [row["reward"] for row in evaluate(server, "eval.temperature=1", model=mine)] == [1.0, 1.0]
-        assert main(["rollout", "key_value", "--model", mine, f"api.base={server.url}", "rollout.temperature=0.5"]) == 2
-        assert "or rollout.temperature = 1" in " ".join(capsys.readouterr().err.split())
+        words = ["key_value", "--model", mine, f"api.base={server.url}", "rollout.temperature=0.5"]
+        assert "or rollout.temperature = 1" in " ".join(agentrl("rollout", *words, code=2).err.split())
 
 
 def test_the_preflight_asks_with_the_parameters_of_the_run() -> None:

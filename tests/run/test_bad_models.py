@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks import model_checks as check
@@ -20,6 +19,7 @@ from agentrl.run.engine_choice import EngineChoice
 from agentrl.trainer import pretrained
 from agentrl.trainer.weight_files import Header, check_tensors
 from agentrl.utils.errors import ModelError
+from tests.conftest import Agentrl
 
 Change = Callable[[Path], object]
 SMALL = ["cluster.backend=inline", "rollout.max_episode_tokens=512", "optim.micro_tokens=512", "optim.lr=1e-6"]
@@ -42,19 +42,11 @@ def folder(tiny: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
-def said(capsys: pytest.CaptureFixture[str], *command: str) -> str:
-    """What a command printed that refused to do anything."""
-    code = main([*command])
-    out = capsys.readouterr()
-    assert code == 2, out
-    return out.err + out.out
-
-
-def train(capsys: pytest.CaptureFixture[str], folder: Path | str, *more: str, command: str = "train") -> str:
+def train(agentrl: Agentrl, folder: Path | str, *more: str, command: str = "train") -> str:
     out = Path(folder).parent if Path(folder).is_dir() else Path("runs")
     config = out / "config.toml"
     config.write_text(f'name = "bad"\nout = "{out}"\n[model]\npath = "{folder}"\n[env]\nid = "key_value"\n')
-    text = said(capsys, command, str(config), *SMALL, *more)
+    text = agentrl(command, config, *SMALL, *more, code=2)
     assert not (out / "bad").exists()
     return " ".join(text.split())
 
@@ -175,35 +167,35 @@ FAULTS: dict[str, tuple[Change, list[str]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_model_is_named_with_what_to_do(folder: Path, capsys: pytest.CaptureFixture[str], fault: str) -> None:
+def test_a_bad_model_is_named_with_what_to_do(folder: Path, agentrl: Agentrl, fault: str) -> None:
     change, told = FAULTS[fault]
     change(folder)
-    text = train(capsys, folder)
+    text = train(agentrl, folder)
     assert "Traceback" not in text and [part for part in told if part not in text] == [], text
     assert fault == "a short context" or f"model.path = {folder}: " in text
 
 
 @pytest.mark.parametrize("command", ["sft", "eval", "rollout", "dry run"])
-def test_every_command_names_it(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_every_command_names_it(folder: Path, agentrl: Agentrl, command: str) -> None:
     tensors(**{LAYER: None})(folder)
     if command in ("eval", "rollout"):
         out = folder.parent / "out"
-        text = said(capsys, command, "key_value", "--model", str(folder), "--out", str(out), "engine=embedded")
+        text = agentrl(command, "key_value", "--model", folder, "--out", out, "engine=embedded", code=2)
         assert not out.exists()
     elif command == "sft":
-        text = train(capsys, folder, "sft.max_steps=1", "sft.min_steps=1", command="sft")
+        text = train(agentrl, folder, "sft.max_steps=1", "sft.min_steps=1", command="sft")
     else:
-        text = train(capsys, folder, "--dry-run")
+        text = train(agentrl, folder, "--dry-run")
     assert "1 of 24 are not in its files" in " ".join(text.split())
 
 
-def test_a_critic_and_a_reward_model_are_looked_at_too(folder: Path, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_critic_and_a_reward_model_are_looked_at_too(folder: Path, tiny: str, agentrl: Agentrl) -> None:
     tensors(**{LAYER: None})(folder)
     for key, more in {"critic.path": ['algorithm.advantage={name="gae"}'], "reward_model.path": []}.items():
         if key == "reward_model.path":
             edited(architectures=["Qwen3ForSequenceClassification"])(folder)
             tensors(**{"score.weight": torch.zeros(1, 32)})(folder)
-        text = train(capsys, folder, f"model.path={tiny}", f"{key}={folder}", *more)
+        text = train(agentrl, folder, f"model.path={tiny}", f"{key}={folder}", *more)
         assert f"{key} = {folder}: " in text and f"are not in its files: {LAYER}." in text
 
 
@@ -244,25 +236,21 @@ def test_what_is_not_used_and_what_the_context_cuts_is_a_warning(folder: Path) -
     assert "room for 46" in cut_off
 
 
-def test_a_plan_needs_no_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_needs_no_weights(folder: Path, agentrl: Agentrl) -> None:
     (folder / "model.safetensors").unlink()
-    assert "it has no weights: expected model.safetensors or model.safetensors.index.json" in train(capsys, folder)
-    assert main(["train", str(folder.parent / "config.toml"), *SMALL, "--dry-run"]) == 0
-    refused = f"warning: a run would refuse this: model.path = {folder} has no "
-    assert f"{refused}weights; only its shape is planned" in capsys.readouterr().out
+    assert "it has no weights: expected model.safetensors or model.safetensors.index.json" in train(agentrl, folder)
+    refused, planned = f"warning: a run would refuse this: model.path = {folder} has no ", [*SMALL, "--dry-run"]
+    assert f"{refused}weights; only its shape is planned" in agentrl("train", folder.parent / "config.toml", *planned).out
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
-    assert main(["train", str(folder.parent / "config.toml"), *SMALL, "--dry-run"]) == 0
-    assert f"{refused}tokenizer; only its" in capsys.readouterr().out
+    assert f"{refused}tokenizer; only its" in agentrl("train", folder.parent / "config.toml", *planned).out
 
 
-def test_a_model_of_several_parts_is_refused_for_training_with_how_to_take_its_text_model(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_several_parts_is_refused_for_training_with_how_to_take_its_text_model(folder: Path, agentrl: Agentrl) -> None:
     for kind, text, take in (("gemma3", "gemma3_text", "Gemma3ForCausalLM"), ("qwen3_5", "qwen3_5_text", "Qwen3_5ForCausalLM")):
         table = {"model_type": kind, "architectures": ["TheirForConditionalGeneration"], "text_config": {"model_type": text}}
         (folder / "config.json").write_text(json.dumps(table))
-        found = train(capsys, folder)
+        found = train(agentrl, folder)
         assert "it is TheirForConditionalGeneration, of several parts (text_config, vision_config)" in found
         assert f"from transformers import {take} as M" in found and "model.path = TO" in found
 
@@ -282,9 +270,7 @@ def test_a_context_is_the_text_models_and_stretched_by_its_rotary_positions(fold
         context(model_type="bloom", n_layer=1, max_position_embeddings=None)  # a family without a longest sequence
 
 
-def test_a_name_that_the_hub_does_not_give_is_told_at_once(
-    capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_the_hub_does_not_give_is_told_at_once(agentrl: Agentrl, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("runs").mkdir()
     asked: list[str] = []
 
@@ -295,12 +281,12 @@ def test_a_name_that_the_hub_does_not_give_is_told_at_once(
         raise httpx.ConnectError("Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.get_session", lambda: httpx.Client(transport=httpx.MockTransport(hub)))
-    text = train(capsys, "someone/model")
+    text = train(agentrl, "someone/model")
     assert (
         "model.path = someone/model: there is no such folder here" in text
         and "cannot be reached: Name or service not known" in text
     )
     assert "hf download NAME" in text and len(asked) == 1
-    assert "the hub answers 404" in train(capsys, "nobody/model")
+    assert "the hub answers 404" in train(agentrl, "nobody/model")
     monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)
-    assert "HF_HUB_OFFLINE is set" in train(capsys, "another/model") and len(asked) == 2
+    assert "HF_HUB_OFFLINE is set" in train(agentrl, "another/model") and len(asked) == 2

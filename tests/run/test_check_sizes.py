@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.cli.main import main
 from agentrl.cluster.placement import planned_elsewhere
 from agentrl.config.load import config_from, load_config
 from agentrl.data.trajectory import StopReason
@@ -29,6 +28,7 @@ from agentrl.trainer.optim import optims_of
 from agentrl.trainer.pretrained import count_parameters
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.registry import Entry
+from tests.conftest import Agentrl
 from tests.rollout.conftest import FaultyEngine, renderer  # noqa: F401 - a fixture
 from tests.run.starts import start_of
 
@@ -285,10 +285,9 @@ def test_the_recipe_of_a_mixture_of_experts_recomputes_and_replays_its_routers()
     assert "30% of sequences of 1,024 sampled tokens and 13% of sequences of 16,384 sampled tokens have no gradient" in note
 
 
-def test_a_dry_run_for_other_machines_has_the_warnings_of_a_start(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_a_dry_run_for_other_machines_has_the_warnings_of_a_start(agentrl: Agentrl, here: Path) -> None:
     keys = ["algorithm.loss={name='gspo'}", "optim.lr=1e-6", "sft=false", "model.dtype=bfloat16", "engine=embedded"]
-    assert main(["train", "quickstart", "--dry-run", "--gpu-memory", "80", *keys]) == 0
-    said = capsys.readouterr().out
+    said = agentrl("train", "quickstart", "--dry-run", "--gpu-memory", "80", *keys).out
     assert (
         'warning: algorithm.proximal = "behaviour": the bounds of "gspo"' in said and "warning: optim.lr = 1e-06 is low" in said
     )

@@ -14,6 +14,7 @@ from agentrl.data.trajectory import Task, Trajectory
 from agentrl.env.official import rate_of
 from agentrl.run.compare import compare, compare_all, print_comparison, read_results
 from agentrl.utils.errors import ConfigError
+from tests.conftest import Agentrl
 
 
 def evaluation(
@@ -118,26 +119,21 @@ def test_two_tasks_of_one_name_are_two_tasks(tmp_path: Path) -> None:
     assert (rows[1]["paired"], rows[1]["better"], rows[1]["difference"]["mean"]) == (2, 1, 0.5)
 
 
-def test_folders_are_compared_by_command_and_what_else_differs_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_are_compared_by_command_and_what_else_differs_is_said(tmp_path: Path, agentrl: Agentrl) -> None:
     """Also those of several environments, of which those that both have are compared."""
     parts = {
         name: [evaluation(tmp_path / name / env, {"t": [won]}, env=env, **{"eval.temperature": warm}) for env in envs]
         for name, envs, won, warm in (("one", ("e", "f"), False, 1.0), ("two", ("e",), True, 0.5))
     }
     assert len(parts["one"]) == 2
-    assert main(["eval", "--compare", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
+    said = agentrl("eval", "--compare", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "out")).out
     assert "two also differs: eval.temperature was 1.0, is 0.5" in said and "+1.000" in said
     found = json.loads((tmp_path / "out" / "comparison.json").read_text())["envs"]
     assert list(found) == ["e"] and [row["model"] for row in found["e"]["rows"]] == ["one", "two"]
     assert main(["eval", "--compare", str(tmp_path / "one")]) == 2
-    assert main(["eval", "--compare", str(tmp_path / "one"), str(tmp_path)]) == 2
-    assert "eval.json" in capsys.readouterr().err
+    assert "eval.json" in agentrl("eval", "--compare", str(tmp_path / "one"), str(tmp_path), code=2).err
     (tmp_path / "two" / "report.json").write_text("{")
-    assert main(["eval", "--compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 2
-    assert "two/report.json: damaged" in capsys.readouterr().err
+    assert "two/report.json: damaged" in agentrl("eval", "--compare", str(tmp_path / "one"), str(tmp_path / "two"), code=2).err
 
 
 def test_a_folder_of_several_models_is_not_taken_for_the_last_of_them(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import ray
 
-from agentrl.cli.main import main
 from agentrl.cluster.placement import planned_elsewhere
 from agentrl.cluster.ray_cluster import stop_ray
 from agentrl.config import TrainConfig
@@ -22,6 +21,7 @@ from agentrl.run.role_placement import GIB, Peak, RolePlacement, RunMemory, host
 from agentrl.trainer import memory as by_size
 from agentrl.trainer.memory import RoleMemory
 from agentrl.utils.errors import ConfigError, ModelError
+from tests.conftest import Agentrl
 
 LAYERS, HIDDEN, MLP, HEADS, KV, SIZE, WORDS = 4, 64, 96, 4, 2, 16, 1000
 LAYER = HIDDEN * (2 * HEADS * SIZE + 2 * KV * SIZE) + 3 * HIDDEN * MLP + 2 * HIDDEN + 2 * SIZE
@@ -151,42 +151,32 @@ def test_what_does_not_fit_is_told_with_the_keys_that_help(architecture: Path) -
 
 
 def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
-    architecture: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+    architecture: Path, agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch, here: Path
 ) -> None:
     asked = ["train", "quickstart", "--dry-run", "sft=false", "model.init=false", f"model.path={architecture}", "engine=embedded"]
-    assert main([*asked, "--gpu-memory", "1"]) == 0
-    said = capsys.readouterr().out
+    said = agentrl(*asked, "--gpu-memory", "1").out
     assert "actor" in said and "of 1.0 GiB" in said
-    assert main([*asked, "--gpu-memory", "0.001"]) == 2
-    said = capsys.readouterr().err
+    said = agentrl(*asked, "--gpu-memory", "0.001", code=2).err
     assert "of 0.0 GiB, in the turn of actor: it does not fit; " in said and "activations" in said
     stop_ray()  # of an earlier file, whose nodes would be asked what they have
     # Planned for another machine, it needs neither vLLM nor a card here; and does not start Ray.
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else real(name, *rest))
     there = [*asked, "engine=vllm", "vllm.tensor_parallel=2", "vllm.kv_cache_mib=512"]
-    assert main([*there, "--gpu-memory", "1"]) == 0
-    said = capsys.readouterr().out
+    said = agentrl(*there, "--gpu-memory", "1").out
     assert "engine vllm" in said and "rollout: 0.5 of 1.0 GiB" in said
-    assert (
-        main([*there, "vllm.kv_cache_mib=1", "--gpu-memory", "1"]) == 2
-    )  # of this model, and not of the one that stands in for it
-    assert "vllm.kv_cache_mib = 1 holds" in capsys.readouterr().err
+    # Of this model, and not of the one that stands in for it.
+    assert "vllm.kv_cache_mib = 1 holds" in agentrl(*there, "vllm.kv_cache_mib=1", "--gpu-memory", "1", code=2).err
     assert not ray.is_initialized()
-    assert main(there) == 2
-    assert "vLLM is not installed" in capsys.readouterr().err
-    assert main([*asked, "optim.micro_tokens=7"]) == 2  # the checks of a run
-    assert "optim.micro_tokens = 7" in capsys.readouterr().err
-    assert main([*asked, "model.offload=always"]) == 2
-    assert 'model.offload = "always": there is no GPU' in capsys.readouterr().err
+    assert "vLLM is not installed" in agentrl(*there, code=2).err
+    assert "optim.micro_tokens = 7" in agentrl(*asked, "optim.micro_tokens=7", code=2).err  # the checks of a run
+    assert 'model.offload = "always": there is no GPU' in agentrl(*asked, "model.offload=always", code=2).err
     for more in ([], ["--gpu-memory", "80"]):  # of other cards it was a plan
-        assert main([*asked, "data.path=['chats.jsonl']", *more]) == 2
-        assert "data: agentrl train learns only from episodes that it plays" in capsys.readouterr().err
+        said = agentrl(*asked, "data.path=['chats.jsonl']", *more, code=2).err
+        assert "data: agentrl train learns only from episodes that it plays" in said
     for none in ("0", "-3", "nan"):
-        assert main([*asked, "--gpu-memory", none]) == 2
-        assert f"--gpu-memory = {none}: expected the GiB of a card" in capsys.readouterr().err
-    assert main(["train", "quickstart", "--gpu-memory", "80"]) == 2
-    assert "--dry-run" in capsys.readouterr().err
+        assert f"--gpu-memory = {none}: expected the GiB of a card" in agentrl(*asked, "--gpu-memory", none, code=2).err
+    assert "--dry-run" in agentrl("train", "quickstart", "--gpu-memory", "80", code=2).err
     assert [path.name for path in here.iterdir()] == ["architecture"]  # nothing was started
 
 

@@ -11,6 +11,7 @@ from agentrl.run.metrics import PHASES, info_of, metrics_table
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import LossInput
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
+from tests.conftest import Agentrl
 from tests.run.made_folders import unknown_keys
 
 PACKAGE = Path(__file__).resolve().parents[2] / "agentrl"
@@ -53,9 +54,8 @@ def test_every_loss_logs_what_the_table_knows() -> None:
     assert {"ratio", "clip_fraction"} <= seen["ppo_clip"]
 
 
-def test_the_page_is_made_from_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["metrics", "--markdown"]) == 0
-    rows = capsys.readouterr().out.splitlines()
+def test_the_page_is_made_from_the_table(agentrl: Agentrl) -> None:
+    rows = agentrl("metrics", "--markdown").out.splitlines()
     assert [entry.name for _, entry in metrics_table() if not any(row.startswith(f"| `{entry.name}` |") for row in rows)] == []
     names = [entry.name for _, entry in metrics_table() if entry.unit and entry.phases and set(entry.phases) <= PHASES.keys()]
     assert len(names) == len(set(names)) == len([*metrics_table()]) > 100, "whole entries, and no name twice"
@@ -64,7 +64,6 @@ def test_the_page_is_made_from_the_table(capsys: pytest.CaptureFixture[str]) -> 
     assert len(extras) >= 5 and {name for name in extras if info_of(f"engine/{name}") is None} == set()
 
 
-def test_the_command_finds_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["metrics", "term/anything"]) == 0
-    assert capsys.readouterr().out.startswith("term/<id>  [reward; gate, before, train, eval, after]\n")
+def test_the_command_finds_words(agentrl: Agentrl) -> None:
+    assert agentrl("metrics", "term/anything").out.startswith("term/<id>  [reward; gate, before, train, eval, after]\n")
     assert main(["metrics", "no such thing"]) == 1

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.data.packing import micro_batches
 from agentrl.run.plan import Planner, RunPlan, lines
+from tests.conftest import Agentrl
 
 BASE: dict[str, Any] = {
     "env": {"id": "key_value"},
@@ -78,18 +78,15 @@ def test_parameters_that_are_trained_and_frozen_are_counted() -> None:
     assert f"actor: {adapters:,} of {whole.all + adapters:,} parameters" in "\n".join(lines(plan("model.lora.rank=2")))
 
 
-def test_the_command_prints_a_screen_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_screen_or_json(agentrl: Agentrl) -> None:
     words = ["train", "quickstart", "--dry-run", "cluster.backend=inline", "engine=embedded"]
-    assert main(words) == 0
-    text = capsys.readouterr().out.rstrip("\n").split("\n")
+    text = agentrl(*words).out.rstrip("\n").split("\n")
     assert len(text) <= 24 and max(map(len, text)) <= 140
     assert "an update    16 groups x 8 = 128 episodes -> 4 minibatches of 32 -> 4 optimizer steps" in text
-    assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(agentrl(*words, "--json").out)
     assert found["batches"]["minibatches"] == [32] * 4 and found["evaluations"]["after"] == [0, 10, 20, 30, 40]
     assert {row["role"] for row in found["memory"]} == {"actor", "rollout"} and found["peaks"][0]["limit"] > 0
-    assert main(["train", "quickstart", "--json"]) == 2
-    assert "--json: it is for planning" in capsys.readouterr().err
+    assert "--json: it is for planning" in agentrl("train", "quickstart", "--json", code=2).err
 
 
 def test_what_is_added_to_an_update_is_in_no_minibatch_of_its_own() -> None:

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli.main import main
 from agentrl.cluster.placement import planned_elsewhere
 from agentrl.config import load_config
 from agentrl.env.catalog import find_config
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.role_placement import RunRoles, placement_table
 from agentrl.utils.errors import ResourceError
-from tests.conftest import proof
+from tests.conftest import Agentrl, proof
 
 ROOT = Path(__file__).resolve().parents[2]
 EIGHT = "0 1 2 3 4 5 6 7"
@@ -69,17 +68,14 @@ def test_what_has_no_place_is_refused_by_its_key(case: str) -> None:
         table(name, nodes, *given.split())
 
 
-def test_the_command_prints_who_is_where_and_refuses_nodes_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_who_is_where_and_refuses_nodes_that_are_none(agentrl: Agentrl) -> None:
     asked = ["train", str(ROOT / "configs/recipes/qwen3_0.6b.toml"), "--dry-run"]
-    assert main([*asked, "--gpu-memory", "80", "--nodes", "2x8"]) == 0
-    said = capsys.readouterr().out
+    said = agentrl(*asked, "--gpu-memory", "80", "--nodes", "2x8").out
     assert "actor    0      node 1  0" in said and "planned for --nodes 2x8, of whose 16 cards 1 are used" in said
     assert "model        Qwen/Qwen3-0.6B, computed in bfloat16" in said
     for wrong, problem in (("4*8", "expected nodes x cards of each"), ("0x8", "expected nodes"), ("4x8", "Add --gpu-memory")):
-        assert main([*asked, "--nodes", wrong]) == 2
-        assert problem in capsys.readouterr().err
-    assert main([*asked[:2], "--nodes", "4x8"]) == 2
-    assert "--nodes: it is for planning" in capsys.readouterr().err
+        assert problem in agentrl(*asked, "--nodes", wrong, code=2).err
+    assert "--nodes: it is for planning" in agentrl(*asked[:2], "--nodes", "4x8", code=2).err
 
 
 PLAN = """

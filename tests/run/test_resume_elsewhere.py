@@ -17,6 +17,7 @@ from agentrl.config.schema import InitModelConfig
 from agentrl.render.chatml import CHATML_TEMPLATE
 from agentrl.trainer.pretrained import init_model
 from agentrl.utils.errors import WorkerDiedError
+from tests.conftest import Agentrl
 
 TINY = InitModelConfig(layers=1, hidden=32, mlp=32, heads=2, kv_heads=1, head_dim=16, context=1024)
 Executed = list[tuple[TrainConfig, tuple[str, ...]]]
@@ -276,15 +277,14 @@ def layered(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("where", ["below", "cwd", "both"])
 def test_a_path_with_a_dot_is_beside_the_file_that_names_it_or_in_the_working_folder_and_not_in_both(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentrl: Agentrl
 ) -> None:
     file, below = layered(tmp_path), tmp_path / "below"
     monkeypatch.chdir(tmp_path / "cwd")
     if where != "below":
         shutil.copy(below / "spec.json", "spec.json")
     if where == "both":
-        assert main(["train", str(file)]) == 2
-        said = capsys.readouterr().err
+        said = agentrl("train", str(file), code=2).err
         assert "base.toml: env.reward = './spec.json'" in said
         assert f"{below / 'spec.json'}" in said and f"{tmp_path / 'cwd/spec.json'}" in said
         return
