@@ -9,7 +9,6 @@ from pydantic import BaseModel
 
 from agentrl.config import keys
 from agentrl.config.keys import all_keys, find_keys
-from agentrl.utils.errors import ConfigError
 
 UNITS = {"timeout": "seconds", "tokens": "tokens", "mib": "MiB", "usd": "USD", "lr": "1"}
 """What the end of a name says about the unit."""
@@ -62,11 +61,6 @@ def test_the_list_is_of_every_key_of_the_schema() -> None:
 ])  # fmt: skip
 def test_a_name_finds_its_key(name: str, found: list[str]) -> None:
     assert [key.name for key in find_keys(name)] == found
-
-
-def test_a_misspelt_key_is_told_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"optim\.lrr: unknown key; did you mean 'optim\.lr'"):
-        find_keys("optim.lrr")
 
 
 @pytest.mark.parametrize(("name", "type", "default", "unit"), [

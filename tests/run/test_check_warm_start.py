@@ -19,7 +19,7 @@ from agentrl.data.schedule import Mode, token_ratio
 from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.rollout.warm_start import TRIES, Transcripts
-from agentrl.run.assembly import RunStart, longest_row
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.rollout_checks import check_warm_start
 from agentrl.run.sft import steps_batch
 from agentrl.trainer.actor import Actor
@@ -72,12 +72,6 @@ async def test_where_every_draw_is_too_long_the_run_is_refused_before_it_starts(
     with pytest.raises(ConfigError, match=said):
         check_warm_start(RunStart(config_of(f"model.init.context={shortest // 2}")))
     check_warm_start(RunStart(config_of("optim.micro_tokens=4096")))
-
-
-def test_a_row_is_as_long_as_a_micro_batch_and_as_the_model_takes() -> None:
-    for given, longest in ((700, 700), (9000, 4096)):
-        config = config_of(f"optim.micro_tokens={given}")
-        assert longest_row(config.optim, config.model) == longest
 
 
 @pytest.mark.parametrize(("overrides", "said"), [

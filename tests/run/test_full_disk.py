@@ -10,8 +10,7 @@ import pytest
 
 from agentrl.config import to_toml
 from agentrl.run.folder import RunFolder
-from agentrl.run.session import warmed_up
-from agentrl.trainer.checkpoint import Checkpoints, check_intact, seal
+from agentrl.trainer.checkpoint import Checkpoints, check_intact
 from agentrl.utils.errors import DiskFullError
 from agentrl.utils.files import disk_full, explain_full_disk
 from tests.conftest import proof
@@ -183,16 +182,3 @@ def test_what_a_library_says_of_a_full_disk_is_understood() -> None:
         raise DiskFullError("/c: full")  # whose cause a library did not name
     with pytest.raises(KeyError), explain_full_disk("/a/b", "go on"):
         raise KeyError("other")
-
-
-def test_half_of_a_warm_start_is_none(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.warm_start.mkdir()
-    assert not warmed_up(folder)
-    (folder.warm_start / "config.json").write_text("{}")  # comes before the tokenizer and the manifest
-    assert not warmed_up(folder)
-    folder.checkpoints.mkdir()  # an older version's, without a manifest, from which training went on
-    assert warmed_up(folder)
-    folder.checkpoints.rmdir()
-    seal(folder.warm_start, 0)
-    assert warmed_up(folder)

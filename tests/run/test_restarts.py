@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,41 +24,41 @@ from tests.conftest import proof
 from tests.e2e.inside import config_of, execute, numbers
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, limit: int, deaths: int, error: type[BaseException] = WorkerDiedError) -> Any:
-    """(attempts, what was said, the outcome, the error) of a run whose first `deaths` attempts end in `error`."""
-    attempts: list[int] = []
+@pytest.mark.parametrize(("limit", "deaths", "error", "attempts"), [
+    *((limit, 99, WorkerDiedError, limit + 1) for limit in (0, 1, 2)),
+    (2, 2, WorkerDiedError, 3),  # it lives again
+    (2, 1, WorkerError, 1),  # another error
+])  # fmt: skip
+def test_a_run_starts_again_after_the_death_of_a_worker_as_often_as_its_limit_says(
+    monkeypatch: pytest.MonkeyPatch, limit: int, deaths: int, error: type[BaseException], attempts: int
+) -> None:
+    begun, lines, outcome = list[int](), list[str](), main.RunOutcome()
 
     async def attempt(*_: Any) -> None:
-        attempts.append(len(attempts))
-        if len(attempts) <= deaths:
+        begun.append(len(begun))
+        if len(begun) <= deaths:
             raise error("group 'actor': worker process gone: rank 1")
 
     monkeypatch.setattr(main.RunDriver, "_attempt", attempt)
     config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(max_restarts=limit))
-    lines, outcome, failed = list[str](), main.RunOutcome(), None
     display: Any = SimpleNamespace(say=lines.append)
-    try:
-        asyncio.run(main.RunDriver(config, None, display, None, outcome, Interrupt(display.say)).train())  # type: ignore[arg-type]
-    except Exception as problem:
-        failed = problem
-    return len(attempts), lines, outcome, failed
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2])
-def test_the_limit_bounds_how_often_a_run_starts_again(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    attempts, lines, outcome, failed = trained(monkeypatch, limit, deaths=99)
-    assert attempts == limit + 1 and isinstance(failed, WorkerDiedError)
-    assert outcome.restarts == limit and len(lines) == limit
+    run = main.RunDriver(config, None, display, None, outcome, Interrupt(display.say))  # type: ignore[arg-type]
+    with pytest.raises(error) if deaths >= attempts else nullcontext():
+        asyncio.run(run.train())
+    assert (len(begun), outcome.restarts, len(lines)) == (attempts, attempts - 1, attempts - 1)
     assert all("rank 1" in line and f"of {limit})" in line for line in lines)
 
 
-def test_a_run_that_lives_again_goes_on_and_other_errors_do_not_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts, _, outcome, failed = trained(monkeypatch, 2, deaths=2)
-    assert attempts == 3 and failed is None and outcome.restarts == 2
-    attempts, _, outcome, failed = trained(monkeypatch, 2, deaths=1, error=WorkerError)
-    assert attempts == 1 and isinstance(failed, WorkerError) and outcome.restarts == 0
-    attempts, _, _, failed = trained(monkeypatch, 2, deaths=1, error=asyncio.CancelledError)  # it counted as Ctrl-C
-    assert attempts == 1 and "cancelled by code inside of it" in str(failed)
+def test_a_run_that_its_own_code_cancelled_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def attempt(*_: Any) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(main.RunDriver, "_attempt", attempt)
+    display: Any = SimpleNamespace(say=lambda _: None)
+    config = TrainConfig(env=EnvConfig(id="none"))
+    run = main.RunDriver(config, None, display, None, main.RunOutcome(), Interrupt(display.say))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="cancelled by code inside of it"):
+        asyncio.run(run.train())
 
 
 def test_a_run_that_goes_on_has_no_summary_of_its_last_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
