@@ -170,8 +170,6 @@ OF_SEVERAL = ("env.weight", "rollout.mixture")
 """Keys used only with `[[env]]`; a run with a single environment that began with them may continue without them."""
 
 _DIGEST = "sha256:"
-_SECRET = ("command", "url", "env")
-"""Keys of a tool server or agent that may contain passwords: an identity, which is written to files, stores their digests."""
 
 
 def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
@@ -191,7 +189,8 @@ def without_secrets(config: TrainConfig) -> dict[str, Any]:
     places: list[dict[str, Any]] = [table, *(given if isinstance(given, list) else [given])]
     servers = [server for place in places for server in place.get("tools", {}).get("mcp", {}).values()]
     for part in (*servers, *(place["agent"] for place in places if "agent" in place)):
-        part.update({key: _digests(part[key]) for key in _SECRET if key in part})
+        part.update({key: digest_of(part[key]) for key in ("command", "url") if key in part})
+        part.update({"env": {name: digest_of(value) for name, value in part["env"].items()}} if "env" in part else {})
     shown: dict[str, Any] = redact_json(table, said=True)
     return shown
 
@@ -260,9 +259,3 @@ def check_resumed(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
         )
     if unread := changes_below(OF_A_START, before, now):
         raise ConfigError(f"{folder}: {unread[0]}: a resume goes on there, with its data, and would not read it. Leave it out")
-
-
-def _digests(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _digests(inner) for key, inner in value.items()}
-    return digest_of(value)
