@@ -122,11 +122,8 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(
     (["config", "show"], "the following arguments are required: config"),
     (["train", QUICKSTART, "name=\udc80"], "'name=\\udc80' is not UTF-8: no name, path or value can hold it"),
 ])  # fmt: skip
-def test_a_mistyped_word_of_the_command_line(args: list[str], ends: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(args)
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.rstrip().endswith(ends)
+def test_a_mistyped_word_of_the_command_line(args: list[str], ends: str, agentrl: Agentrl) -> None:
+    assert agentrl(*args, code=2).err.rstrip().endswith(ends)
 
 
 @pytest.mark.parametrize("taken", ["quickstart", "quickstart/notes.txt"])
@@ -199,9 +196,7 @@ def test_a_dry_run_with_overwrite_leaves_the_run_that_it_would_remove(tmp_path: 
     assert run.config.is_file() and sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_full_disk_is_a_message_and_not_a_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_message_and_not_a_trace(tmp_path: Path, agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -209,11 +204,10 @@ def test_a_full_disk_is_a_message_and_not_a_trace(
     monkeypatch.setattr("agentrl.run.driver.draw_curve", full)  # nor has the figure of what there is any room
     logger = logging.getLogger("agentrl")
     before = [*logger.handlers], logger.propagate
-    code = main(["train", QUICKSTART, "cluster.backend=inline", "sft.max_steps=10", "sft.min_steps=10", "sft.batch=1"])
-    assert code == 2
+    short = ["cluster.backend=inline", "sft.max_steps=10", "sft.min_steps=10", "sft.batch=1"]
+    assert "the disk is full" in agentrl("train", QUICKSTART, *short, code=2).err
     # A process may go on, in another folder: a handler of the run that is over would write to a file that is gone.
     assert ([*logger.handlers], logger.propagate) == before
-    assert "the disk is full" in capsys.readouterr().err
     assert "failed" in (tmp_path / "runs" / "quickstart" / "summary.json").read_text()
     assert "the curve is not drawn" in (tmp_path / "runs" / "quickstart" / "log.txt").read_text()
 
@@ -231,18 +225,14 @@ def test_a_broken_command_of_a_plug_in_stops_only_that_command(tmp_path: Path, l
 
 
 @pytest.mark.parametrize(("words", "code"), [("mine", 3), ("mine --no", 2)])
-def test_a_command_of_a_plug_in_ends_with_its_own_exit_code(
-    tmp_path: Path, words: str, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_of_a_plug_in_ends_with_its_own_exit_code(tmp_path: Path, words: str, code: int, agentrl: Agentrl) -> None:
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "mine.py").write_text(
         "import sys\nfrom agentrl.cli.arguments import COMMANDS\n\n\n@COMMANDS.register('mine')\ndef mine(parser):\n"
         "    parser.add_argument('--no', action='store_true')\n"
         "    parser.set_defaults(run=lambda args: parser.error('no') if args.no else sys.exit(3))\n"
     )
-    with pytest.raises(SystemExit) as end:
-        main(words.split())
-    assert end.value.code == code and "SystemExit" not in capsys.readouterr().err
+    assert "SystemExit" not in agentrl(*words.split(), code=code).err
 
 
 @pytest.mark.parametrize("words", ["--help", "--version", "env --help", "env list", "config docs"])
@@ -293,9 +283,8 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("said", UNREAD)
-def test_an_option_that_would_not_be_read_is_refused(said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_would_not_be_read_is_refused(said: str, agentrl: Agentrl) -> None:
     command, *options = UNREAD[said]
     for option in options:
-        assert main([*command.split(), *option.split()]) == 2, option
-        error = capsys.readouterr().err
+        error = agentrl(*command.split(), *option.split(), code=2).err
         assert said in error and (option[:2] != "--" or f"agentrl: {option.split()[0]}: " in error)

@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,16 +16,31 @@ from agentrl.config.schema import InitModelConfig
 from agentrl.render.chatml import CHATML_TEMPLATE
 from agentrl.trainer.pretrained import init_model
 from agentrl.utils.errors import WorkerDiedError
-from tests.conftest import Agentrl
+from tests.conftest import Agentrl, Said
 
 TINY = InitModelConfig(layers=1, hidden=32, mlp=32, heads=2, kv_heads=1, head_dim=16, context=1024)
-Executed = list[tuple[TrainConfig, tuple[str, ...]]]
+
+
+class Runs(list[tuple[TrainConfig, tuple[str, ...]]]):
+    """The config and the notes of each run that would have been executed."""
+
+    def __init__(self, agentrl: Agentrl) -> None:
+        super().__init__()
+        self._agentrl = agentrl
+
+    def train(self, *more: str, env: str = "key_value", code: int = 0) -> Said:
+        Path("mine.toml").write_text(f'[env]\nid = "{env}"\n')
+        sizes = ["rollout.max_turns=2", "rollout.max_turn_tokens=16", "cluster.backend=inline", "engine=embedded"]
+        return self._agentrl("train", "mine.toml", "name=r", "health.lint=false", *sizes, *more, code=code)
+
+    def resume(self, *more: str, run: Path | str = "runs/r", code: int = 0) -> Said:
+        return self._agentrl("train", "--resume", run, *more, code=code)
 
 
 @pytest.fixture
-def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Executed:
-    """The config and the notes of each run that would have been executed; the working folder is `there`."""
-    runs: Executed = []
+def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentrl: Agentrl) -> Runs:
+    """The working folder is `there`."""
+    runs = Runs(agentrl)
     monkeypatch.setattr(
         "agentrl.run.driver.execute", lambda config, folder, *, notes=(), **how: runs.append((config, notes)) or 0
     )
@@ -42,16 +56,6 @@ def write_spec(file: str, least: float) -> None:
     Path(file).write_text(json.dumps({"agentrl_reward": 1, "name": "mine", "root": root}))
 
 
-def train(*more: str, env: str = "key_value") -> int:
-    Path("mine.toml").write_text(f'[env]\nid = "{env}"\n')
-    sizes = ["rollout.max_turns=2", "rollout.max_turn_tokens=16", "cluster.backend=inline", "engine=embedded"]
-    return main(["train", "mine.toml", "name=r", "health.lint=false", *sizes, *more])
-
-
-def resume(*more: str, run: Path | str = "runs/r") -> int:
-    return main(["train", "--resume", str(run), *more])
-
-
 def checkpoint(step: int) -> None:
     """A whole checkpoint of the run, as checks look at it."""
     Path(f"runs/r/checkpoints/step_{step:06d}").mkdir(parents=True)
@@ -59,15 +63,15 @@ def checkpoint(step: int) -> None:
 
 
 def test_a_run_with_relative_paths_goes_on_from_another_folder(
-    executed: Executed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    executed: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     init_model(TINY, Path("model"), seed=0)
     write_spec("spec.json", 1.0)
-    assert train("model.path=model", "env.reward=./spec.json", "reward.judge.cache=verdicts", "weights.folder=w") == 0
+    executed.train("model.path=model", "env.reward=./spec.json", "reward.judge.cache=verdicts", "weights.folder=w")
     there = tmp_path / "there"
-    assert resume("model.path=model") == 0, "the same model by its relative name"
+    executed.resume("model.path=model")  # the same model by its relative name
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert resume(run=there / "runs" / "r") == 0
+    executed.resume(run=there / "runs" / "r")
     for config, notes in executed:
         assert config.model.path == str(there / "model") and not notes
         assert Path(config.env.reward or "").samefile(there / "spec.json")
@@ -75,41 +79,40 @@ def test_a_run_with_relative_paths_goes_on_from_another_folder(
 
 
 def test_what_a_run_lacks_elsewhere_is_said_with_the_folder_where_it_began(
-    executed: Executed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    executed: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["env", "new", "mine"]) == 0
-    assert train("model.init={}", env="mine") == 0
+    main(["env", "new", "mine"])
+    executed.train("model.init={}", env="mine")
     monkeypatch.chdir(tmp_path / "elsewhere")
     there = tmp_path / "there"
-    capsys.readouterr()
-    assert resume(run=there / "runs" / "r") == 2
-    said = capsys.readouterr().err
+    said = executed.resume(run=there / "runs" / "r", code=2).err
     assert "no environment 'mine'" in said and f"the run began in {there}" in said and f"AGENTRL_PATH={there}" in said
     monkeypatch.setenv("AGENTRL_PATH", str(there))
-    assert resume(run=there / "runs" / "r") == 0
+    executed.resume(run=there / "runs" / "r")
 
 
-def test_an_edited_reward_spec_ends_a_run(executed: Executed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_edited_reward_spec_ends_a_run(executed: Runs) -> None:
     write_spec("spec.json", 1.0)
-    assert train("model.init={}", "env.reward=spec.json") == 0
+    executed.train("model.init={}", "env.reward=spec.json")
     write_spec("spec.json", 2.0)
-    assert resume() == 2
-    said = capsys.readouterr().err
+    said = executed.resume(code=2).err
     assert "the content of env.reward was sha256:" in said and "spec.json" in said
     assert "restore" in said and "start a new run, or delete this file to continue" in said
     write_spec("spec.json", 1.0)
-    assert resume() == 0
+    executed.resume()
     write_spec("spec.json", 2.0)
     Path("runs/r/provenance.json").unlink()  # of an older version, which goes on and is held to what it has then
-    assert resume() == 0
+    executed.resume()
     assert executed[2][1][0].endswith("no provenance.json: the files of the config are assumed to be the same")
     write_spec("spec.json", 1.0)
-    assert resume() == 2 and len(executed) == 3
+    executed.resume(code=2)
+    assert len(executed) == 3
 
 
-def test_a_spec_that_is_edited_before_a_restart_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spec_that_is_edited_before_a_restart_ends_the_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch, agentrl: Agentrl
+) -> None:
     """A lost worker has the run read its files again, without anyone who resumes it."""
-    monkeypatch.chdir(tmp_path)
     attempts = []
 
     async def attempt(*args: object) -> None:
@@ -120,18 +123,17 @@ def test_a_spec_that_is_edited_before_a_restart_ends_the_run(tmp_path: Path, mon
     monkeypatch.setattr("agentrl.run.driver.open_session", attempt)
     monkeypatch.setattr("agentrl.run.checks.size_checks.check_capacity", lambda config: None)
     write_spec("spec.json", 1.0)
-    assert train("model.init={}", "env.reward=spec.json", "cluster.max_restarts=2") == 2
+    Runs(agentrl).train("model.init={}", "env.reward=spec.json", "cluster.max_restarts=2", code=2)
     assert len(attempts) == 1
     assert "the content of env.reward was sha256:" in json.loads(Path("runs/r/summary.json").read_text())["error"]
 
 
-def test_other_weights_under_the_old_path_end_a_run(executed: Executed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_weights_under_the_old_path_end_a_run(executed: Runs) -> None:
     init_model(TINY, Path("model"), seed=0)
-    assert train("model.path=model") == 0
+    executed.train("model.path=model")
     shutil.rmtree("model")
     init_model(TINY, Path("model"), seed=1)
-    assert resume() == 2
-    assert "the files of model.path was sha256:" in capsys.readouterr().err
+    assert "the files of model.path was sha256:" in executed.resume(code=2).err
     assert len(executed) == 1
 
 
@@ -156,7 +158,7 @@ def one_letter(path: Path) -> None:
     (swap, "mixed"),
 ])  # fmt: skip
 def test_data_that_an_argument_names_may_not_change(
-    executed: Executed, monkeypatch: pytest.MonkeyPatch, capsys: Any, change: Callable[[Path], object], where: str
+    executed: Runs, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], where: str
 ) -> None:
     """Else rows of it are skipped or come twice, as a seed is the number of a row."""
     assert main(["env", "new", "mine"]) == 0
@@ -173,17 +175,16 @@ def test_data_that_an_argument_names_may_not_change(
         "variable": "env.params={tasks='${env:DATA}/data/rows.jsonl',more='a\\nb'}",
         "mixed": "env=[{id='key_value'},{id='mine',name='b',params={tasks='data/rows.jsonl'}}]",
     }[where]
-    assert train("model.init={}", named, env="mine") == 0
-    assert resume() == 0
+    executed.train("model.init={}", named, env="mine")
+    executed.resume()
     change(rows)
-    assert resume() == 2
-    said = capsys.readouterr().err
+    said = executed.resume(code=2).err
     assert "the files of env." in said and "was sha256:" in said and "restore" in said
     assert len(executed) == 2
 
 
 def test_a_chat_template_may_not_change_and_changed_code_is_said(
-    executed: Executed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    executed: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that stopped at a bug must be able to continue with the bug fixed."""
     monkeypatch.syspath_prepend(tmp_path / "there")
@@ -197,12 +198,13 @@ def test_a_chat_template_may_not_change_and_changed_code_is_said(
     )
     module.write_text("def half(view, args): return 0.5\n")
     more = ["algorithm.loss.name=of_mine", "reward.python.half=resumed_code:half", "model.chat_template=own.jinja"]
-    assert train("model.init={}", *more, env="mine") == 0
-    assert resume() == 0 and executed[1][1] == ()
+    executed.train("model.init={}", *more, env="mine")
+    executed.resume()
+    assert executed[1][1] == ()
     for file in (plugin, module, Path("envs/mine/env.py")):
         file.write_text(file.read_text() + "# mended\n")
     monkeypatch.setattr("agentrl.__version__", "0.0")
-    assert resume() == 0
+    executed.resume()
     assert sorted(note.split(" have changed")[0] for note in executed[2][1]) == [
         "the files of env.id",
         "the files of plugins/of_mine.py",
@@ -210,19 +212,15 @@ def test_a_chat_template_may_not_change_and_changed_code_is_said(
         "the versions of agentrl, torch and transformers",
     ]
     Path("own.jinja").write_text(CHATML_TEMPLATE + " ")
-    assert resume() == 2
-    assert "the files of model.chat_template was sha256:" in capsys.readouterr().err
+    assert "the files of model.chat_template was sha256:" in executed.resume(code=2).err
 
 
-def test_a_config_that_is_edited_before_the_first_checkpoint_is_refused(
-    executed: Executed, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_that_is_edited_before_the_first_checkpoint_is_refused(executed: Runs) -> None:
     """The model of the old values lies there, and would be trained under the new ones."""
-    assert train("model.init={hidden=32}") == 0
+    executed.train("model.init={hidden=32}")
     file = Path("runs/r/config.toml")
     file.write_text(file.read_text().replace("hidden = 32", "hidden = 64"))
-    assert resume() == 2
-    assert "was trained with other values: model.init.hidden was 32, is 64" in capsys.readouterr().err
+    assert "was trained with other values: model.init.hidden was 32, is 64" in executed.resume(code=2).err
 
 
 STRETCHED = "after update 10 it is {} of optim.lr; it would have been {}"
@@ -235,27 +233,25 @@ OVER = "steps = 9, and the run has done 10 updates: it is complete; to continue:
     ("constant 10", 9, OVER), ("constant 10", 10, None), ("constant 10", 11, None),
 ])  # fmt: skip
 def test_after_ten_updates_another_end_is_said_that_is_past_or_stretches_the_schedule(
-    executed: Executed, began: str, steps: int, said: str | None
+    executed: Runs, began: str, steps: int, said: str | None
 ) -> None:
     schedule, planned = began.split()
-    assert train("model.init={}", f"optim.schedule={schedule}", f"steps={planned}") == 0
+    executed.train("model.init={}", f"optim.schedule={schedule}", f"steps={planned}")
     checkpoint(10)
-    assert resume(f"steps={steps}") == 0
+    executed.resume(f"steps={steps}")
     notes = executed[1][1]
     assert len(notes) == (said is not None) and all(str(said) in note for note in notes)
 
 
 @pytest.mark.parametrize(("left", "said"), [((), "updates 1 to 7"), ((4,), "updates 5 to 7"), ((4, 7), "")])
-def test_updates_without_a_checkpoint_are_done_again_and_this_is_said(
-    executed: Executed, left: tuple[int, ...], said: str
-) -> None:
+def test_updates_without_a_checkpoint_are_done_again_and_this_is_said(executed: Runs, left: tuple[int, ...], said: str) -> None:
     """Of checkpoints that were deleted, or did not come along when the folder was copied."""
-    assert train("model.init={}") == 0
+    executed.train("model.init={}")
     rows = [json.dumps({"step": step, "phase": "train"}) for step in range(1, 8)]
     Path("runs/r/metrics.jsonl").write_text("\n".join(rows) + '\n{"step": 9, "pha')
     for step in left:
         checkpoint(step)
-    assert resume() == 0
+    executed.resume()
     notes = executed[1][1]
     assert [note.split(" are in no checkpoint of ")[0] for note in notes] == ([said] if said else [])
 
