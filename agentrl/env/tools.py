@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache, cached_property
+from itertools import pairwise
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, Optional, Protocol, get_args, get_origin, get_type_hints, overload
 from weakref import WeakKeyDictionary
@@ -186,10 +187,13 @@ def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *,
     }
 
 
-_SECTION = re.compile(r"^(args|arguments|parameters|params|returns?|raises|yields?|examples?|notes?):?\s*$", re.I)
-_GOOGLE = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
-_NUMPY = re.compile(r"^(\w+)\s*(?::\s*.*)?$")
+_SECTION = re.compile(
+    r"^(?:((?:keyword |other )?(?:args|arguments|parameters|params))|returns?|raises|yields?|examples?|notes?):{0,2}\s*$", re.I
+)
+_GOOGLE = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\(.*?\))?\s*:\s*(.*)$")
+_NUMPY = re.compile(r"^(\w+(?:\s*,\s*\w+)*)\s*(?::\s*.*)?$")
 _SPHINX = re.compile(r"^\s*:param\s+(?:[\w\[\], |]+\s+)?(\w+)\s*:\s*(.*)$")
+_DEEP = 10**6
 
 
 @cache
@@ -197,42 +201,34 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Return the summary and each parameter's description of a Google, NumPy or Sphinx docstring."""
     summary: list[str] = []
     described: dict[str, list[str]] = {}
-    section, current = "", ""
-    lines = text.splitlines()
-    for number, line in enumerate(lines):
-        if set(line.strip()) == {"-"}:
+    section, into, base = "", summary, _DEEP  # the indentation of the section's entries
+    for line, below in pairwise([*text.splitlines(), ""]):
+        indent, underlined = len(line) - len(line.lstrip()), set(below.strip()) == {"-"}
+        if not line.strip() or set(line.strip()) == {"-"}:
             continue
-        if match := _SPHINX.match(line):
-            section, current = "sphinx", match[1]
-            described[current] = [match[2]]
-        elif match := _SECTION.match(line):
-            underlined = number + 1 < len(lines) and set(lines[number + 1].strip()) == {"-"}
-            section, current = ("numpy " if underlined else "") + match[1].lower(), ""
-        elif not section:
-            summary.append(line)
-        elif line.lstrip().startswith(":"):
-            section = "other"
+        match = _SECTION.match(line)
+        if param := _SPHINX.match(line):
+            section, into, base = "sphinx", described.setdefault(param[1], []), _DEEP
+            into.append(param[2].strip())
+        elif match or (section == "numpy" and underlined):
+            section, into, base = "numpy" if underlined else "google", [], _DEEP
+            if match is None or not match[1]:
+                section = "other"
+        elif section and line.startswith(":"):
+            section, into, base = "other", [], _DEEP
+        elif section and not indent and 0 < base < _DEEP:  # text after an indented section
+            section, into = "", summary
+            into.append(line)
         else:
-            current = _describe(section, line, current, described)
+            base = min(base, indent)
+            if section == "google" and indent == base and (entry := _GOOGLE.match(line)):
+                into = described[entry[1]] = [entry[2].strip()]
+            elif section == "numpy" and not indent and (entry := _NUMPY.match(line)):
+                into = []
+                described |= dict.fromkeys(re.findall(r"\w+", entry[1]), into)
+            else:
+                into.append(line.strip())
     return " ".join(" ".join(summary).split()), {name: " ".join(filter(None, parts)) for name, parts in described.items()}
-
-
-def _describe(section: str, line: str, current: str, described: dict[str, list[str]]) -> str:
-    """Read a line of a parameter section; returns the parameter whose description may continue."""
-    numpy = section.startswith("numpy ")
-    if section == "sphinx":
-        described[current].append(line.strip())
-    elif section.removeprefix("numpy ") not in ("args", "arguments", "parameters", "params"):
-        return ""
-    elif numpy and line[:1].strip() and (match := _NUMPY.match(line)):
-        described[match[1]] = []
-        return match[1]
-    elif not numpy and (match := _GOOGLE.match(line)) and (not current or len(line) - len(line.lstrip()) <= 4):
-        described[match[1]] = [match[2].strip()]
-        return match[1]
-    elif current:
-        described[current].append(line.strip())
-    return current
 
 
 # Tools
