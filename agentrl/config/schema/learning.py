@@ -149,7 +149,7 @@ class DataConfig(Frozen):
     max_bad: Fraction = 0.01
     """Maximum share of unusable rows, which are skipped; with more the run does not start."""
     split: str | None = "train"
-    """Episodes: only tasks of this split, so that held-out tasks stay held out; false is any."""
+    """Only this split (of episodes by task, of other rows by their file's name in a folder); false is any."""
     min_reward: Annotated[float, Unit("reward")] | None = None
     """Episodes: only those with at least this reward."""
     success: bool = False

@@ -189,10 +189,10 @@ class Preparation:
         """Write the store. Raises ConfigError for too many bad rows, no examples, or tokens of another tokenizer."""
         found: list[Scored] = []
         with RowWriter(folder, self.each) as writer:
-            for file in sources(self.data.path):
+            for file, split in sources(self.data.path).items():
                 for place, row in rows_of(file):
                     self.rows += 1
-                    self._attempt(place, partial(self._row, place, row, found, writer))
+                    self._attempt(place, partial(self._row, place, row, split, found, writer))
             choose: Callable[..., Iterable[Sequence[Scored]]] = pairs if self.each == 2 else lambda *given: zip(best(*given))
             for episodes in choose(found, self.data, self.passed):
                 self._attempt(episodes[0].place, partial(self._episodes, episodes, writer))
@@ -221,8 +221,10 @@ class Preparation:
         except BadRowError as problem:
             self.left_out.append((str(place), str(problem)))
 
-    def _row(self, place: RowPlace, row: Mapping[str, Any] | BadRowError, found: list[Scored], writer: RowWriter) -> None:
-        """Render a chat now; collect an episode in `found` until all of its task are known."""
+    def _row(
+        self, place: RowPlace, row: Mapping[str, Any] | BadRowError, split: str | None, found: list[Scored], writer: RowWriter
+    ) -> None:
+        """Render a chat now; collect an episode in `found` until all of its task are known. `split`: by the file's name."""
         if isinstance(row, BadRowError):
             raise row
         if row.get("ledgers") is not None and "task" in row:
@@ -233,6 +235,8 @@ class Preparation:
                 )
             if (one := filter_episode(place, row, self.data, self.passed)) is not None:
                 found.append(one)
+        elif None not in (split, self.data.split) and split != self.data.split:
+            self.passed[f"of the split {split!r}, not data.split = {self.data.split!r}"] += 1
         else:
             table = place.offset < 0
             keys = {key for key, value in row.items() if value is not None}

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from agentrl.contrib.toolkit.taskdata import data_files, named_split
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import StopReason, Task, Trajectory
 from agentrl.trainer.checkpoint import MANIFEST, check_model, seal
@@ -39,12 +40,13 @@ class RowPlace:
         return f"{self.file}:{self.number}"
 
 
-def sources(paths: Sequence[str]) -> list[Path]:
-    """List the files of the paths in order: of a folder, all below it by name; of a run, the episodes of its updates.
+def sources(paths: Sequence[str]) -> dict[Path, str | None]:
+    """List the files of the paths in order, each once: of a folder, all below it with the splits that their names give; of a
+    run, the episodes of its updates.
 
     Raises ConfigError for a path that does not exist or holds no such file, DependencyError for Parquet without pyarrow.
     """
-    found: list[Path] = []
+    found: dict[Path, str | None] = {}
     for path in paths:
         if not path.strip():  # for example an unset shell variable; as a path it is the working directory
             raise ConfigError("data.path: one of its paths is empty; name a file, a folder or a run")
@@ -52,7 +54,7 @@ def sources(paths: Sequence[str]) -> list[Path]:
         if place.is_file():
             if place.suffix not in SUFFIXES:
                 raise ConfigError(f"data.path: {path}: expected a file ending in {' or '.join(SUFFIXES)}, or a folder of them")
-            found.append(place)
+            found[place] = None
         elif not place.is_dir():
             near = [item.name for item in place.parent.iterdir()] if place.parent.is_dir() else []
             raise ConfigError(f"data.path: {path}: there is no such file or folder{hint_text(place.name, near)}")
@@ -60,19 +62,17 @@ def sources(paths: Sequence[str]) -> list[Path]:
             steps = sorted((place / "trajectories").glob("step_*.jsonl"))
             if not steps:
                 raise ConfigError(f"data.path: {path}: the run has no episodes of updates (trajectories/step_*.jsonl)")
-            found += steps
+            found |= dict.fromkeys(steps)
         elif (place / "trajectories.jsonl").is_file():  # an evaluation or a rollout
-            found.append(place / "trajectories.jsonl")
+            found[place / "trajectories.jsonl"] = None
+        elif not (files := data_files(place, SUFFIXES)):
+            raise ConfigError(f"data.path: {path}: no file ending in {' or '.join(SUFFIXES)} in this folder")
         else:
-            # Skip hidden files and folders: caches and version control.
-            every = (file for file in place.rglob("*") if file.suffix in SUFFIXES)
-            files = sorted(file for file in every if not any(part.startswith(".") for part in file.relative_to(place).parts))
-            if not files:
-                raise ConfigError(f"data.path: {path}: no file ending in {' or '.join(SUFFIXES)} in this folder")
-            found += files
+            found |= {file: named_split(file, place) for file in files if file not in found}
     if any(file.suffix == ".parquet" for file in found) and find_spec("pyarrow") is None:
         raise DependencyError("data.path: Parquet needs pyarrow: pip install 'agentrl[parquet]'")
-    return list(dict.fromkeys(found))
+    first: dict[Path, Path] = {}
+    return {file: split for file, split in found.items() if first.setdefault(file.resolve(), file) is file}
 
 
 def rows_of(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:

@@ -341,12 +341,21 @@ def possible_call(
     call: Mapping[str, Json], functions: Mapping[str, Mapping[str, Json]], language: str = "python"
 ) -> tuple[str, dict[str, Json]]:
     """Return name and arguments of a call that matches `{name: {argument: [possible values]}}`: the first values that fit,
-    without optional arguments. `functions`: name -> declared parameters. An argument without a fitting value is None."""
+    without optional arguments ("" also stands for the empty list). `functions`: name -> declared parameters. An argument
+    without a fitting value is None."""
     name, sets = next(iter(call.items()))
     declared = functions.get(name, {})
     required, properties = declared.get("required", ()), declared.get("properties", {})
-    chosen = {key: allowed for key, allowed in sets.items() if "" not in allowed or key in required}
-    return name, {key: _fitting(allowed, properties.get(key), language) for key, allowed in chosen.items()}
+    found: dict[str, Json] = {}
+    for key, allowed in sets.items():
+        if "" in allowed and key not in required:
+            continue
+        values = [*(_plain(value) for value in allowed if value != ""), *(["", []] if "" in allowed else [])]
+        if language != "python":
+            values = [text for value in values for text in _write_variants(value, language)]
+        fits = (value for value in values if value_fits(value, allowed, properties.get(key), language=language))
+        found[key] = next(fits, None)
+    return name, found
 
 
 def solvable(calls: list[dict[str, Json]], functions: Mapping[str, Mapping[str, Json]], language: str = "python") -> bool:
@@ -354,14 +363,6 @@ def solvable(calls: list[dict[str, Json]], functions: Mapping[str, Mapping[str, 
     type."""
     made = [(*possible_call(call, functions, language), call) for call in calls]
     return all(arguments_fit(given, call[name], functions.get(name), language=language) for name, given, call in made)
-
-
-def _fitting(allowed: list[Json], declared: Json, language: str) -> Json:
-    """Return the first possible value that the leaderboard accepts, or None; "" also stands for the empty list."""
-    values = [*(_plain(value) for value in allowed if value != ""), *(["", []] if "" in allowed else [])]
-    if language != "python":
-        values = [text for value in values for text in _write_variants(value, language)]
-    return next((value for value in values if value_fits(value, allowed, declared, language=language)), None)
 
 
 def _plain(first: Json) -> Json:

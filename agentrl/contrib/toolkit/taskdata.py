@@ -49,6 +49,7 @@ CALL_SCHEMA: dict[str, Json] = {
 """Schema of a call in a row."""
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4")
 _SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("heldout", "held", "holdout", "test", "testing", "eval", "evaluation"), "heldout"),
@@ -150,8 +151,11 @@ def load_tasks(
     except BadSchemaError as problem:
         raise TaskDataError(f"{place}: its declared schema is not a JSON Schema: {problem}") from problem
     rows: list[Row] = []
-    for file, named in _files(place):
-        begun, table = len(rows), file.suffix != ".jsonl"
+    files = [place] if place.is_file() else data_files(place, SUFFIXES)
+    if not files or files[0].suffix not in SUFFIXES:
+        raise TaskDataError(f"{place}: it is no file ending in {', '.join(SUFFIXES)}, and no folder of such")
+    for file in files:
+        begun, table, named = len(rows), file.suffix != ".jsonl", named_split(file, place)
         for where, raw in _read_rows(file):
             plain = settle(raw, table) if settle is not None else raw
             if table and settle is None:
@@ -179,17 +183,17 @@ def load_tasks(
     return TaskSet(place.name, {split: [row for row in rows if row.split == split] for split in splits})
 
 
-def _files(place: Path) -> list[tuple[Path, str | None]]:
-    """Return the files, each with the split that its name gives, or None."""
-    if place.is_file():
-        files = [place] if place.suffix in SUFFIXES else []
-        problem = f"expected a file ending in {', '.join(SUFFIXES)}"
-    else:
-        files = sorted(file for file in place.rglob("*") if file.suffix in SUFFIXES and not file.name.startswith("cache-"))
-        problem = f"no file ending in {', '.join(SUFFIXES)} in this folder"
-    if not files:
-        raise TaskDataError(f"{place}: {problem}")
-    return [(file, next((_SPLIT_NAMES[word] for word in _words_of(file, place) if word in _SPLIT_NAMES), None)) for file in files]
+def data_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return the files below a folder, by name, except hidden ones and caches. Raises TaskDataError for a compressed one."""
+    every = sorted(one for one in folder.rglob("*") if not any(part[0] == "." for part in one.relative_to(folder).parts))
+    if packed := next((one for one in every if one.suffix in _PACKED and Path(one.stem).suffix in suffixes), None):
+        raise TaskDataError(f"{packed}: is compressed, and would be left out. Decompress it, or move it out of the folder")
+    return [one for one in every if one.suffix in suffixes and not one.match("cache-*.arrow")]
+
+
+def named_split(file: Path, place: Path) -> str | None:
+    """Return the split that the name of a file, or of its folders below `place`, gives; None without one."""
+    return next((_SPLIT_NAMES[word] for word in _words_of(file, place) if word in _SPLIT_NAMES), None)
 
 
 def _words_of(file: Path, place: Path) -> list[str]:

@@ -18,10 +18,11 @@ from agentrl.cli.main import main
 from agentrl.config import TrainConfig
 from agentrl.config.keys import inline
 from agentrl.config.load import config_from
+from agentrl.config.schema import DataConfig
 from agentrl.contrib.offline.data_run import DataRunKind, _check_loss
 from agentrl.contrib.offline.objectives import Supervised
 from agentrl.contrib.offline.prepare import Preparation
-from agentrl.contrib.offline.store import RowStore
+from agentrl.contrib.offline.store import RowStore, sources
 from agentrl.contrib.view.library import overview
 from agentrl.data.trajectory import Trajectory
 from agentrl.env.catalog import EnvRef
@@ -34,7 +35,7 @@ from agentrl.run.reader import load_run
 from agentrl.trainer.learner import check_learner
 from agentrl.trainer.model_folder import export_run
 from agentrl.trainer.pretrained import packaged_tokenizer
-from agentrl.utils.errors import ConfigError
+from agentrl.utils.errors import ConfigError, TaskDataError
 from tests.conftest import proof
 from tests.contrib.offline.test_layouts import ASKED, HERMES, TOOLS, parquet
 
@@ -325,6 +326,22 @@ def test_too_many_bad_rows_refuse_the_run_and_few_are_named(tmp_path: Path, caps
     assert list(tmp_path.iterdir()) == [file]  # nothing is left behind
     assert sft("--data", str(file), "data.max_bad=0.5", "data.heldout=0.0", out=tmp_path) == 0
     assert "cannot be used: " in capsys.readouterr().out
+
+
+def test_a_folders_files_of_other_splits_are_left_out_unless_asked_for_by_name(tmp_path: Path) -> None:
+    """They were trained on; so was a file twice that has two names, and a compressed one was passed over in silence."""
+    for name in ("a/test-00000-of-00001", "a/train-00000-of-00001", ".old/train"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        written(tmp_path / f"{name}.jsonl", [{"messages": ASKED, "tools": TOOLS}])
+    test, train = sorted((tmp_path / "a").iterdir())
+    assert sources([str(tmp_path), str(tmp_path / "a" / ".." / "a")]) == {test: "heldout", train: "train"}
+    assert sources([str(tmp_path), str(test)]) == {test: None, train: "train"}
+    tokenizer = packaged_tokenizer(512)
+    made = Preparation(DataConfig(path=[str(tmp_path)]), make_renderer(tokenizer), tokenizer, 1000).write(tmp_path / "made", 0)
+    assert made.examples == 1 and made.passed == {"of the split 'heldout', not data.split = 'train'": 1}
+    (tmp_path / "more.jsonl.gz").touch()
+    with pytest.raises(TaskDataError, match=r"more\.jsonl\.gz: is compressed"):
+        sources([str(tmp_path)])
 
 
 REFUSED = [
