@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.utils.errors import BadRowError
 from agentrl.utils.network import strict_json
+from agentrl.utils.parsing import parts_of
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that may hold its reasoning."""
@@ -35,11 +36,11 @@ def parse_field(text: str, key: str) -> Any:
 def arguments_of(given: Any, key: str) -> dict[str, Any]:
     """Parse the arguments of a call: an object, its JSON text, or None or "" for none. Raises FormError."""
     if isinstance(given, str):
-        given = parse_field(given, key) if given.strip() else {}
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        raise FormError(key, f"expected an object, got {type(given).__name__}")
+        given = parse_field(given, key) if given.strip() else None
+    given = {} if given is None else given
+    odd = [part for part in parts_of(given) if not isinstance(part, str | int | float | list | dict | None)]  # of a table
+    if odd or not isinstance(given, dict):
+        raise FormError(key, f"expected an object of JSON values, got {type([*odd, given][0]).__name__}")
     return given
 
 

@@ -139,8 +139,6 @@ def message_of(item: Mapping[str, Any], at: str, tools: tuple[Declaration, ...] 
         raise FormError(f"{at}.content", "a <tool_call> as text; write it as tool_calls")
     inside = content.lstrip().startswith("<think>") or ("</think>" in content and "<think>" not in content)
     said, content = thoughts(content) if inside else ("", content)
-    if not (content or calls):
-        raise FormError(at, "an assistant's message without content and calls")
     if content.lstrip().startswith("<think>"):
         raise FormError(f"{at}.content", "a <think> that does not end. Close it, or leave the message out")
     found = list(filter(None, (reasoning_of(item, at), thought, said)))
@@ -174,6 +172,8 @@ def check_chat(chat: Chat) -> Chat:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise FormError("tools", f"two are called {twice!r}. Leave one of them out")
     for number, message in enumerate(chat.messages[:end]):
+        if message.role == "assistant" and not (message.content.strip() or message.tool_calls):
+            raise FormError(f"messages[{number}]", "an assistant's message without content and calls")
         for call in message.tool_calls:
             if call.name not in names:
                 raise BadRowError(f"messages[{number}]: a call of {call.name!r}, which is not in tools")
@@ -210,6 +210,9 @@ def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Ch
     for key, side in zip(("chosen", "rejected"), sides, strict=True):
         if prompt and side.messages[: len(prompt)] == prompt:
             raise BadRowError(f"{key}: begins with the prompt, which is in `prompt` too; leave one of the two out")
+    asked = [[*takewhile(lambda one: one.role != "assistant", side.messages)] for side in sides]
+    if asked[0] != asked[1]:
+        raise BadRowError("chosen and rejected answer different messages. Begin both with the same ones, or put these in prompt")
     if row.get("prompt") is None:
         both = zip(sides[0].messages, sides[1].messages, strict=False)
         prompt = tuple(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))

@@ -1,6 +1,7 @@
 """Each layout of chat data, read: roles, calls, tools, what is trained, and what is refused by name."""
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,11 @@ def chat(**changed: Any) -> dict[str, Any]:
             chat(messages=[ASKED[0], {**ASKED[5], "reasoning": "a", "thinking": "b"}]),
             "messages[1]: reasoning and thinking differ",
         ),
+        (chat(messages=[ASKED[0], {**ASKED[5], "content": " "}]), "messages[1]: an assistant's message without content"),
+        (
+            chat(messages=[ASKED[0], {**ASKED[1], "tool_calls": [{"function": {"name": "add", "arguments": {"a": date.min}}}]}]),
+            "messages[1].tool_calls[0].arguments: expected an object of JSON values, got date",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_says_where_and_why(row: dict[str, Any], said: str) -> None:
@@ -282,6 +288,10 @@ def test_a_message_without_content_and_a_system_prompt_where_none_is_read_are_re
         for key, tools in (("Tools", TOOLS), ("available_tools", json.dumps(TOOLS))):  # it was learned to do without them
             with pytest.raises(BadRowError, match=f"{key}: is not read, but looks like tools"):
                 read({**row, key: tools})
+    with pytest.raises(BadRowError, match="without content and calls"):  # to end a turn at once was learned
+        sharegpt_chat({"conversations": [*turns["conversations"], {"from": "gpt", "value": ""}]})
+    with pytest.raises(BadRowError, match="chosen and rejected answer different messages"):
+        preference({"chosen": [ASKED[0], ASKED[5]], "rejected": [ASKED[4], ASKED[5]]})
     with pytest.raises(BadRowError, match="system: expected text, got list"):
         sharegpt_chat({**HERMES, "system": ["Be brief."]})
 
