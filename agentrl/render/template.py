@@ -114,13 +114,16 @@ class TemplateRenderer(Renderer):
         for tool in tools:
             function = tool["function"]
             properties = (function.get("parameters") or {}).get("properties") or {}
-            # Other names may be escaped.
+            key = json.dumps(tool, sort_keys=True, default=str)
+            # Other names may be escaped. These may stand elsewhere in the prompt: a new tool is compared with one without them.
             shown = [name for name in (function["name"], *properties) if name.isidentifier()]
-            if hidden := next((name for name in shown if name not in text), ""):
+            bare = {**tool, "function": {**function, "name": "0", "parameters": {"type": "object", "properties": {}}}}
+            others = [bare if one is tool else one for one in tools]
+            rest = "" if key in self._callable else self._turns.prompt(messages, others)
+            if hidden := next((name for name in shown if text.count(name) <= rest.count(name)), ""):
                 raise RenderError(
                     f"the chat template ignores tools: of {function['name']!r} it does not show {hidden!r}; {self._fix}"
                 )
-            key = json.dumps(tool, sort_keys=True, default=str)
             if key in self._callable:
                 continue
             # A call with a value of each parameter's first declared type must be read back unchanged.

@@ -363,13 +363,13 @@ def test_a_template_that_cannot_work_is_refused_before_a_run(template, reason):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "hidden"), [("in tools %}", "in tools[:2] %}", "'list_keys'"), ("(tool |", "(tool.function.name |", "'value'")]
+    ("old", "new", "hidden"), [("in tools %}", "in tools[:2] %}", "'list_keys'"), ("(tool |", "(tool.function.name |", "'key'")]
 )
 def test_what_a_template_does_not_show_of_a_tool_is_named(old, new, hidden):
     renderer = make_renderer(build_tokenizer(IM, QWEN25.replace(old, new, 1)))
     assert not renderer.no_tools
     with pytest.raises(RenderError, match=f"the chat template ignores tools: of .* it does not show {hidden}"):
-        renderer.start([Message("user", "x")], TOOLS)
+        renderer.start([Message("user", "Of list_keys, what is the value?")], TOOLS)  # a user who says the name hid that
 
 
 @pytest.mark.parametrize(("form", "shown"), [
