@@ -14,17 +14,12 @@ from tests.conftest import examples
 sizes = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
 
-def is_whole(made, lengths, cap):
-    assert sorted(itertools.chain.from_iterable(made)) == list(range(len(lengths)))
-    loads = [sum(lengths[row] for row in micro) for micro in made]
-    assert min(map(len, made)) and max(loads) <= cap and loads == sorted(loads, reverse=True)
-
-
 @settings(max_examples=examples(150), deadline=None)
 @given(sizes, st.integers(100, 400))
 def test_every_sequence_once_under_the_cap_in_the_first_micro_batch_with_room_and_never_more_than_next_fit_makes(lengths, cap):
     made = micro_batches(lengths, cap)
-    is_whole(made, lengths, cap)
+    loads = [sum(lengths[row] for row in micro) for micro in made]
+    assert min(map(len, made)) and max(loads) <= cap and loads == sorted(loads, reverse=True)
     where = plainly(lengths, cap, last_only=False)
     assert sorted(map(list, made)) == sorted([row for row, one in enumerate(where) if one == number] for number in set(where))
     assert len(made) <= len(set(plainly(lengths, cap, last_only=True)))
@@ -42,35 +37,25 @@ def plainly(lengths, cap, last_only):
     return [home[row] for row in range(len(lengths))]
 
 
-@settings(max_examples=60, deadline=None)
-@given(sizes, st.integers(0, 5))
-def test_groups_stay_together_as_far_as_the_cap_allows(lengths, groups):
-    number = [row % (groups + 1) for row in range(len(lengths))]
-    cap = 250
-    made = micro_batches(lengths, cap, groups=number)
-    is_whole(made, lengths, cap)
-    for group in set(number):
-        members = [row for row in range(len(lengths)) if number[row] == group]
-        if sum(lengths[row] for row in members) <= cap:
-            assert sum(bool(set(micro) & set(members)) for micro in made) == 1
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 60), st.integers(-1, 4)), min_size=1, max_size=50))
-def test_a_prefix_counts_once_a_micro_batch_and_the_cap_holds_for_what_is_computed(rows):
-    """Groups 0..4 share their first 40 tokens; number -1 is not a group."""
-    lengths = [40 + own for own, _ in rows]
+@settings(max_examples=examples(150), deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(-1, 4)), min_size=1, max_size=50), st.sampled_from([0, 40]))
+def test_groups_stay_together_as_far_as_the_cap_allows_and_their_prefix_counts_once_a_micro_batch(rows, shared):
+    """Groups 0..4 share their first 40 tokens, or none; number -1 is not a group."""
+    lengths = [shared + own for own, _ in rows]
     numbers = [number for _, number in rows]
-    prefix = [40 if number >= 0 else 0 for number in numbers]
+    prefix = [shared if number >= 0 else 0 for number in numbers] if shared else None
     made = micro_batches(lengths, cap := 220, groups=numbers, prefix=prefix)
     assert sorted(itertools.chain.from_iterable(made)) == list(range(len(rows)))
+    loads = []
     for micro in made:
-        spared = sum(40 * (sum(numbers[row] == number for row in micro) - 1) for number in {numbers[r] for r in micro} - {-1})
-        assert sum(lengths[row] for row in micro) - spared <= cap
+        spared = sum(shared * (sum(numbers[row] == number for row in micro) - 1) for number in {numbers[r] for r in micro} - {-1})
+        loads.append(sum(lengths[row] for row in micro) - spared)
+    assert min(map(len, made)) and max(loads) <= cap
     for number in set(numbers) - {-1}:
         members = [row for row in range(len(rows)) if numbers[row] == number]
-        if 40 + sum(lengths[row] - 40 for row in members) <= cap:
+        if shared + sum(lengths[row] - shared for row in members) <= cap:
             assert sum(any(row in micro for row in members) for micro in made) == 1
+    assert shared or loads == sorted(loads, reverse=True)  # a cut group counts its prefix in each part
 
 
 def test_few_micro_batches_and_none_at_all():

@@ -1,10 +1,9 @@
-"""Shared prefixes give the logprobs and gradients of the plain layout."""
+"""Shared prefixes: the trees, their layout, and what each token attends to; numbers: trainer/test_attention.py."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.data.rows import Ragged, build, nested_tensor, pack
 from agentrl.data.schedule import Tree, find_trees, share, token_ratio, with_trees
-from agentrl.trainer.attention import PACKED, packed_attention, packed_rows, register_packed_attention
+from agentrl.trainer.attention import packed_attention, packed_rows
 from tests.conftest import examples
 
 SHORT = 2
@@ -104,50 +103,3 @@ def test_what_could_be_shared_counts_tokens():
     assert token_ratio(batch) == 1.0 and with_trees(batch, "off") is batch
     apart = group_batch([prompt + [50 + i] * 10 for i in range(4)], [0, 1, 2, 3])
     assert with_trees(apart, "on") is apart
-
-
-@pytest.mark.slow
-def test_logprobs_and_gradients_of_a_transformers_model_are_those_of_plain_packing():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    register_packed_attention()
-    config = Qwen3Config(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config)
-    prompts = [list(range(1, 31)), list(range(40, 60))]
-    texts = [prompts[i // 4] + torch.randint(1, 97, (5 + 7 * i,)).tolist() for i in range(8)]
-    batch = group_batch(texts, [i // 4 for i in range(8)])
-    plain, made = pack(batch, range(8)), share(batch, range(8), find_trees(batch))
-    assert len(made.at) > 1.3 * len(made.token_ids)
-
-    def step(logits):
-        target = plain["token_ids"]
-        follows = (plain["position_ids"] > 0).nonzero().squeeze(1)
-        logprobs = logits.log_softmax(-1)[follows - 1].gather(1, target[follows][:, None]).squeeze(1)
-        model.zero_grad()
-        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
-        return logprobs.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
-
-    segments = torch.arange(8).repeat_interleave(plain["cu_seqlens"].diff())
-    allowed = (segments[:, None] == segments[None, :]).tril()
-    mask = torch.zeros(allowed.shape).masked_fill(~allowed, float("-inf"))[None, None]
-    model.set_attn_implementation("eager")
-    expected, gradient = step(
-        model(
-            input_ids=plain["token_ids"][None], position_ids=plain["position_ids"][None],
-            attention_mask=mask, use_cache=False,
-        ).logits[0]
-    )  # fmt: skip
-    model.set_attn_implementation(PACKED)
-    packed = replace(packed_rows(made.spans), fused=False)
-    got, own = step(
-        model(
-            input_ids=made.token_ids[None], position_ids=made.position_ids[None],
-            use_cache=False, packed=packed,
-        ).logits[0][made.at]
-    )  # fmt: skip
-    assert (got - expected).abs().max() < 1e-5
-    assert (own - gradient).norm() / gradient.norm() < 1e-5

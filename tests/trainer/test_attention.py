@@ -1,6 +1,7 @@
 """PackedSequences attention: equal to one row at a time, and never a leak between rows."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +32,7 @@ TREES = [[0, 0, 0, 7], [0, 7, 7, 18], [0, 7, 18, 22], [22, 22, 22, 25], [25, 25,
 """Spans of key tokens from, to, and of a row's own from, to: rows alone, and prefixes with what follows them."""
 FORMS = {
     "plain": AttentionForm(0.4),
+    "plain by blocks, as on a GPU": AttentionForm(0.4),
     "window": AttentionForm(0.4, window=5),
     "chunks": AttentionForm(0.4, chunk=5),
     "cap": AttentionForm(0.4, cap=1.5),
@@ -91,6 +93,8 @@ def test_each_form_gives_values_and_gradients_of_each_row_by_hand(
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     form = FORMS[name]
     packed = packed_rows(torch.tensor(spans if shared else [0, 11, 12, 31]))
+    if "blocks" in name:
+        packed = replace(packed, fused=False)
     assert packed.spans.tolist() == spans and packed.longest == (18 if shared else 19)
     assert packed.parts[1] == ([[0, 7, 7, 22], [25, 30, 30, 31]] if shared else []), "suffixes that follow each other are one"
     asked = {"s_aux": None if form.sinks is None else given[3], "softcap": form.cap, "sliding_window": form.window}
