@@ -106,11 +106,9 @@ class Endpoint(LocalServer):
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
-    def open(
-        self, session: str, *, seed: int | None = None, engine: Engine | None = None, sampling: Sampling | None = None
-    ) -> Access:
-        """Open a session and return its access; only this call returns the key. `seed`: of its sampling. `engine`, `sampling`:
-        override the endpoint's.
+    def open(self, session: str, *, seed: int | None = None, **served: Any) -> Access:
+        """Open a session and return its access; only this call returns the key. `seed`: of its sampling. `served`: fields of
+        ServedPolicy that override the endpoint's.
 
         Raises ValueError for an open session's name, or one that is invalid in a URL."""
         if not _NAME.fullmatch(session):
@@ -118,8 +116,7 @@ class Endpoint(LocalServer):
         if session in self._sessions:
             raise ValueError(f"session {session!r} is open already")
         key = f"agentrl-{secrets.token_urlsafe(32)}"
-        served = replace(self._served, engine=engine or self._served.engine, sampling=sampling or self._served.sampling)
-        self._sessions[session] = AgentSession(session, served, seed=seed), key
+        self._sessions[session] = AgentSession(session, replace(self._served, **served), seed=seed), key
         base = f"http://{self._host}:{self._port}/s/{session}"
         return Access(session, f"{base}/v1", base, key)
 

@@ -17,13 +17,13 @@ from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.endpoint import SERVES, Endpoint, ToolServer
 from agentrl.contrib.agents.programs import Program, program_of
 from agentrl.contrib.agents.record import MODEL, Brief, Gate, Outcome, Record, text_of
-from agentrl.contrib.agents.session import AgentSession
+from agentrl.contrib.agents.session import AgentSession, SampleTurn
 from agentrl.data.trajectory import Blame, Json, Message, StopReason, ToolResult, Trajectory
 from agentrl.engines.chat_format import RequestError
 from agentrl.env import ToolEnv
 from agentrl.reward import Scorer
 from agentrl.rollout.deadlines import CutError, Waits, Watch, blame_of
-from agentrl.rollout.engine import Engine, EngineStats, Generation, OnTokens, Sampling, derive
+from agentrl.rollout.engine import Generation, Sampling, derive
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, complete, play_and_score, sampling_attributes
 from agentrl.rollout.player import AGENTS
 from agentrl.utils.errors import (
@@ -41,42 +41,6 @@ from agentrl.utils.event_loop import end, in_time, loop_clock
 from agentrl.utils.redaction import map_texts
 from agentrl.utils.spans import TracePlace, at, here, span
 from agentrl.utils.threads import in_thread
-
-Ask = Callable[[Sampling], Awaitable[Generation]]
-
-
-class EpisodeEngine(Engine):
-    """Engine that samples through the episode, which limits, seeds and accounts for each turn."""
-
-    def __init__(self, engine: Engine, episode: AgentEpisode) -> None:
-        self._engine, self._episode = engine, episode
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        ids = list(token_ids)
-        return await self._episode.sample(lambda s: self._engine.generate(ids, s, request_key), ids, sampling, request_key)
-
-    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, emit: OnTokens) -> Generation:
-        ids = list(token_ids)
-        return await self._episode.sample(lambda s: self._engine.stream(ids, s, request_key, emit), ids, sampling, request_key)
-
-    def refusal(self, sampling: Sampling) -> str:
-        return self._engine.refusal(sampling)
-
-    def progress(self, request_key: str) -> int | None:
-        return self._engine.progress(request_key)
-
-    async def abort(self, request_key: str) -> None:
-        await self._engine.abort(request_key)
-
-    async def stats(self) -> EngineStats:
-        return await self._engine.stats()
-
-    async def start(self) -> None:
-        """Do nothing: the run starts and closes the engine."""
-
-    async def close(self) -> None:
-        """Do nothing, as `start`."""
-
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -139,10 +103,9 @@ class AgentEpisode:
         self._opened = self.env.trajectory
         if self.env.has_user and not self.config.user:
             raise AgentFaultError(f"environment {self.env.id} has a user, with whom this agent does not talk (agent.user)")
-        engine = EpisodeEngine(self.policy.engine, self)
         most, policy, routed = self.limits.max_turn_tokens, self.policy, 0 if self.policy.router_replay else None
         sampling = Sampling(most, policy.temperature, policy.top_p, policy.top_k, experts_from=routed)
-        access = self.endpoint.open(self.spec.key, engine=engine, sampling=sampling)
+        access = self.endpoint.open(self.spec.key, engine=policy.engine, sampling=sampling, around=self.sample)
         self.session = session = self.endpoint.session(self.spec.key)
         self.record = Record(self.env, session)
         base = self.server.open(self)
@@ -250,8 +213,9 @@ class AgentEpisode:
 
     # -- the agent's requests ------------------------------------------------------------------------
 
-    async def sample(self, ask: Ask, token_ids: Sequence[int], sampling: Sampling, key: str) -> Generation:
-        """Sample a turn for the endpoint. Raises RequestError if the episode is over or its budget used up, and EngineError."""
+    async def sample(self, ask: SampleTurn, token_ids: Sequence[int], sampling: Sampling, key: str) -> Generation:
+        """Sample a turn for the endpoint: limited, seeded and accounted for. Raises RequestError if the episode is over or its
+        budget used up, and EngineError."""
         self._check_open()
         assert self.record is not None and self.session is not None
         self.record.catch_up()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentrl.contrib.toolkit.turns import TurnReader, grammar_of, reader_of
@@ -93,16 +93,21 @@ def cut(message: Message, texts: Sequence[str]) -> tuple[Message, str | None]:
 
 # Conversations
 
+SampleTurn = Callable[[Sampling], Awaitable[Generation]]
+Around = Callable[[SampleTurn, Sequence[int], Sampling, str], Awaitable[Generation]]
+"""Samples a turn by its first argument; the others are the prompt, the sampling, and the request key."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServedPolicy:
     """The policy that answers all sessions. `sampling`: the run's; its `max_tokens` limits a turn. `decode`: the tokenizer's, or
-    None. `warned`: ignored request fields that were already logged."""
+    None. `around`: may limit each turn. `warned`: ignored request fields that were already logged."""
 
     engine: Engine
     renderer: Renderer
     sampling: Sampling
     decode: Callable[[Sequence[int]], str] | None = None
+    around: Around = lambda turn, prompt, sampling, key: turn(sampling)
     warned: set[str] = field(default_factory=set)
 
 
@@ -250,7 +255,7 @@ class AgentSession:
                 keys.append(f"{self.name}/{self._keys}")
                 self._keys += 1
             seeds = [self._seed_of(ask, number, choice) for choice in range(ask.choices)]
-            listeners = [_sink(choice, reader_of(renderer, ask.stop), emit) for choice in range(ask.choices)] if emit else None
+            listeners = [emit and _sink(choice, reader_of(renderer, ask.stop), emit) for choice in range(ask.choices)]
             routed = None if sampling.experts_from is None else position.routed_tokens
             asked = [replace(sampling, seed=seed, experts_from=routed) for seed in seeds]
             generations = await self._sample(position, asked, keys, listeners)
@@ -301,16 +306,18 @@ class AgentSession:
         return max(fitting, key=lambda branch: (len(branch.shown), -branch.busy), default=None)
 
     async def _sample(
-        self, position: Position, samplings: Sequence[Sampling], keys: Sequence[str], listeners: Sequence[OnTokens] | None
+        self, position: Position, samplings: Sequence[Sampling], keys: Sequence[str], listeners: Sequence[OnTokens | None]
     ) -> list[Generation]:
         """Sample one turn per key; if one fails, cancel the others."""
         engine, prompt = self._served.engine, position.prompt
-        turns = (
-            [engine.generate(prompt, one, key) for one, key in zip(samplings, keys, strict=True)]
-            if listeners is None
-            else [engine.stream(prompt, one, key, tell) for one, key, tell in zip(samplings, keys, listeners, strict=True)]
-        )
-        tasks = [asyncio.ensure_future(turn) for turn in turns]
+
+        def sample(sampling: Sampling, key: str, tell: OnTokens | None) -> Awaitable[Generation]:
+            def turn(own: Sampling) -> Awaitable[Generation]:
+                return engine.generate(prompt, own, key) if tell is None else engine.stream(prompt, own, key, tell)
+
+            return self._served.around(turn, prompt, sampling, key)
+
+        tasks = [asyncio.ensure_future(turn) for turn in map(sample, samplings, keys, listeners)]
         try:
             generations = await asyncio.gather(*tasks)
         finally:
