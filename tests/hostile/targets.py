@@ -30,6 +30,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.render.syntaxes import SYNTAXES
 from agentrl.render.tool_calls import ForTools
 from agentrl.reward import compile_spec
+from agentrl.rollout.engine import Sampling
 from agentrl.run.reader import RunRecord, episode_of
 from agentrl.trainer.checkpoint import MANIFEST, check_intact, is_whole
 from agentrl.utils.errors import CatalogError, CheckpointError, ConfigError, RewardSpecError, RunFolderError
@@ -187,9 +188,9 @@ def spec(text: str) -> None:
 
 def body(read: Callable[[Exchange], Any], text: str) -> None:
     if (value := an_object(text)) is not None:
-        session: Any = SimpleNamespace(kept={})
+        session: Any = SimpleNamespace(kept={}, served=SimpleNamespace(sampling=Sampling(max_tokens=9)))
         with suppress(RequestError):
-            read(Exchange(session, value, "m", {"temperature": 1.0, "top_p": 1.0, "top_k": -1}, None))
+            read(Exchange(session, value, "m"))
 
 
 class _Nothing:

@@ -23,7 +23,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
-from agentrl.contrib.agents.record import ServedEpisode
 from agentrl.contrib.agents.session import AgentSession, Live, ServedPolicy, refusal_of
 from agentrl.contrib.toolkit.chat_forms import call_result, tool_list
 from agentrl.contrib.toolkit.http_server import LocalServer, open_listener
@@ -37,6 +36,8 @@ from agentrl.utils.network import exempt, strict_json
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+
+    from agentrl.contrib.agents.episode import AgentEpisode
 
 
 T = TypeVar("T")
@@ -149,14 +150,13 @@ class Endpoint(LocalServer):
 
         try:
             session = self._of(request)
-            own = {name: getattr(session.sampling, name) for name in ("temperature", "top_p", "top_k")}
             try:
                 body = strict_json(await request.body())  # the server limits it to `max_body`
             except ValueError as problem:
                 raise RequestError(f"the body is not JSON: {problem}") from None
             if not isinstance(body, dict):
                 raise RequestError("the body is not a JSON object")
-            exchange = Exchange(session, body, self._model, own, self._served.decode)
+            exchange = Exchange(session, body, self._model)
             ask = wire.read(exchange)
             if exchange.body.get("stream"):
                 live = Live(session, ask)
@@ -238,7 +238,7 @@ class ToolServer(LocalServer):
         if find_spec("mcp") is None:
             raise DependencyError("tools for an agent need mcp: pip install 'agentrl[mcp]'")
         self._host, self._port = host, 0
-        self._episodes: dict[str, ServedEpisode] = {}
+        self._episodes: dict[str, AgentEpisode] = {}
 
     async def start(self) -> None:
         """Start serving. Raises ResourceError if it cannot listen on the host."""
@@ -268,7 +268,7 @@ class ToolServer(LocalServer):
         self._episodes.clear()
         await self.stop()
 
-    def open(self, episode: ServedEpisode) -> str:
+    def open(self, episode: AgentEpisode) -> str:
         """Serve an episode; returns its secret base URL."""
         secret = secrets.token_urlsafe(32)
         self._episodes[secret] = episode
@@ -299,7 +299,7 @@ class ToolServer(LocalServer):
             ]
         )
 
-    def _of(self, request: Request) -> ServedEpisode:
+    def _of(self, request: Request) -> AgentEpisode:
         """Return the request's episode. Raises AgentrlError if it has ended."""
         found = self._episodes.get(str(request.path_params["secret"]))
         if found is None:

@@ -24,7 +24,7 @@ from agentrl.engines.chat_format import (
     text_of,
     write_message,
 )
-from agentrl.rollout.engine import Generation
+from agentrl.rollout.engine import Generation, Sampling
 from agentrl.utils.schemas import BadSchemaError, check_schema
 
 # Fields of requests
@@ -110,9 +110,10 @@ def _check(schema: Json, where: str) -> None:
         raise RequestError(f"{where}: {problem}") from None
 
 
-def other_sampling(body: Mapping[str, Json], own: Mapping[str, float]) -> dict[str, Json]:
+def other_sampling(body: Mapping[str, Json], own: Sampling) -> dict[str, Json]:
     """Return the request's sampling parameters that differ from the run's `own`."""
-    return {key: body[key] for key, value in own.items() if body.get(key) is not None and body[key] != value}
+    given = {key: body[key] for key in ("temperature", "top_p", "top_k") if body.get(key) is not None}
+    return {key: value for key, value in given.items() if value != getattr(own, key)}
 
 
 def client_tools(body: Mapping[str, Json], kinds: Sequence[str | None], said: str, place: str) -> list[dict[str, Json]]:
@@ -143,19 +144,14 @@ def client_tools(body: Mapping[str, Json], kinds: Sequence[str | None], said: st
 
 # A protocol
 
-Decode = Callable[[Sequence[int]], str]
-
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request in progress: its session, its body, and settings of the endpoint. `own`: the run's sampling; `decode`: the
-    tokenizer's, or None."""
+    """One request in progress: its session, its body, and the name of the model."""
 
     session: AgentSession
     body: Mapping[str, Json]
     model: str
-    own: Mapping[str, float]
-    decode: Decode | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,18 +218,19 @@ def read_chat(exchange: Exchange) -> Ask:
         calls=calls,
         only=name,
         single=body.get("parallel_tool_calls") is False,
-        other=other_sampling(body, exchange.own),
+        other=other_sampling(body, exchange.session.served.sampling),
     )
 
 
 def write_chat(exchange: Exchange, ask: Ask, answers: Sequence[Answer]) -> dict[str, Json]:
     """Build a completion with one choice per answer."""
+    decode = exchange.session.served.decode if ask.logprobs else None
     choices = [
         {
             "index": index,
             "message": write_message(answer.message),
             "finish_reason": finish_of(answer),
-            "logprobs": write_logprobs(answer.generation, exchange.decode) if ask.logprobs and exchange.decode else None,
+            "logprobs": None if decode is None else write_logprobs(answer.generation, decode),
         }
         for index, answer in enumerate(answers)
     ]
@@ -243,7 +240,7 @@ def write_chat(exchange: Exchange, ask: Ask, answers: Sequence[Answer]) -> dict[
 async def stream_chat(exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator[str]:
     """Stream the completion in chunks: text with its tokens as sampled, calls at the end of the turn."""
     head = _head("chat.completion.chunk", exchange.model)
-    table = exchange.decode if ask.logprobs else None
+    table = exchange.session.served.decode if ask.logprobs else None
 
     def chunk(choice: int, delta: Json, finish: str | None = None, logprobs: Json = None) -> str:
         row = {"index": choice, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
@@ -276,7 +273,7 @@ def finish_of(answer: Answer) -> str:
     return "tool_calls" if answer.message.tool_calls else "stop"
 
 
-def write_logprobs(sampled: Generation | SampledPart, decode: Decode) -> dict[str, Json]:
+def write_logprobs(sampled: Generation | SampledPart, decode: Callable[[Sequence[int]], str]) -> dict[str, Json]:
     """List each sampled token, also special ones, with its log probability under the sampling distribution."""
     content = []
     for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
@@ -337,7 +334,7 @@ def read_responses(exchange: Exchange) -> Ask:
         calls=calls,
         only=name,
         single=body.get("parallel_tool_calls") is False,
-        other=other_sampling(body, exchange.own),
+        other=other_sampling(body, exchange.session.served.sampling),
     )
 
 
@@ -493,7 +490,7 @@ def _response(exchange: Exchange, ask: Ask, answer: Answer, number: str, items: 
 
 
 def _head_responses(exchange: Exchange, number: str) -> dict[str, Json]:
-    body = exchange.body
+    body, own = exchange.body, exchange.session.served.sampling
     return {
         "id": number,
         "object": "response",
@@ -504,8 +501,8 @@ def _head_responses(exchange: Exchange, number: str) -> dict[str, Json]:
         "metadata": body.get("metadata") or {},
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": body.get("previous_response_id"),
-        "temperature": exchange.own["temperature"],
-        "top_p": exchange.own["top_p"],
+        "temperature": own.temperature,
+        "top_p": own.top_p,
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "text": body.get("text") or {"format": {"type": "text"}},
@@ -540,7 +537,7 @@ def read_anthropic(exchange: Exchange) -> Ask:
         calls=calls,
         only=name,
         single=choice.get("disable_parallel_tool_use") is True,
-        other=other_sampling(body, exchange.own),
+        other=other_sampling(body, exchange.session.served.sampling),
     )
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from agentrl.contrib.agents.session import AgentSession
 from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Turn
@@ -19,16 +18,12 @@ from agentrl.env.users import record_result
 
 MODEL = "policy"
 """Name of the model; any other name is accepted too."""
-
-
-class ServedEpisode(Protocol):
-    """An episode's services for its agent."""
-
-    def schemas(self) -> list[dict[str, Json]]: ...
-
-    async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult: ...
-
-    async def say(self, text: str) -> list[str] | None: ...
+VARIABLES = {
+    "OPENAI_BASE_URL": "openai_base_url", "OPENAI_API_KEY": "api_key", "ANTHROPIC_BASE_URL": "anthropic_base_url",
+    "ANTHROPIC_API_KEY": "api_key", "AGENTRL_MODEL": "model", "AGENTRL_PROMPT": "prompt", "AGENTRL_MCP_URL": "mcp_url",
+    "AGENTRL_USER_URL": "user_url",
+}  # fmt: skip
+"""Environment variables of a command, with their keys in `Brief.to_json`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +64,9 @@ class Brief:
 
     def variables(self) -> dict[str, str]:
         """Return everything as environment variables; `AGENTRL_TASK` is the whole task."""
-        found = {
-            "OPENAI_BASE_URL": self.openai_url,
-            "OPENAI_API_KEY": self.key,
-            "ANTHROPIC_BASE_URL": self.anthropic_url,
-            "ANTHROPIC_API_KEY": self.key,
-            "AGENTRL_MODEL": MODEL,
-            "AGENTRL_PROMPT": self.prompt,
-            "AGENTRL_TASK": json.dumps(self.task(), ensure_ascii=False),
-            "AGENTRL_MCP_URL": self.tools_url,
-            "AGENTRL_USER_URL": self.user_url,
-        }
-        return {name: value for name, value in found.items() if value is not None}
+        whole = self.to_json()
+        found = {name: whole[key] for name, key in VARIABLES.items() if whole[key] is not None}
+        return {**found, "AGENTRL_TASK": json.dumps(self.task(), ensure_ascii=False)}
 
 
 @dataclass(slots=True)

@@ -174,10 +174,10 @@ class AgentSession:
     agent of the episode, a changed history, a second choice) gets its own. Each sampled token is marked as sampled in exactly one
     ledger.
 
-    `turns`: all answers in chronological order, with the position of their last token. `failure`: the engine's last failure, or
-    None. `other`: requested sampling parameters that were ignored, with counts. `requests`: number of answered or failed
-    requests. `kept`: conversations by the id of the response that ended them, for protocols in which a request names the one that
-    it continues.
+    `served`: the policy. `turns`: all answers in chronological order, with the position of their last token. `failure`: the
+    engine's last failure, or None. `other`: requested sampling parameters that were ignored, with counts. `requests`: number of
+    answered or failed requests. `kept`: conversations by the id of the response that ended them, for protocols in which a request
+    names the one that it continues.
     """
 
     def __init__(self, name: str, served: ServedPolicy, *, seed: int | None = None) -> None:
@@ -188,7 +188,7 @@ class AgentSession:
         self.other: dict[str, int] = {}
         self.requests = 0
         self.kept: dict[str, list[Message]] = {}
-        self._served, self._seed = served, seed
+        self.served, self._seed = served, seed
         self._branches: list[Branch] = []
         self._keys = 0
         self._newest: Branch | None = None
@@ -214,11 +214,6 @@ class AgentSession:
         """Return the index of the ledger that an engine request with this key continues, or None."""
         return next((number for number, branch in enumerate(self._branches) if branch.key == key), None)
 
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling parameters of its turns; `max_tokens` limits a turn."""
-        return self._served.sampling
-
     def begin(self, ask: Ask, emit: Emit | None = None) -> asyncio.Task[list[Answer]]:
         """Start `answer` as a task that `close` cancels."""
         if self._closed:
@@ -235,12 +230,12 @@ class AgentSession:
 
         Raises EngineError, RenderError or RequestError; the ledgers are then unchanged.
         """
-        renderer = self._served.renderer.with_tools(ask.tools)
+        renderer = self.served.renderer.with_tools(ask.tools)
         sampling = await self._sampling(ask)
         for name, value in ask.other.items():
             self.other[name] = self.other.get(name, 0) + 1
-            if name not in self._served.warned:
-                self._served.warned.add(name)
+            if name not in self.served.warned:
+                self.served.warned.add(name)
                 log.warning("an agent requests %s = %s; ignored, its turns use the run's sampling (logged once)", name, value)
         number, self.requests = self.requests, self.requests + 1
         parent = self._parent(ask, renderer)
@@ -309,13 +304,13 @@ class AgentSession:
         self, position: Position, samplings: Sequence[Sampling], keys: Sequence[str], listeners: Sequence[OnTokens | None]
     ) -> list[Generation]:
         """Sample one turn per key; if one fails, cancel the others."""
-        engine, prompt = self._served.engine, position.prompt
+        engine, prompt = self.served.engine, position.prompt
 
         def sample(sampling: Sampling, key: str, tell: OnTokens | None) -> Awaitable[Generation]:
             def turn(own: Sampling) -> Awaitable[Generation]:
                 return engine.generate(prompt, own, key) if tell is None else engine.stream(prompt, own, key, tell)
 
-            return self._served.around(turn, prompt, sampling, key)
+            return self.served.around(turn, prompt, sampling, key)
 
         tasks = [asyncio.ensure_future(turn) for turn in map(sample, samplings, keys, listeners)]
         try:
@@ -371,10 +366,10 @@ class AgentSession:
 
     async def _sampling(self, ask: Ask) -> Sampling:
         """Return the run's sampling parameters with the request's permitted changes."""
-        own, renderer = self._served.sampling, self._served.renderer
+        own, renderer = self.served.sampling, self.served.renderer
         most = own.max_tokens if ask.max_tokens is None else min(ask.max_tokens, own.max_tokens)
         sampling = replace(own, max_tokens=most, stop_token_ids=renderer.stop_token_ids)
-        if ask.logprobs and self._served.decode is None:
+        if ask.logprobs and self.served.decode is None:
             raise RequestError("logprobs: not supported by this server: it was made without a tokenizer (decode=...)")
         if ask.stop:
             sampling = await self._check_supported(replace(sampling, stop=ask.stop), ask.stop_field)
@@ -396,7 +391,7 @@ class AgentSession:
     async def _check_supported(self, sampling: Sampling, field: str) -> Sampling:
         """Return `sampling`. Raises RequestError, which names the field, if the engine does not support it."""
         # In a thread, as the engine may have to load its tokenizer first.
-        if reason := await in_thread("load", self._served.engine.refusal, sampling):
+        if reason := await in_thread("load", self.served.engine.refusal, sampling):
             raise RequestError(f"{field}: {reason.partition(': ')[2]}")
         return sampling
 

@@ -11,6 +11,8 @@ import httpx
 from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.episode import Harness
 from agentrl.contrib.agents.programs import Episode
+from agentrl.contrib.agents.protocols import Exchange
+from agentrl.contrib.agents.session import AgentSession, ServedPolicy
 from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, Task, ToolCall, ToolEnv, tool
 from agentrl.env.users import ScriptedUser
@@ -161,6 +163,13 @@ async def plain_agent(episode: Episode) -> str:
                 assert item.function.name in tools
                 content = await episode.call(item.function.name, json.loads(item.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": item.id, "content": content})
+
+
+def exchange_of(body: Any) -> Exchange:
+    """A request of a session that has one response, `before`, to continue."""
+    session = AgentSession("s", ServedPolicy(Dice([]), RENDERER, Sampling(max_tokens=9)))
+    session.kept = {"before": []}
+    return Exchange(session, body, "policy")
 
 
 def spec_of(member: int = 0, seed: int = 7, key: str = "") -> EpisodeSpec:

@@ -11,14 +11,15 @@ import httpx
 import pytest
 
 from agentrl.contrib.agents.endpoint import Endpoint
-from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
-from agentrl.contrib.agents.session import AgentSession, refusal_of
+from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Wire
+from agentrl.contrib.agents.session import refusal_of
 from agentrl.contrib.toolkit import http_server as serving
 from agentrl.engines.chat_format import RequestError
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
 from tests.conftest import proof
+from tests.contrib.agents.parts import exchange_of
 
 QUESTION = {"model": "m", "messages": [{"role": "user", "content": "q"}], "seed": 5, "max_tokens": 6}
 WRONG = ["hot", True, [1], {"a": 1}, "Infinity", -7.5, 1e300, -(10**300), 10**400, [[]] * 3, "\ud800"]
@@ -239,10 +240,8 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...]
 
 def told(wire: Wire, body: Any) -> Any:
     """None, or the status and the error as the client gets them."""
-    session: Any = object.__new__(AgentSession)
-    session.kept = {"before": []}
     try:
-        wire.read(Exchange(session, body, "policy", {"temperature": 1.0, "top_p": 1.0, "top_k": 0}, None))
+        wire.read(exchange_of(body))
     except Exception as problem:  # as the server does
         problem_told = refusal_of(problem)
         return problem_told.status, wire.error(problem_told)["error"]
@@ -276,17 +275,15 @@ def test_a_field_of_another_type_is_refused_by_name(name: str) -> None:
 def test_nothing_of_a_history_becomes_an_empty_text() -> None:
     """A refusal was dropped, a null was an empty message, and the second of two thoughts of a turn was gone."""
 
-    def read(wire: Wire, rows: list[dict[str, Any]]) -> Any:
+    def messages(wire: Wire, rows: list[dict[str, Any]]) -> Any:
         body = {"input": rows} if wire is RESPONSES else {"messages": rows, "max_tokens": 9}
-        session: Any = object.__new__(AgentSession)
-        session.kept = {}
-        return wire.read(Exchange(session, body, "policy", {}, None)).messages
+        return wire.read(exchange_of(body)).messages
 
     ask = {"role": "user", "content": "q"}
     part = {"type": "refusal", "refusal": "no"}
     for said in ({"content": None, "refusal": "no"}, {"content": [part]}, {"content": "no", "refusal": None}):
-        assert read(CHAT, [ask, {"role": "assistant", **said}, ask])[1].content == "no"
-    assert read(RESPONSES, [ask, {"role": "assistant", "content": [part]}, ask])[1].content == "no"
+        assert messages(CHAT, [ask, {"role": "assistant", **said}, ask])[1].content == "no"
+    assert messages(RESPONSES, [ask, {"role": "assistant", "content": [part]}, ask])[1].content == "no"
     for wire, rows in [
         (CHAT, [{"role": "user", "content": None}]),
         (CHAT, [ask, {"role": "assistant"}, ask]),
@@ -296,11 +293,11 @@ def test_nothing_of_a_history_becomes_an_empty_text() -> None:
         (ANTHROPIC, [{"role": "user", "content": [{"type": "text"}]}]),
     ]:
         with pytest.raises(RequestError, match=r"\[\d\]\.content.*: expected text"):
-            read(wire, rows)
+            messages(wire, rows)
     call = {"type": "function_call", "call_id": "c", "name": "get", "arguments": "{}"}
     thoughts = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in ("one ", "two")]
     result = [{"type": "function_call_output", "call_id": c, "output": "t"} for c in "cd"]
-    found = read(RESPONSES, [ask, thoughts[0], call, thoughts[1], {**call, "call_id": "d"}, *result])
+    found = messages(RESPONSES, [ask, thoughts[0], call, thoughts[1], {**call, "call_id": "d"}, *result])
     assert found[1].reasoning == "one two"
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
-from agentrl.contrib.agents.session import AgentSession
+from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Wire
 from agentrl.contrib.offline.layouts import openai_chat, preference
 from agentrl.contrib.offline.prepare import render_chat
 from agentrl.contrib.offline.store import rows_of
@@ -22,6 +21,7 @@ from agentrl.env.catalog import make_env
 from agentrl.render import make_renderer
 from agentrl.utils.errors import BadRowError
 from tests.conftest import examples
+from tests.contrib.agents.parts import exchange_of
 from tests.contrib.offline.test_layouts import parquet
 from tests.render.families import IM, QWEN3
 from tests.render.render_tokenizers import build_tokenizer
@@ -174,9 +174,7 @@ def opening(row_tools: Any) -> list[int]:
 
 
 def asked(wire: Wire, **body: Any) -> Any:
-    session: Any = object.__new__(AgentSession)
-    session.kept = {}
-    return wire.read(Exchange(session, body, "policy", {}, None))
+    return wire.read(exchange_of(body))
 
 
 @given(declared())
