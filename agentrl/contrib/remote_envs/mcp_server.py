@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.contrib.remote_envs.server import open_socket
 from agentrl.contrib.toolkit.chat_forms import call_result, tool_list
+from agentrl.contrib.toolkit.http_server import LocalServer
 from agentrl.data.images import Image
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env.base import ToolEnv
@@ -143,13 +144,7 @@ async def serve_mcp(env: ToolEnv, *, seed: int, split: str, port: int | None) ->
             async with stdio_server() as (read, write):
                 await server.run(read, write, server.create_initialization_options())
         else:
-            import uvicorn
-
-            from agentrl.contrib.toolkit.http_server import uvicorn_config
-
-            app = server.streamable_http_app()
-            config = uvicorn_config(app, HOST, lifespan="on")
-            await uvicorn.Server(config).serve(sockets=[listener])
+            await (await LocalServer().serve(server.streamable_http_app(), HOST, listener, lifespan="on"))
     finally:
         if listener is not None:
             listener.close()
