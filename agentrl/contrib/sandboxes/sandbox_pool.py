@@ -59,11 +59,10 @@ class SandboxPool:
     """
 
     def __init__(self, provider: SandboxProvider, warm: int, limit: int) -> None:
-        self.provider, self.warm, self.limit = provider, warm, limit
-        self.running = 0
-        """Number of sandboxes that run or start, acquired or warm."""
+        self.provider, self.warm = provider, warm
+        self._slots = asyncio.Semaphore(limit)  # one for each sandbox that runs or starts, acquired or warm
+        self._waiting = 0
         self._idle: deque[tuple[str, Sandbox]] = deque()
-        self._queue: deque[asyncio.Future[None]] = deque()
         self._refills: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         # Stop the warm sandboxes when the loop is gone or the process ends.
@@ -72,6 +71,11 @@ class SandboxPool:
     @property
     def idle(self) -> int:
         return len(self._idle)
+
+    @property
+    def full(self) -> bool:
+        """True if no further sandbox may start now."""
+        return self._slots.locked()
 
     async def acquire(self, spec: SandboxSpec, snapshot: str | None = None) -> Sandbox:
         """Return a started sandbox with the spec's or a snapshot's files; end its use with `release`. Raises SandboxError if it
@@ -92,7 +96,7 @@ class SandboxPool:
             try:
                 taken = await self.provider.start(spec, snapshot)
             except BaseException:
-                self._free()
+                self._slots.release()
                 raise
         self._refill(key, spec.empty())
         return taken
@@ -102,13 +106,13 @@ class SandboxPool:
         try:
             await sandbox.stop()
         finally:
-            self._free()
+            self._slots.release()
 
     def lost(self, sandbox: Sandbox) -> None:
         """Abandon an unreferenced sandbox and free its slot; callable from any thread."""
         sandbox.abandon()
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._free)
+            self._loop.call_soon_threadsafe(self._slots.release)
 
     async def close(self) -> None:
         """Stop the warm sandboxes."""
@@ -122,56 +126,37 @@ class SandboxPool:
 
     async def _slot(self) -> None:
         """Wait for a free slot; a warm sandbox is stopped to make room."""
-        if self.running < self.limit:
-            self.running += 1
-            return
-        if self._idle:
-            # The caller takes over its slot: `running` does not change.
-            _, sandbox = self._idle.popleft()
+        if self.full and self._idle:
+            _, sandbox = self._idle.popleft()  # the caller takes over its slot
             await sandbox.stop()
             return
-        turn: asyncio.Future[None] = self._loop.create_future()
-        self._queue.append(turn)
+        self._waiting += 1
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._free()  # the slot came together with the cancellation
-            else:
-                self._queue.remove(turn)
-            raise
-
-    def _free(self) -> None:
-        """Pass a freed slot to the longest waiter."""
-        while self._queue:
-            turn = self._queue.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self.running -= 1
+            await self._slots.acquire()
+        finally:
+            self._waiting -= 1
 
     def _refill(self, key: str, spec: SandboxSpec) -> None:
         """Start missing warm sandboxes in the background."""
         there = sum(kind == key for kind, _ in self._idle) + len(self._refills)
-        for _ in range(min(self.warm - there, self.limit - self.running)):
-            if self._queue:
-                return
-            self.running += 1
+        for _ in range(self.warm - there):
             task = self._loop.create_task(self._start_ahead(key, spec))
             self._refills.add(task)
             task.add_done_callback(self._refills.discard)
 
     async def _start_ahead(self, key: str, spec: SandboxSpec) -> None:
+        if self.full:
+            return
+        await self._slots.acquire()
         try:
             sandbox = await self.provider.start(spec)
-        except EnvError as fault:
-            self._free()
+        except BaseException as fault:
+            self._slots.release()
+            if not isinstance(fault, EnvError):
+                raise
             log.warning("no sandbox could be started ahead: %s", fault)
             return
-        except BaseException:
-            self._free()
-            raise
-        if self._queue:  # a request began to wait during the start, maybe for another kind
+        if self._waiting:  # a request began to wait during the start, maybe for another kind
             await self.release(sandbox)
             return
         self._idle.append((key, sandbox))
@@ -300,7 +285,7 @@ class HeldSandbox:
             if self._sandbox is None:
                 begins = None if self._begins is None else await self._begins.id()
                 pool = pool_of(self.config)
-                self._queued_since = time.monotonic() if pool.running >= pool.limit and not pool.idle else None
+                self._queued_since = time.monotonic() if pool.full and not pool.idle else None
                 try:
                     self._sandbox = sandbox = await pool.acquire(self.spec, begins)
                 finally:

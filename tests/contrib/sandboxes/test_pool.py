@@ -114,7 +114,7 @@ async def test_never_more_than_the_limit_run_and_all_get_their_turn() -> None:
     for task in tasks[::7]:  # nine are given up, some while they run and some while they wait
         task.cancel()
     done = await asyncio.gather(*tasks, return_exceptions=True)
-    assert sum(result is None for result in done) >= 51 and len(pool._queue) == 0 and provider.most == 3
+    assert sum(result is None for result in done) >= 51 and pool._waiting == 0 and provider.most == 3
 
 
 async def test_a_cancelled_wait_hands_its_slot_on() -> None:
@@ -123,13 +123,13 @@ async def test_a_cancelled_wait_hands_its_slot_on() -> None:
     held = await pool.acquire(SPEC)
     first, second = (asyncio.ensure_future(pool.acquire(SPEC)) for _ in range(2))
     await asyncio.sleep(0)
-    assert len(pool._queue) == 2
+    assert pool._waiting == 2
     await pool.release(held)  # the slot is the first one's now, which is cancelled before it hears of it
     first.cancel()
     box = await asyncio.wait_for(second, 1)
-    assert first.cancelled() and (pool.running, len(pool._queue)) == (1, 0)
+    assert first.cancelled() and (pool.full, pool._waiting) == (True, 0)
     await pool.release(box)
-    assert (pool.running, provider.running) == (0, 0)
+    assert (pool._slots._value, provider.running) == (1, 0)
 
 
 async def test_warm_ones_are_taken_at_once_and_started_again_behind() -> None:
@@ -137,7 +137,7 @@ async def test_warm_ones_are_taken_at_once_and_started_again_behind() -> None:
     pool = SandboxPool(provider, warm=2, limit=8)
     first = await pool.acquire(SPEC)  # cold: nobody knew the kind yet
     await asyncio.sleep(0.12)
-    assert (pool.idle, pool.running, provider.starts) == (2, 3, 3)
+    assert (pool.idle, pool._slots._value, provider.running, provider.starts) == (2, 5, 3, 3)
     loop = asyncio.get_running_loop()
     began = loop.time()
     boxes = [await pool.acquire(SandboxSpec(files={"y": bytes([number])})) for number in range(2)]
@@ -152,7 +152,7 @@ async def test_warm_ones_are_taken_at_once_and_started_again_behind() -> None:
     for box in (first, *boxes, other):
         await pool.release(box)
     await pool.close()
-    assert (pool.running, provider.running) == (0, 0)
+    assert (pool._slots._value, provider.running) == (8, 0)
 
 
 async def test_warm_ones_make_room_at_the_limit_and_a_failed_start_frees_its_slot() -> None:
@@ -160,7 +160,7 @@ async def test_warm_ones_make_room_at_the_limit_and_a_failed_start_frees_its_slo
     pool = SandboxPool(provider, warm=2, limit=3)
     first = await pool.acquire(SPEC)
     await asyncio.sleep(0.01)
-    assert (pool.idle, pool.running) == (2, 3)
+    assert (pool.idle, pool.full) == (2, True)
     other = await asyncio.wait_for(pool.acquire(SandboxSpec(network="all")), 1)
     assert provider.most == 3
     await pool.release(first)
@@ -171,7 +171,7 @@ async def test_warm_ones_make_room_at_the_limit_and_a_failed_start_frees_its_slo
     for _ in range(3):
         with pytest.raises(SandboxError, match="no start"):
             await pool.acquire(SPEC)
-    assert (pool.running, provider.running) == (0, 0)
+    assert (pool._slots._value, provider.running) == (3, 0)
 
 
 def test_warm_ones_are_stopped_with_the_loop_that_has_them() -> None:
@@ -221,7 +221,7 @@ def test_copies_part_ways_and_a_snapshot_is_taken_only_if_somebody_needs_it(prov
             await box.stop()
         gc.collect()
         await asyncio.sleep(0)
-        assert provider.running == 0 and pool_of(SandboxConfig(limit=8)).running == 0
+        assert provider.running == 0 and pool_of(SandboxConfig(limit=8))._slots._value == 8
 
     asyncio.run(main())
     gc.collect()
