@@ -74,6 +74,9 @@ def test_a_rank_with_fewer_micro_batches_gets_dummies_and_the_longest_row_of_all
     first, second = plan_micro_batches(view, 5, Ranks([5], [4, 1]), parts)
     assert sorted(sorted(rows) for rows in first if rows) == [[0], [1, 2]] and len(first) == 4 and first[2:] == [[], []]
     assert second == [[3]]
+    one_row = Ranks([5], [4])
+    one_row.packs = False  # then the longest comes first, so that ranks wait for each other least
+    assert plan_micro_batches(view, 5, one_row, [np.array([1, 0, 3])]) == [[[0], [1], [3], []]]
     with pytest.raises(ConfigError, match=r"has 6 tokens.*optim.micro_tokens to at least 6"):
         plan_micro_batches(view, 5, Ranks([6]), parts)
 

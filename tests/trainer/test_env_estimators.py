@@ -158,8 +158,13 @@ def test_what_estimators_need_is_asked_of_all_environments() -> None:
     assert own_advantages(config_of(sql=gae).envs) == {"sql": Choice(name="gae")}
 
 
-def test_the_constant_length_is_that_of_the_longest_environment() -> None:
-    norm = {"aggregate": "seq_mean_token_sum_norm"}
-    assert config_of(algorithm=norm).settled_algorithm().length_norm == 16384
-    short = {"max_turns": 2, "max_turn_tokens": 50}
-    assert config_of(algorithm=norm, rollout=short).settled_algorithm().length_norm == 300
+def test_the_constant_length_is_what_an_episode_of_the_longest_environment_may_sample() -> None:
+    norm, short = {"aggregate": "seq_mean_token_sum_norm"}, {"max_turns": 2, "max_turn_tokens": 50}
+    for algorithm, rollout, expected in (
+        (norm, {}, 16384),
+        (norm, short, 300),
+        (norm, {**short, "max_episode_tokens": 200}, 200),
+        ({**norm, "length_norm": 7}, short, 7),
+        ({}, short, None),
+    ):
+        assert config_of(algorithm=algorithm, rollout=rollout).settled_algorithm().length_norm == expected

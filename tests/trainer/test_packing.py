@@ -11,7 +11,6 @@ import torch
 from agentrl.cluster.worker import Mesh, WorkerContext
 from agentrl.config.load import config_from
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
-from agentrl.data.rows import Ragged
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.plan import Planner
 from agentrl.run.role_placement import GIB, RunMemory
@@ -19,7 +18,7 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.train_engine import check_train_engine
 from agentrl.utils.errors import ConfigError
 from tests.trainer.family_models import build
-from tests.trainer.ranks import logged, mine, noisy, of_ledgers
+from tests.trainer.ranks import logged, mine, of_ledgers
 from tests.trainer.train_batches import toy_optim
 
 ALGORITHM = AlgorithmConfig(minibatch=3, aggregate="seq_mean_token_mean")
@@ -88,22 +87,3 @@ def test_an_engine_with_models_of_its_own_takes_no_row_at_a_time(monkeypatch: py
     monkeypatch.setattr(TRAIN_ENGINES, "entry", lambda name: replace(entry, traits=entry.traits - {"families"}))
     with pytest.raises(ConfigError, match=r'model.packing = "one_row": model.engine = "fsdp2" does not support it'):
         check_train_engine(config)
-
-
-def test_rows_of_one_row_micro_batches_are_ordered_and_complete() -> None:
-    """Longest first, so that ranks wait for each other least; a dummy for a rank with fewer rows."""
-    import numpy as np
-
-    from agentrl.data.schedule import plan_micro_batches
-
-    class Ranks:
-        packs = False
-
-        def reduce(self, values: torch.Tensor, how: str) -> torch.Tensor:
-            return torch.maximum(values, torch.tensor([4])) if len(values) == 1 else values
-
-    view = Ragged.of(noisy())
-    [micros] = plan_micro_batches(view, 1000, Ranks(), [np.array([3, 5, 1])])
-    lengths = [int(view.lengths[micro[0]]) for micro in micros[:3]]
-    assert sorted(micro[0] for micro in micros[:3]) == [1, 3, 5] and lengths == sorted(lengths, reverse=True)
-    assert micros[3:] == [[]]
