@@ -90,30 +90,34 @@ class Trainer:
 
 
 class PlainActor(Trainer):
-    """dr_grpo advantages, ppo_clip (0.2, 0.2, dual 3), and every other key of [algorithm] as the config says."""
+    """dr_grpo advantages, ppo_clip, and every other key of [algorithm] as the config says; all at one temperature."""
 
-    def __init__(self, folder: str, algorithm: Any, optim: Any, total: int = 100, seed: int = 0) -> None:
+    def __init__(
+        self, folder: str, algorithm: Any, optim: Any, total: int = 100, seed: int = 0, temperature: float = 1.0
+    ) -> None:
         super().__init__(load(folder), optim, optim.lr, total)
         self.reference = load(folder)
-        self.algorithm, self.seed = algorithm, seed
+        self.algorithm, self.seed, self.temperature = algorithm, seed, temperature
 
     def step(self, given: Any, number: int) -> None:
         """One training step: advantages, then every optimizer step."""
         batch, cfg = Batch(given), self.algorithm
-        behaviour = batch.column("logprobs")
+        behaviour, at = batch.column("logprobs"), {"temperature": self.temperature}
+        bounds = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, **cfg.loss.args}
         with torch.no_grad():
-            old = tokens_of(self.model, batch)[0] if cfg.proximal == "recompute" else behaviour
-            reference = tokens_of(self.reference, batch)[0]
+            old = tokens_of(self.model, batch, **at)[0] if cfg.proximal == "recompute" else behaviour
+            reference = tokens_of(self.reference, batch, **at)[0]
         advantages = self.advantages(batch, old, reference)
         for part in minibatches(len(batch.rows), cfg, self.seed, number):
             rows = [row for episode in part for row in batch.rows[episode]]
-            now, entropy = tokens_of(self.model, batch, rows)
+            now, entropy = tokens_of(self.model, batch, rows, **at)
             losses: dict[int, Tensor] = {}
             for row, logprobs, spread in zip(rows, now, entropy, strict=True):
                 advantage = next(a for a, mine in zip(advantages, batch.rows, strict=True) if row in mine)
                 ratio = torch.exp(logprobs - old[row])
-                clipped = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-                losses[row] = clipped.clamp(max=-3 * advantage) if advantage < 0 else clipped
+                near = ratio.clamp(1 - bounds["clip_low"], 1 + bounds["clip_high"])
+                clipped = -torch.minimum(ratio * advantage, near * advantage)
+                losses[row] = clipped.clamp(max=-bounds["dual_clip"] * advantage) if advantage < 0 else clipped
                 losses[row] = losses[row] - cfg.entropy_bonus * spread
                 if cfg.kl.where == "loss" and cfg.kl.coef:
                     losses[row] = losses[row] + cfg.kl.coef * self.kl(logprobs, reference[row])

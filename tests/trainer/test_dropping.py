@@ -144,7 +144,7 @@ def test_the_first_minibatch_keeps_a_row_so_that_the_engine_is_compared(tiny: st
     own = start(tiny).run(Actor.compute_logprob, batch)["logprobs"].values()
     batch["logprobs"].values().copy_((own + 0.5) * batch["sampled"].values())
     metrics = train_batch(start(tiny), Actor.update, batch, AlgorithmConfig(minibatch=2))
-    assert metrics["mismatch_max"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["mismatch_max"] == pytest.approx(0.5, abs=1e-5) and metrics["kl_behaviour"] == pytest.approx(0.5, abs=1e-5)
     assert metrics["mismatch_kl"] == pytest.approx(np.exp(0.5) - 1 - 0.5, abs=1e-4)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, TrainConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, RolloutConfig, TrainConfig
 from agentrl.data.rows import collate, nested_tensor, offsets_of
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.optim import rate
@@ -43,6 +43,7 @@ ALGORITHM: dict[str, dict[str, Any]] = {
     "minibatch of one": {"minibatch": 1},
     "entropy_bonus": {"entropy_bonus": 0.3},
     "proximal": {"proximal": "recompute"},
+    "loss.args": {"loss": Choice(name="ppo_clip", args={"clip_low": 0.1, "clip_high": 0.5, "dual_clip": 1.5})},
     "kl.coef": {"kl": KlConfig(coef=2.0)},
     "kl.kind": {"kl": KlConfig(coef=2.0, kind="k2")},
     "kl.kind, straight": {"kl": KlConfig(coef=2.0, kind="k3+")},
@@ -90,7 +91,7 @@ def learned(tiny: str, config: TrainConfig) -> tuple[dict[str, torch.Tensor], li
 
 
 def plainly(tiny: str, config: TrainConfig) -> PlainActor:
-    trainer = PlainActor(tiny, config.algorithm, config.optim, config.steps, config.seed)
+    trainer = PlainActor(tiny, config.algorithm, config.optim, config.steps, config.seed, config.rollout.temperature)
     for step, batch in enumerate(batches(tiny)):
         trainer.step(batch, step)
     return trainer
@@ -112,6 +113,8 @@ CASES = {
     **{key: settings({"micro_tokens": 64} if "aggregate" in key else {}, change) for key, change in ALGORITHM.items()},
     "nothing": settings(),
     "seed": settings(seed=1),
+    # Of the actor, the proximal policy and the reference.
+    "temperature": settings({}, {"kl": KlConfig(coef=2.0), "proximal": "recompute"}, rollout=RolloutConfig(temperature=0.7)),
 }
 
 

@@ -102,33 +102,6 @@ def test_steering() -> None:
     assert adapted_kl_coef(0.1, 50.0, 512, KlConfig(coef=0.1, target=2.0)) == pytest.approx(0.101)
 
 
-CHOICES = {
-    "loss": {"loss": Choice(name="cispo")},
-    "loss.args": {"loss": Choice(name="ppo_clip", args={"clip_high": 0.01})},
-    "clip_cov": {"loss": Choice(name="clip_cov", args={"share": 0.3, "low": 0.0, "high": 9.0})},
-    "kl_cov": {"loss": Choice(name="kl_cov", args={"share": 0.3})},
-    "advantage": {"advantage": Choice(name="dr_grpo")},
-    "gigpo": {"advantage": Choice(name="gigpo")},
-    "correction": {"proximal": "recompute", "correction": Choice(name="truncated")},
-    "rejection": {"proximal": "recompute", "correction": Choice(name="masked", args={"cap": 1.0})},
-}
-
-
-def test_every_choice_reaches_the_update(tiny: str) -> None:
-    """What each of them computes is held to its own oracle (tests/algorithm); its keys beside them, in test_keys.py."""
-    found: dict[str, torch.Tensor] = {}
-    for name, change in {"nothing": {}, "recompute": {"proximal": "recompute"}, **CHOICES}.items():
-        algorithm = AlgorithmConfig(minibatch=8).model_copy(update=change)
-        learner = opened(tiny, config_of(algorithm=algorithm))
-        for step in range(2):
-            asyncio.run(learner.step(own_logprobs(learner, seed=step), step))
-        found[name] = flat(learner.actors)
-    names = list(found)
-    for index, name in enumerate(names):
-        for other in names[:index]:
-            assert not torch.equal(found[name], found[other]), (name, other)
-
-
 DECOUPLED = AlgorithmConfig(loss=Choice(name="decoupled_ppo"), proximal="recompute", correction=Choice(name="reject_sequence"))
 
 

@@ -1,56 +1,19 @@
 """What a step does, against a computation of its own: temperature, schedules of two roles, the KL. Single keys: test_keys.py."""
 
 import asyncio
-from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
-from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, RolloutConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig
 from agentrl.data.rows import collate
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.learner import policy_updates
 from agentrl.trainer.minibatch import kl_kind
 from tests.trainer.learners import config_of, opened, start
-from tests.trainer.plain_trainer import Batch, load, tokens_of
 from tests.trainer.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
-
-def chosen(model: Any, batch: TensorDict, temperature: float) -> torch.Tensor:
-    """Logprobs of all sampled tokens at T, [M], by plain transformers."""
-    return torch.cat(tokens_of(model, Batch(batch), temperature=temperature)[0])
-
-
 # -- temperature -----------------------------------------------------------------------------------
-
-
-def test_actor_proximal_and_reference_are_all_taken_at_the_temperature_of_the_rollout(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """T = 0.7: what the update compares are log softmax(z / 0.7) of plain transformers, three times."""
-    algorithm = AlgorithmConfig(minibatch=8, proximal="recompute", loss=Choice(name="reinforce"), kl=KlConfig(coef=0.5))
-    learner = opened(tiny, config_of(algorithm=algorithm, rollout=RolloutConfig(temperature=0.7)))
-    batch = collate(trajectories(8))
-    expected = chosen(load(tiny), batch, 0.7).detach()
-    assert (expected - chosen(load(tiny), batch, 1.0).detach()).abs().max() > 0.01  # a wrong one would be seen
-    seen: dict[str, Any] = {}
-    arun = learner.actors.arun
-
-    async def watched(method: Any, *args: Any, **kwargs: Any) -> Any:
-        if method is Actor.update:
-            seen.update({name: args[0][name].values()[args[0]["sampled"].values()] for name in ("old_logprobs", "ref_logprobs")})
-        return await arun(method, *args, **kwargs)
-
-    monkeypatch.setattr(learner.actors, "arun", watched)
-    metrics = asyncio.run(learner.step(batch, 0))
-    for name in ("old_logprobs", "ref_logprobs"):
-        assert torch.allclose(seen[name].double(), expected, atol=2e-6), name
-    behaviour = batch["logprobs"].values()[batch["sampled"].values()].double()
-    assert metrics["kl_behaviour"] == pytest.approx((behaviour - expected).mean().item(), abs=1e-5)  # the actor's own
-    gap = expected - behaviour
-    assert metrics["mismatch_kl"] == pytest.approx((torch.exp(-gap) - 1 + gap).mean().item(), rel=1e-4)
-    assert metrics["kl_reference"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_greedy_rollouts_are_trained_at_temperature_one(tiny: str) -> None:
@@ -111,13 +74,3 @@ def test_a_penalty_in_the_reward_is_steered_by_what_was_taken_off(tiny: str) -> 
     metrics = asyncio.run(learner.step(batch, 0))
     assert metrics["kl_reward"] == pytest.approx(2.0, abs=1e-4) and abs(metrics["kl_reference"]) < 0.1
     assert metrics["kl_coef"] == 0.1 and learner.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 8 / 20))
-
-
-def test_the_constant_length_is_what_an_episode_may_sample() -> None:
-    norm = AlgorithmConfig(aggregate="seq_mean_token_sum_norm")
-    for turns, tokens, most, expected in ((4, 10, 1000, 40), (4, 10, 30, 30)):
-        rollout = RolloutConfig(max_turns=turns, max_turn_tokens=tokens, max_episode_tokens=most)
-        assert config_of(algorithm=norm, rollout=rollout).settled_algorithm().length_norm == expected
-    given = norm.model_copy(update={"length_norm": 7})
-    assert config_of(algorithm=given).settled_algorithm().length_norm == 7
-    assert config_of().settled_algorithm().length_norm is None
