@@ -258,17 +258,18 @@ def function_named(key: str, target: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: {target!r} is not of the form 'module:function'")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        here = Path(*module_name.split(".")).with_suffix(".py").is_file()
-        fix = "; it is in this folder, which Python imports from with PYTHONPATH=." if here else ""
-        raise ConfigError(f"{key}: cannot import {module_name!r}: {error}{fix}") from error
     except BaseException as error:
         if not is_alien(error):
             raise
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            here = Path(*module_name.split(".")).with_suffix(".py").is_file()
+            fix = "; it is in this folder, which Python imports from with PYTHONPATH=." if here else ""
+            raise ConfigError(f"{key}: cannot import {module_name!r}: {error}{fix}") from error
         last = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"{key}: cannot import {module_name!r}: {fault_text(error)} ({last.filename}:{last.lineno}). Correct it there"
-        ) from error
+        place = f"{last.filename}:{last.lineno}"
+        if isinstance(error, SyntaxError) and place.startswith("<frozen"):  # raised by no line of the module
+            place = f"{error.filename}:{error.lineno}"
+        raise ConfigError(f"{key}: cannot import {module_name!r}: {fault_text(error)} ({place}). Correct it there") from error
     found: Any = vars(module).get(attribute)
     if not callable(found):
         known = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))

@@ -361,7 +361,15 @@ def test_a_function_may_be_a_tool_and_a_module_that_raises_is_named(tmp_path: Pa
     env = make_env("own_tools", tasks=file(tmp_path, ROW), functions={"age": "marked_tools:age"})
     env.reset(seed=0)
     assert say(env, "age", name="ann") == "3"
-    for line, said in (("1 / 0", "ZeroDivisionError: division by zero"), ("import sys; sys.exit(3)", "SystemExit: 3")):
+    faults = {
+        "1 / 0": "ZeroDivisionError: division by zero",
+        "import sys; sys.exit(3)": "SystemExit: 3",
+        "def age(:": "SyntaxError: .*",
+        "import gone": "ModuleNotFoundError: No module named 'gone'",
+    }
+    monkeypatch.chdir(tmp_path)
+    for line, said in faults.items():
         (tmp_path / f"raises_{len(line)}.py").write_text(f"x = 1\n{line}\n")
-        with pytest.raises(ConfigError, match=rf"functions.age: cannot import 'raises_{len(line)}': {said} \(.*\.py:2\)"):
+        at = rf"\({tmp_path}/raises_{len(line)}\.py:2\)\. Correct it there$"
+        with pytest.raises(ConfigError, match=rf"functions.age: cannot import 'raises_{len(line)}': {said} {at}"):
             make_env("own_tools", tasks=file(tmp_path, ROW), functions={"age": f"raises_{len(line)}:age"})
