@@ -83,14 +83,15 @@ class Trainer:
         self.losses.append(loss.item())
         share = min(1.0, self.optim.max_grad_norm / max(norm, 1e-12))
         optim = self.optim
-        self.adam.step([g * share for g in grads], factor_of(self.updates, optim.warmup, optim.schedule, self.total))
+        if norm:  # without a gradient no step: momentum waits
+            self.adam.step([g * share for g in grads], factor_of(self.updates, optim.warmup, optim.schedule, self.total))
 
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
 
 class PlainActor(Trainer):
-    """dr_grpo advantages, ppo_clip, and every other key of [algorithm] as the config says; all at one temperature."""
+    """dr_grpo or grpo advantages, ppo_clip or gspo, and every other key of [algorithm] as the config says; all at one temperature."""
 
     def __init__(
         self, folder: str, algorithm: Any, optim: Any, total: int = 100, seed: int = 0, temperature: float = 1.0
@@ -114,14 +115,20 @@ class PlainActor(Trainer):
             losses: dict[int, Tensor] = {}
             for row, logprobs, spread in zip(rows, now, entropy, strict=True):
                 advantage = next(a for a, mine in zip(advantages, batch.rows, strict=True) if row in mine)
-                ratio = torch.exp(logprobs - old[row])
+                change = logprobs - old[row]
+                if cfg.loss.name == "gspo":
+                    change = change.detach().mean() + logprobs - logprobs.detach()
+                ratio = torch.exp(change)
                 near = ratio.clamp(1 - bounds["clip_low"], 1 + bounds["clip_high"])
                 clipped = -torch.minimum(ratio * advantage, near * advantage)
                 losses[row] = clipped.clamp(max=-bounds["dual_clip"] * advantage) if advantage < 0 else clipped
                 losses[row] = losses[row] - cfg.entropy_bonus * spread
                 if cfg.kl.where == "loss" and cfg.kl.coef:
                     losses[row] = losses[row] + cfg.kl.coef * self.kl(logprobs, reference[row])
-            self.take(aggregated([torch.cat([losses[row] for row in batch.rows[e]]) for e in part], cfg))
+            cut = given["truncated"] if cfg.truncated == "mask" else torch.zeros(len(given), dtype=torch.bool)
+            kept = [e for e in part if not cut[batch.rows[e][0]]]
+            loss = aggregated([torch.cat([losses[row] for row in batch.rows[e]]) for e in kept or part], cfg)
+            self.take(loss if kept else 0 * loss)
         self.updates += 1
 
     def advantages(self, batch: Batch, old: list[Tensor], reference: list[Tensor]) -> list[float]:
@@ -132,10 +139,9 @@ class PlainActor(Trainer):
             r - cost * sum(float((old[row] - reference[row]).sum()) for row in rows)
             for r, rows in zip(batch.reward, batch.rows, strict=True)
         ]
-        return [
-            r - float(np.mean([other for other, g in zip(reward, batch.group, strict=True) if g == group]))
-            for r, group in zip(reward, batch.group, strict=True)
-        ]
+        groups = {one: [r for r, g in zip(reward, batch.group, strict=True) if g == one] for one in batch.group}
+        scale = {one: np.std(all_, ddof=1) if self.algorithm.advantage.name == "grpo" else 1.0 for one, all_ in groups.items()}
+        return [(r - float(np.mean(groups[g]))) / float(scale[g]) for r, g in zip(reward, batch.group, strict=True)]
 
     def kl(self, logprobs: Tensor, reference: Tensor) -> Tensor:
         """Schulman 2020: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d; straight through: the gradient of k2."""

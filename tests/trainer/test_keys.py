@@ -49,6 +49,17 @@ ALGORITHM: dict[str, dict[str, Any]] = {
     "kl.kind, straight": {"kl": KlConfig(coef=2.0, kind="k3+")},
     "kl.where": {"kl": KlConfig(coef=2.0, where="reward"), "proximal": "recompute"},
 }
+MASKED: dict[str, dict[str, Any]] = {
+    "": {},
+    ", grpo": {"advantage": Choice(name="grpo"), "aggregate": "seq_mean_token_mean"},
+    ", gspo": {"loss": Choice(name="gspo", args={"clip_low": 0.2, "clip_high": 0.2}), "aggregate": "seq_mean_token_mean"},
+    ", whole steps": {"minibatch": 1, "aggregate": "seq_mean_token_sum"},
+    ", other terms": {"kl": KlConfig(coef=2.0), "entropy_bonus": 0.3, "aggregate": "seq_mean_token_sum_norm", "length_norm": 7},
+    ", kl in the reward": {"kl": KlConfig(coef=2.0, where="reward"), "proximal": "recompute"},
+}
+"""With `truncated = "mask"`; the ledgers of an episode are in several micro-batches."""
+TRUNCATED = ((0, 3, 5), (4, 5, 6, 7))
+"""Episodes of each step that a budget ended: three, one of two ledgers; then a whole group."""
 
 
 def episodes(seed: int) -> list[Any]:
@@ -58,6 +69,7 @@ def episodes(seed: int) -> list[Any]:
         found[index].ledgers.append(found[8 + index // 4].ledgers[0])
     for index, trajectory in enumerate(found[:8]):
         trajectory.reward = float(index % 3 == 0) + 0.25 * (index % 2)
+        trajectory.truncated = index in TRUNCATED[seed]
     return found[:8]
 
 
@@ -111,6 +123,7 @@ CASES = {
     **{key: settings(optim=change) for key, change in OPTIM.items()},
     # The ledgers of an episode in several micro-batches, where its mean or sum is over all of them.
     **{key: settings({"micro_tokens": 64} if "aggregate" in key else {}, change) for key, change in ALGORITHM.items()},
+    **{f"truncated{key}": settings({"micro_tokens": 64}, {**change, "truncated": "mask"}) for key, change in MASKED.items()},
     "nothing": settings(),
     "seed": settings(seed=1),
     # Of the actor, the proximal policy and the reference.
@@ -130,7 +143,8 @@ def test_a_key_moves_the_weights_as_the_plain_trainer_does(tiny: str, key: str) 
     assert apart(found, expected) < 1e-4 * way
     assert key == "nothing" or apart(expected, defaults) > 0.02 * way
     steps = len(trainer.norms) // STEPS
-    assert [(row["optimizer_steps"], row["episodes_trained"]) for row in rows] == [(steps, 8)] * STEPS
+    trained = [8 - len(cut) if "truncated" in key else 8 for cut in TRUNCATED]
+    assert [(row["optimizer_steps"], row["episodes_trained"]) for row in rows] == [(steps, count) for count in trained]
     for row, at in zip(rows, range(0, len(trainer.norms), steps), strict=True):
         assert row["grad_norm"] == pytest.approx(sum(trainer.norms[at : at + steps]) / steps, rel=2e-3)
         assert row["loss"] == pytest.approx(sum(trainer.losses[at : at + steps]) / steps, rel=2e-3, abs=1e-5)
