@@ -10,7 +10,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cache, lru_cache
 from typing import Any, Self, TypeVar
 
@@ -127,10 +127,10 @@ class Link:
                 failed = f"{type(problem).__name__}: {problem}".rstrip(": ")
             else:
                 if answer.status_code == httpx.codes.OK:
-                    return read_json(answer.content)
+                    return self._json(answer)
                 if answer.status_code == httpx.codes.ACCEPTED:
                     heard, tries = time.monotonic(), 0
-                    watch(read_json(answer.content)["calls"])
+                    watch(self._json(answer)["calls"])
                     continue
                 if answer.status_code not in _RETRY_STATUSES:
                     raise self._refusal(answer)
@@ -140,6 +140,14 @@ class Link:
                 raise RemoteEnvError(f"{self.url}: no answer for {patience:g} s: {failed}")
             await asyncio.sleep(min(0.05 * 2**tries, 2.0))
             tries += 1
+
+    def _json(self, answer: httpx.Response) -> dict[str, Json]:
+        found: Json = None
+        with suppress(ValueError, RecursionError):
+            found = read_json(answer.content)
+        if not isinstance(found, dict):
+            raise RemoteEnvError(f"{self.url}: it answers {answer.text[:80]!r}: is this a server of agentrl?")
+        return found
 
     def _refusal(self, answer: httpx.Response) -> Exception:
         try:
@@ -191,7 +199,10 @@ def card_of(link: Link, asked: EnvRequest, fresh: bool = False) -> dict[str, Jso
     """
     key = _key(link, asked)
     if fresh or key not in _cards:
-        _cards[key] = link.ask_now("/v1/describe", {"env": asked.row()}, CHECK_PATIENCE)
+        card = link.ask_now("/v1/describe", {"env": asked.row()}, CHECK_PATIENCE)
+        if "protocol" not in card:
+            raise RemoteEnvError(f"{link.url}: it describes no environment: is this a server of agentrl?")
+        _cards[key] = card
     return _cards[key]
 
 

@@ -235,10 +235,9 @@ class EnvOffer:
 
     def _ref(self, asked: EnvRequest) -> EnvRef:
         entry = self.ref.entry
-        if asked.id not in (entry.id, entry.name):
-            raise CatalogError(
-                f"this server has {entry.id} ({entry.name}), not {asked.id!r}{hint_text(asked.id, (entry.id, entry.name))}"
-            )
+        if asked.id not in (names := (entry.id, entry.name)):
+            hint = hint_text(asked.id, names)
+            raise CatalogError(f"env.id: this server has {entry.id} ({entry.name}), not {asked.id!r}{hint}")
         # Cached, so that an episode does not look up its class again.
         key = wire.dumps(asked.row())
         if key not in self._refs:

@@ -5,7 +5,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
+import httpx
 import pytest
 
 from agentrl.cli.main import main
@@ -80,7 +82,10 @@ def test_the_dry_run_tells_what_the_server_says(server: Running) -> None:
             ["agent.command=['python','mine.py']"],
             r"\[agent\]: its calls go to the tools one by one, and an environment elsewhere",
         ),
-        (["env.id=key_valeu"], r"this server has agentrl/KeyValue-v0 \(key_value\), not 'key_valeu'; did you mean 'key_value'\?"),
+        (
+            ["env.id=key_valeu"],
+            r"^env\.id: this server has agentrl/KeyValue-v0 \(key_value\), not 'key_valeu'; did you mean 'key_value'\?",
+        ),
         (["env.params.cals=3"], "no parameter 'cals'; did you mean 'calls'"),
         (["env.token_env=NOT_SET_AT_ALL"], r"env\.token_env: the environment variable NOT_SET_AT_ALL is not set"),
         (["env.token_env=PATH"], r"wants another token than this one.*env\.token_env"),
@@ -99,6 +104,13 @@ def test_what_cannot_be_played_there_is_refused_before_the_run(
     monkeypatch.setattr("agentrl.contrib.remote_envs.client.CHECK_PATIENCE", 0.1)
     with pytest.raises(UserError, match=why):
         check_servers(RunStart(made(server, *overrides)))
+
+
+@pytest.mark.parametrize("body", [b"hello", b"{}", b"[]", b'{"limits"'])
+def test_a_server_of_something_else_is_named(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("httpx.AsyncClient.post", AsyncMock(return_value=httpx.Response(200, content=body)))
+    with pytest.raises(ConfigError, match=r"^env\.url: http://127.0.0.1:7: .*: is this a server of agentrl\?"):
+        check_servers(RunStart(made(None, "env.url='http://127.0.0.1:7'")))
 
 
 def test_one_of_several_environments_may_be_elsewhere(server: Running) -> None:
