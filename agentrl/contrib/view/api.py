@@ -136,6 +136,7 @@ class Api:
             found = db.execute("SELECT name, rows - damaged, damaged, problem FROM files")
             known = {name: {"episodes": n, "damaged": damaged, "problem": why} for name, n, damaged, why in found}
             evaluations = self._once(db, (ident, "evaluations"), lambda: queries.evaluations(db))
+        indexed, of = one.index.progress()
         unread = {"episodes": None, "damaged": 0, "problem": None}
         steps = [
             {"file": file.name, "phase": file.phase, "step": file.step, **known.get(file.name, unread)} for file in one.run.files
@@ -157,6 +158,8 @@ class Api:
             "summary": redact_json(summary, said=True),
             "metric_table": metric_table,
             "steps": steps,
+            "indexed": indexed,
+            "of": of,
         }
 
     def metrics(self, ident: str, asked: Asked) -> Json:

@@ -2,6 +2,7 @@
 import { html, render, useEffect, useErrorBoundary, useRef, useState } from "./js/html.js";
 import { address, useApi } from "./js/api.js";
 import { setTheme, storedTheme, THEMES } from "./js/colors.js";
+import { number } from "./js/format.js";
 import { HELP, useKeys } from "./js/keys.js";
 import { Empty, Failed, Status } from "./js/parts.js";
 import { go, href, useRoute } from "./js/router.js";
@@ -86,17 +87,22 @@ function Page({ route, runs, run }) {
 }
 
 function RunPage({ name, run, part, route, runs }) {
-  // Looked at again for as long as the run goes on: its steps and its summary grow.
-  const detail = useApi(address("runs", name), {}, run?.live ? RUNS_EVERY : 0);
+  // Looked at again for as long as the run goes on or its episodes are being read: its steps and figures grow.
+  const [reading, setReading] = useState(false);
+  const grows = run?.live || reading;
+  const detail = useApi(address("runs", name), {}, grows ? RUNS_EVERY : 0);
+  const behind = detail.data !== null && detail.data.indexed < detail.data.of;
+  useEffect(() => setReading(behind), [behind]);
   if (detail.error && !detail.data) return html`<main><${Failed} error=${detail.error} again=${detail.again} /></main>`;
   if (!detail.data) return html`<main><div class="empty" role="status">Loading the run…</div></main>`;
   // `steps` is the list of recorded ones there, and in the list of runs how many updates are planned.
-  const found = { ...detail.data, ...run, files: detail.data.steps, steps: run?.steps ?? null };
+  const found = { ...detail.data, ...run, files: detail.data.steps, steps: run?.steps ?? null, grows, reading: behind };
   const options = { run: found, query: route.query, runs: runs.data ?? [] };
   if (part === "episode") return html`<${EpisodePage} key=${name} ...${options} id=${route.path[3]} />`;
   const page = TABS.find(([known]) => known === part);
   if (!page) return html`<main><${Empty} title="There is no such page"><a href=${href(["run", name])}>The run's overview</a><//></main>`;
-  return html`<${page[2]} ...${options} />`;
+  return html`${behind && html`<div class="notice" role="status" style=${{ margin: "12px 20px 0" }}>Reading episodes: ${number(found.indexed)} of about ${number(found.of)}. Counts grow meanwhile.</div>`}
+    <${page[2]} ...${options} />`;
 }
 
 /** A fault of the page itself is said, and leaves the frame usable. */

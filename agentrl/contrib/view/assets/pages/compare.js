@@ -79,7 +79,7 @@ function Side({ name, runs, run, step, set, detail }) {
     <select aria-label=${`run of side ${name}`} value=${run} onChange=${(event) => set(event.target.value, "")}>
       <option value="">choose a run</option>${runs.map((one) => html`<option key=${one.run} value=${one.run}>${one.name}</option>`)}</select>
     <select aria-label=${`step of side ${name}`} value=${step} disabled=${!files.length} onChange=${(event) => set(run, event.target.value)}>
-      ${!files.length && html`<option value="">no recorded episodes</option>`}
+      ${!files.length && html`<option value="">${detail.data ? "no recorded episodes" : "loading"}</option>`}
       ${files.map((one) => html`<option key=${one.file} value=${one.file}>${one.phase} ${one.step}${one.episodes === null ? ", being read" : `: ${plural(one.episodes, "episode")}`}</option>`)}</select>
     ${detail.error && html`<span class="bad small">${detail.error.message}</span>`}
   </div></div>`;

@@ -18,14 +18,8 @@ export function EpisodesPage({ run, query }) {
   const asked = listQuery(query);
   const offset = Math.max(0, Number(query.offset) || 0);
   const path = (part) => address("runs", run.run, part);
-  const list = useApi(path("episodes"), { ...asked, offset, limit: PAGE }, run.live ? EVERY : 0);
-  const facets = useApi(path("facets"), {}, run.live ? 2 * EVERY : 0);
-  const indexing = list.data && list.data.indexed < list.data.of;
-  useEffect(() => {
-    if (!indexing || run.live) return undefined;
-    const timer = setTimeout(() => { list.again(); facets.again(); }, 1000);
-    return () => clearTimeout(timer);
-  }, [indexing, list.data]);
+  const list = useApi(path("episodes"), { ...asked, offset, limit: PAGE }, run.grows ? EVERY : 0);
+  const facets = useApi(path("facets"), {}, run.grows ? 2 * EVERY : 0);
   const change = (patch) => go(["run", run.run, "episodes"], { ...query, offset: "", ...patch }, true);
   return html`<main class="browse">
     <aside class="panel facets" aria-label="filters">
@@ -34,7 +28,6 @@ export function EpisodesPage({ run, query }) {
     </aside>
     <div class="stack grow">
       <${Chips} query=${query} change=${change} />
-      ${indexing && html`<div class="notice" role="status">Reading episodes: ${number(list.data.indexed)} of about ${number(list.data.of)}. Counts grow meanwhile.</div>`}
       <${Answer} of=${list} what="episodes">${(data) => html`<${List} run=${run} data=${data} query=${query} asked=${asked} offset=${offset} change=${change} />`}<//>
     </div>
   </main>`;

@@ -14,7 +14,7 @@ const KINDS = {
 
 export function FailuresPage({ run, query }) {
   const asked = { step: query.step };
-  const failures = useApi(address("runs", run.run, "failures"), asked, run.live ? 5000 : 0);
+  const failures = useApi(address("runs", run.run, "failures"), asked, run.grows ? 5000 : 0);
   const change = (patch) => go(["run", run.run, "failures"], { ...query, ...patch }, true);
   return html`<main class="stack">
     <div class="row"><${StepChoice} run=${run} step=${query.step} change=${change} />

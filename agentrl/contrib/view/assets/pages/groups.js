@@ -29,7 +29,7 @@ function newest(files) {
 export function GroupsPage({ run, query }) {
   const step = query.step ?? newest(run.files);
   const change = (patch) => go(["run", run.run, "groups"], { ...query, ...patch }, true);
-  const groups = useApi(address("runs", run.run, "groups"), { step, limit: MOST }, run.live ? 5000 : 0);
+  const groups = useApi(address("runs", run.run, "groups"), { step, limit: MOST }, run.grows ? 5000 : 0);
   return html`<main class="stack">
     <div class="row"><${StepChoice} run=${run} step=${step} change=${change} all=${false} />
       ${["", "teach", "nothing"].map((which) => html`<button key=${which} aria-pressed=${(query.which ?? "") === which} onClick=${() => change({ which })}>${{ "": "all", teach: "those that teach", nothing: "those that teach nothing" }[which]}</button>`)}

@@ -3,7 +3,7 @@ import { html } from "../js/html.js";
 import { address, useApi } from "../js/api.js";
 import { runColors } from "../js/colors.js";
 import { Curves } from "../js/curves.js";
-import { called, compact, fixed, number, seconds, when } from "../js/format.js";
+import { called, compact, fixed, number, plural, seconds, when } from "../js/format.js";
 import { useMetrics } from "../js/metrics.js";
 import { Answer, Cause, Empty, Facts, Failed, Panel, Share } from "../js/parts.js";
 import { go, href } from "../js/router.js";
@@ -32,7 +32,7 @@ export function OverviewPage({ run, query, runs }) {
       summary?.restarts > 0 && ["restarts", number(summary.restarts)],
     ]} /></div></section>
     ${error && html`<${Failed} error=${error} />`}
-    <${Curves} runs=${[{ run: run.run, label: run.name, color }]} rowsOf=${{ [run.run]: rows[run.run] ?? null }} query=${query} onQuery=${change} table=${run.metric_table ?? []} />
+    ${run.status !== "eval" && html`<${Curves} runs=${[{ run: run.run, label: run.name, color }]} rowsOf=${{ [run.run]: rows[run.run] ?? null }} query=${query} onQuery=${change} table=${run.metric_table ?? []} />`}
     <${Evaluations} run=${run} />
     <div class="sides top">
       <div class="stack"><${Environments} summary=${summary} run=${run} /><${Reasons} run=${run} /></div>
@@ -76,19 +76,20 @@ function Phases({ run }) {
   const steps = run.files;
   return html`<${Panel} title="Recorded episodes" scroll>
     ${steps.length ? html`<div class="scroll" style=${{ maxHeight: "300px" }}><table><thead><tr><th>phase</th><th class="number">step</th><th class="number">episodes</th><th></th></tr></thead>
-      <tbody>${steps.map(({ file, phase, step, episodes }) => html`<tr key=${file}>
+      <tbody>${steps.map(({ file, phase, step, episodes, damaged, problem }) => html`<tr key=${file}>
         <td title=${PHASES[phase]}>${phase}</td><td class="number">${number(step)}</td>
         <td class="number"><a href=${href(["run", run.run, "episodes"], { phase, step })}>${number(episodes)}</a></td>
-        <td>${phase === "train" && html`<a href=${href(["run", run.run, "groups"], { step })}>groups</a>`}</td>
+        <td>${phase === "train" && html`<a href=${href(["run", run.run, "groups"], { step })}>groups</a>`}
+          ${damaged > 0 && html`<span class="bad small">${plural(damaged, "damaged row")}, left out: ${pieces(problem ?? "")}</span>`}</td>
       </tr>`)}</tbody></table></div>`
     : html`<${Empty} title="No episodes are recorded yet">They are written after an evaluation, and every <code>trajectories_every</code> updates.<//>`}
   <//>`;
 }
 
 function Reasons({ run }) {
-  const failures = useApi(address("runs", run.run, "failures"));
+  const failures = useApi(address("runs", run.run, "failures"), {}, run.grows ? 5000 : 0);
   return html`<${Panel} title="Most frequent failures" aside=${html`<a href=${href(["run", run.run, "failures"])}>all</a>`} scroll>
-    <${Answer} of=${failures} what="failures">${(data) => (data.length
+    <${Answer} of=${failures} what="failures">${(data) => (data.length || run.reading
       ? html`<table><tbody>${data.slice(0, 6).map(({ reason, kind, episodes, examples }) => html`<tr key=${kind + reason}>
           <td class="number">${number(episodes)}</td><td><span class="badge">${kind}</span></td>
           <td><${Text} value=${reason} lines=${3} characters=${200} /></td>
@@ -98,9 +99,9 @@ function Reasons({ run }) {
 }
 
 function Signs({ run }) {
-  const suspects = useApi(address("runs", run.run, "suspects"));
+  const suspects = useApi(address("runs", run.run, "suspects"), {}, run.grows ? 10000 : 0);
   return html`<${Panel} title="Suspects" aside=${html`<a href=${href(["run", run.run, "suspects"])}>all</a>`} scroll>
-    <${Answer} of=${suspects} what="suspects">${(data) => (data.length
+    <${Answer} of=${suspects} what="suspects">${(data) => (data.length || run.reading
       ? html`<table><tbody>${data.map(({ kind, title, why, episodes }, place) => html`<tr key=${place}>
           <td><a href=${href(["run", run.run, "suspects"])}>${title}</a><div class="muted small">${pieces(String(why))}</div></td>
           <td class="nowrap">${episodes.length > 0 && html`<a href=${href(["run", run.run, "episode", String(episodes[0].id)])}>${called(episodes[0].id)}</a>`}</td></tr>`)}</tbody></table>`

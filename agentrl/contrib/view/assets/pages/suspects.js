@@ -14,7 +14,7 @@ const LOOK = {
 };
 
 export function SuspectsPage({ run }) {
-  const suspects = useApi(address("runs", run.run, "suspects"), {}, run.live ? 10000 : 0);
+  const suspects = useApi(address("runs", run.run, "suspects"), {}, run.grows ? 10000 : 0);
   return html`<main class="stack">
     <p class="muted">Signs, not proofs: reward hacking is found by looking, and these are the places to look at first.</p>
     <${Answer} of=${suspects} what="suspects">${(data) => (data.length
