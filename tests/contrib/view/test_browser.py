@@ -541,8 +541,9 @@ def test_a_page_that_opens_before_its_episodes_are_read_catches_up_and_names_dam
     hurt = {**whole["steps"][0], "damaged": 2, "problem": "row 1: not JSON"}
     early = whole | {"evaluations": [], "indexed": 0, "of": 43, "steps": [hurt]}
     tab.page.route("**/api/runs/first", lambda route: route.fulfill(json=early), times=1)
-    tab.go("run/first", "text=Reading episodes: 0 of about 43")
-    assert tab.texts(".panel td .bad") == ["2 damaged rows, left out: row 1: not JSON"]
+    tab.go("run/first", "td .bad")
+    assert tab.count("text=Reading episodes: 0 of about 43") == 1
+    assert tab.texts("td .bad") == ["2 damaged rows, left out: row 1: not JSON"]
     tab.page.wait_for_selector("table.evaluations tbody tr")
     assert tab.count("text=Reading episodes") == 0
 
