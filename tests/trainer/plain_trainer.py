@@ -91,7 +91,7 @@ class Trainer:
 
 
 class PlainActor(Trainer):
-    """dr_grpo or grpo advantages, ppo_clip or gspo, and every other key of [algorithm] as the config says; all at one temperature."""
+    """dr_grpo or grpo advantages, ppo_clip or gspo, every other key of [algorithm] as given; all at one temperature."""
 
     def __init__(
         self, folder: str, algorithm: Any, optim: Any, total: int = 100, seed: int = 0, temperature: float = 1.0

@@ -144,9 +144,10 @@ def test_a_key_moves_the_weights_as_the_plain_trainer_does(tiny: str, key: str) 
     assert key == "nothing" or apart(expected, defaults) > 0.02 * way
     steps = len(trainer.norms) // STEPS
     trained = [8 - len(cut) if "truncated" in key else 8 for cut in TRUNCATED]
-    assert [(row["optimizer_steps"], row["episodes_trained"]) for row in rows] == [(steps, count) for count in trained]
+    assert [row["episodes_trained"] for row in rows] == trained
     for row, at in zip(rows, range(0, len(trainer.norms), steps), strict=True):
-        assert row["grad_norm"] == pytest.approx(sum(trainer.norms[at : at + steps]) / steps, rel=2e-3)
+        taken = [norm for norm in trainer.norms[at : at + steps] if norm]
+        assert row["optimizer_steps"] == len(taken) and row["grad_norm"] == pytest.approx(sum(taken) / len(taken), rel=2e-3)
         assert row["loss"] == pytest.approx(sum(trainer.losses[at : at + steps]) / steps, rel=2e-3, abs=1e-5)
 
 
@@ -225,7 +226,7 @@ def test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does(tiny: str
     steps = len(by_hand[0].norms) // STEPS
     for row, at in zip(rows, range(0, len(by_hand[0].norms), steps), strict=True):
         assert row["critic/loss"] == pytest.approx(sum(by_hand[0].losses[at : at + steps]) / steps, rel=1e-4)
+        assert row["critic/optimizer_steps"] == sum(norm > 0 for norm in by_hand[0].norms[at : at + steps])
     assert key in ("nothing", "aggregate") or (expected - defaults).abs().mean() > 1e-3
     assert key != "aggregate" or abs(by_hand[0].losses[0] / by_hand[1].losses[0] - 1) > 1e-3
-    assert [row["critic/optimizer_steps"] for row in rows] == [steps] * STEPS
     assert [row["critic/lr"] for row in rows] == pytest.approx([0.5 * section.lr, section.lr])
