@@ -124,7 +124,7 @@ async def test_a_service_that_fails_to_close_leaves_no_other_open() -> None:
             raise OSError(self.name)
 
     services = RunServices(TrainConfig())
-    services.update({name: Named(name) for name in ("a", "b")})
+    services.update({name: Named(name) for name in ("a", "b")})  # type: ignore[abstract]
     with pytest.raises(OSError, match=r"^[ab]$"):
         await services.close()
     assert sorted(ended) == ["a", "b"]
