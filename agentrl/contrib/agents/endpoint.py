@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
+from agentrl.contrib.agents.record import ServedEpisode
 from agentrl.contrib.agents.session import AgentSession, Live, ServedPolicy, refusal_of
 from agentrl.contrib.toolkit.chat_forms import call_result, tool_list
 from agentrl.contrib.toolkit.http_server import LocalServer, open_listener
@@ -36,8 +37,6 @@ from agentrl.utils.network import exempt, strict_json
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
-
-    from agentrl.contrib.agents.episode import AgentEpisode
 
 
 T = TypeVar("T")
@@ -238,7 +237,7 @@ class ToolServer(LocalServer):
         if find_spec("mcp") is None:
             raise DependencyError("tools for an agent need mcp: pip install 'agentrl[mcp]'")
         self._host, self._port = host, 0
-        self._episodes: dict[str, AgentEpisode] = {}
+        self._episodes: dict[str, ServedEpisode] = {}
 
     async def start(self) -> None:
         """Start serving. Raises ResourceError if it cannot listen on the host."""
@@ -268,7 +267,7 @@ class ToolServer(LocalServer):
         self._episodes.clear()
         await self.stop()
 
-    def open(self, episode: AgentEpisode) -> str:
+    def open(self, episode: ServedEpisode) -> str:
         """Serve an episode; returns its secret base URL."""
         secret = secrets.token_urlsafe(32)
         self._episodes[secret] = episode
@@ -299,7 +298,7 @@ class ToolServer(LocalServer):
             ]
         )
 
-    def _of(self, request: Request) -> AgentEpisode:
+    def _of(self, request: Request) -> ServedEpisode:
         """Return the request's episode. Raises AgentrlError if it has ended."""
         found = self._episodes.get(str(request.path_params["secret"]))
         if found is None:

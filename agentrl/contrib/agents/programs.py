@@ -12,13 +12,13 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from agentrl.config.load import check_unread
 from agentrl.config.schema import AgentConfig
-from agentrl.contrib.agents.record import MASK, VARIABLES, Brief, Outcome, text_of
+from agentrl.contrib.agents.record import MASK, VARIABLES, Brief, Outcome, ServedEpisode, text_of
 from agentrl.contrib.toolkit import keeper
 from agentrl.data.trajectory import Json
 from agentrl.utils.errors import ConfigError, fault_text, is_from_outside
@@ -26,9 +26,6 @@ from agentrl.utils.network import exempt, exempt_own, through_proxy
 from agentrl.utils.parsing import read_json
 from agentrl.utils.redaction import learn, redact, resolve_references
 from agentrl.utils.search_path import function_named
-
-if TYPE_CHECKING:
-    from agentrl.contrib.agents.episode import AgentEpisode
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +135,7 @@ class Program(ABC):
     """An agent that runs many episodes concurrently."""
 
     @abstractmethod
-    async def run(self, brief: Brief, served: AgentEpisode, record: dict[str, Json]) -> Outcome:
+    async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
         """Run an episode until the agent ends. Cancelling ends the agent and its processes; `record` then also has its output."""
 
     async def close(self) -> None:
@@ -174,7 +171,7 @@ class Command(Program):
             raise ConfigError(f"agent.env, agent.pass_env: {taken[0]} is set for each episode; choose another name")
         self._passed = [*ALWAYS_PASSED, *config.pass_env]
 
-    async def run(self, brief: Brief, served: AgentEpisode, record: dict[str, Json]) -> Outcome:
+    async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True) as folder:
             given, file = brief.variables(), Path(folder) / "task.json"
             file.write_text(given["AGENTRL_TASK"])
@@ -198,7 +195,7 @@ class Command(Program):
 class Episode:
     """The argument of an agent that is an async function."""
 
-    def __init__(self, brief: Brief, served: AgentEpisode) -> None:
+    def __init__(self, brief: Brief, served: ServedEpisode) -> None:
         self.task = brief.task()
         self.prompt, self.messages, self.tools = brief.prompt, self.task["messages"], self.task["tools"]
         self.model, self.api_key = brief.to_json()["model"], brief.key
@@ -229,7 +226,7 @@ class Function(Program):
             )
         self._function: Callable[[Episode], Awaitable[Any]] = function
 
-    async def run(self, brief: Brief, served: AgentEpisode, record: dict[str, Json]) -> Outcome:
+    async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
         task = asyncio.current_task()
         try:
             answer = await self._function(Episode(brief, served))
@@ -258,7 +255,7 @@ class Remote(Program):
         learn({"url": url})
         self._client: httpx.AsyncClient | None = None
 
-    async def run(self, brief: Brief, served: AgentEpisode, record: dict[str, Json]) -> Outcome:
+    async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
         address = resolve_references(self._url, "agent.url")
         if self._client is None:
             exempt_own(address)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from agentrl.contrib.agents.session import AgentSession
 from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Turn
@@ -24,6 +25,16 @@ VARIABLES = {
     "AGENTRL_USER_URL": "user_url",
 }  # fmt: skip
 """Environment variables of a command, with their keys in `Brief.to_json`."""
+
+
+class ServedEpisode(Protocol):
+    """An episode's services for its agent."""
+
+    def schemas(self) -> list[dict[str, Json]]: ...
+
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult: ...
+
+    async def say(self, text: str) -> list[str] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
