@@ -71,15 +71,11 @@ def check_read(args: argparse.Namespace, names: Sequence[str], why: str) -> None
     for name in names:
         if getattr(args, name) != args.parser.get_default(name):
             options = [option for one in args.parser._actions if one.dest == name for option in one.option_strings[-1:]]
-            # Two options may set the same value (--model, --policy): name the one that was typed, perhaps abbreviated.
-            typed = [word.partition("=")[0] for word in args.typed if word.startswith("--")]
-            given = (option for option in options if any(option.startswith(word) for word in typed))
-            raise ConfigError(f"{next(given, next(iter(options), name))}: {why}")
+            raise ConfigError(f"{' / '.join(options) or name}: {why}")  # two options may set one value: --model, --policy
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser, also of subcommands, whose epilogs keep their lines. The result has the innermost `parser`, and the words
-    `typed`."""
+    """Argument parser, also of subcommands, whose epilogs keep their lines; `parser` of the result is the innermost parser."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **kwargs})
@@ -93,12 +89,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; a command with a default for `passed_on` gets the words behind `--` in it, unparsed."""
-        words = sys.argv[1:] if args is None else list(args)
-        end = words.index("--") if "--" in words and self.get_default("passed_on") is not None else len(words)
-        found, rest = super().parse_known_args(words[:end], namespace)
-        if end < len(words):
-            found.passed_on = words[end + 1 :]
-        found.typed = words[:end]
+        if args is None or "--" not in args or self.get_default("passed_on") is None:
+            return super().parse_known_args(args, namespace)
+        words = list(args)
+        found, rest = super().parse_known_args(words[: words.index("--")], namespace)
+        found.passed_on = words[words.index("--") + 1 :]
         return found, rest
 
     def error(self, message: str) -> NoReturn:

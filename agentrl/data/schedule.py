@@ -150,12 +150,8 @@ def origins(view: Ragged) -> np.ndarray:
     return view.numbers(ORIGIN) if ORIGIN in view else np.full(len(view), FRESH)
 
 
-# The schedule of rows over minibatches, ranks and micro-batches, in three steps, written to row columns that other code reads.
-#
-# cut_minibatches      driver   episodes -> minibatches (optimizer steps), by seed and step
-# assign_ranks         driver   rows of each minibatch -> ranks; whether prefixes are shared
-# columns `minibatch`, `dp_rank`; if rows stay together, `together`, `prefix`
-# plan_micro_batches   worker   a rank's rows of each minibatch -> micro-batches under the token cap
+# The schedule of rows over minibatches and ranks (on the driver: row columns `minibatch`, `dp_rank`, `together`, `prefix`) and
+# over micro-batches (`plan_micro_batches`, on each worker).
 #
 # Minibatches come first and do not depend on the number of ranks, so neither do the content and result of an optimizer
 # step. Ranks are balanced within a minibatch, because all ranks wait for each other at its end. Micro-batches come last,

@@ -218,7 +218,6 @@ class LiteLlmEngine(MessageEngine):
     async def _answer(
         self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], number: int, sampling: Sampling
     ) -> tuple[Message, dict[str, Json], Usage, Finish]:
-        """Call the API. Raises EngineError if it fails after all retries."""
         if sampling.top_k:
             raise EngineError("API models take no top_k")
         answer = await self._ask(self.request(messages, tools, sampling))
@@ -353,7 +352,6 @@ class FunctionEngine(MessageEngine):
     async def _answer(
         self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], number: int, sampling: Sampling
     ) -> tuple[Message, dict[str, Json], None, Finish]:
-        """Call the policy. Raises EngineError if it raises or returns no message."""
         said = await run_contained(self._ask([dict(row) for row in messages], tools), f"policy {self._name}", EngineError)
         message = number_calls(said, number)
         return message, row_of(message), None, "stop"

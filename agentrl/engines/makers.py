@@ -79,7 +79,6 @@ class ApiMaker(TranscriptMaker):
             raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
 
     def make_with(self, transcript: Transcript) -> LiteLlmEngine:
-        """Make the engine over the caller's transcript; use it with its `renderer`."""
         from agentrl.engines.api_models import LiteLlmEngine
 
         name = api_name(self.config.model.path)
@@ -104,7 +103,6 @@ class PythonMaker(TranscriptMaker):
             raise ConfigError("rollout.top_k, rollout.top_p: a Python policy draws by itself")
 
     def make_with(self, transcript: Transcript) -> FunctionEngine:
-        """Make the engine over the caller's transcript."""
         from agentrl.engines.api_models import FunctionEngine
 
         name = str(self.config.model.path)
@@ -131,7 +129,6 @@ class ScriptedMaker(TranscriptMaker):
             raise ConfigError("rollout.top_k, rollout.top_p: a scripted policy draws nothing")
 
     def make_with(self, transcript: Transcript) -> ScriptedEngine:
-        """Make the engine over the caller's transcript."""
         from agentrl.engines.api_models import ScriptedEngine
 
         return ScriptedEngine(str(self.config.model.path).removeprefix(POLICY), transcript)

@@ -227,7 +227,7 @@ SIGNS = (
     Sign(
         "tool calls fail", "tool_error_rate", lambda now, start: start <= 0.4 and now >= 0.8,
         "most calls worked at first, and now most are malformed or refused, without more success",
-        "Read some (`agentrl runs failures`), go back to an earlier checkpoint, and lower optim.lr or set algorithm.kl.coef.",
+        "Go back to an earlier checkpoint; lower optim.lr or set algorithm.kl.coef.",
         extreme=min, unless="better",
     ),
     Sign(

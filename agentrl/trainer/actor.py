@@ -137,7 +137,7 @@ class Actor(TrainedRole):
 
         Returns metrics over all ranks, equal on each. `algorithm`, `step`, `seed`: those of `cut_update`. The batch needs the
         columns of `collate` and `advantages`; `ref_logprobs` for a KL term in the loss; `old_logprobs` (`compute_logprob` before
-        the update) for a recomputed proximal policy. A minibatch without rows still takes its optimizer step, with gradient zero.
+        the update) for a recomputed proximal policy.
         `temperature`: that of the rollout. `kl_coef` (adaptive) replaces `algorithm.kl.coef`. Raises BrokenWeightsError if the
         weights are not finite afterwards.
         """

@@ -151,7 +151,6 @@ class FsdpEngine(BaseEngine):
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the trained parameters by Hugging Face name; a tied output embedding appears once, under the input's."""
         return [(self.hf_name(n), p) for n, p in self.module.named_parameters() if p.requires_grad]
 
     def hf_name(self, name: str) -> str:

@@ -87,7 +87,6 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
         self._prompt_tokens = 0
 
     async def start(self) -> None:
-        """Load the model. Raises ModelError, or ResourceError if one episode does not fit in the cache."""
         set_cpu_threads(self._threads)  # the probe below is tiny
         kind: type[EmbeddedModel] = EmbeddedModel if self._cache else RecomputedModel
         if (modality := modality_in(self._path, self._trust)) is not None:

@@ -186,7 +186,6 @@ class RecomputedModel(EmbeddedModel):
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int], spans: Sequence[Span], last: list[int]) -> Tensor:
-        """Return float32 logits [len(last), V] after the flat tokens at the indices `last`, like EmbeddedModel."""
         ids = torch.tensor(token_ids, dtype=torch.float32, device=self.device)
         found = {}
         for span in spans:

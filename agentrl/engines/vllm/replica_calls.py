@@ -227,7 +227,6 @@ class LocalEngine(StreamingEngine):
                 del self._ids[request_key]
 
     def progress(self, request_key: str) -> int | None:
-        """Return the progress of `VllmEngine.progress`, at most COUNTS_S old."""
         request_id = self._ids.get(request_key)
         if request_id is None:
             return None
@@ -239,7 +238,6 @@ class LocalEngine(StreamingEngine):
         await self._actor.abort(request_key)
 
     async def stats(self) -> EngineStats:
-        """Return the counters of this replica."""
         found: EngineStats = await self._actor.stats()
         return found
 

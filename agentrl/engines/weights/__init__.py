@@ -1,1 +1,1 @@
-"""Weight transfer from the trainer's ranks to the engine's processes, in buckets of bounded size."""
+"""Weight transfer from trainer to engine."""

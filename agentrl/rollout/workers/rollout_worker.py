@@ -282,7 +282,6 @@ class DriverEngine(StreamingEngine):
         return next((self._refused[name] for name in FEATURES if getattr(sampling, name)), "")
 
     def progress(self, request_key: str) -> int | None:
-        """Return the progress of a request, about PROGRESS_S old; None before the first report or if the engine has none."""
         if request_key not in self._under_way:
             return None
         if self._polling is None or self._polling.done():
