@@ -57,7 +57,7 @@ def test_the_coefficient_is_steered_by_episodes_and_only_where_the_policy_learns
     assert found == pytest.approx([0.1, 0.1, 0.092])
     two = opened(tiny, config_of(algorithm=algorithm.model_copy(update={"advantage": Choice(name="grpo")})))
     batch = collate(trajectories(8))
-    batch["member"] //= 2  # two ledgers an episode: 4 episodes
+    batch.update({"member": batch["member"] // 2, "reward": (batch["member"] < 2).float()})  # 4 episodes, no tie
     asyncio.run(two.step(batch, 0))
     assert two.kl_coef == pytest.approx(0.1 * (1 - 0.2 * 4 / 20))
 
