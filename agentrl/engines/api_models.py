@@ -146,7 +146,6 @@ class MessageEngine(Engine):
         return None
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """Sample a turn of one id, the answer's message. Raises EngineError if there was no answer."""
         task = asyncio.ensure_future(self._sample(token_ids, sampling))
         self.under_way.setdefault(request_key, set()).add(task)
         try:

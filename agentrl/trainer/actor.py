@@ -215,8 +215,7 @@ class Actor(TrainedRole):
         """Take one optimizer step with the accumulated gradients, clipped as in `update`.
 
         `lr`: learning rate, default: the schedule's. `optimizer_steps` is 0 if the gradient is 0 or not finite; then weights and
-        optimizer stay as they are. Raises AgentrlError without gradients, BrokenWeightsError if the weights are not finite
-        afterwards.
+        optimizer stay as they are. Raises AgentrlError without gradients, BrokenWeightsError if the weights become infinite.
         """
         if self._pending is None:
             raise AgentrlError("optim_step: no gradients wait; call forward_backward first")

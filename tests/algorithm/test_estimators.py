@@ -30,17 +30,14 @@ def batch_of(**more: Any) -> AdvantageInput:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "there", "message"),
-    [
-        ("gae", "turns", '"gae" needs a critic'),
-        ("gae_turns", "turns", 'gae_turns" needs a critic'),
-        ("gae_turns", "values", "column `turns`"),
-        ("gigpo", "turns", "anchors"),
-        ("multi_reward", "turns", "terms"),
-        ("remax", "turns", "greedy"),
-    ],
-)
+@pytest.mark.parametrize(("name", "there", "message"), [
+    ("gae", "turns", '"gae" needs a critic'),
+    ("gae_turns", "turns", 'gae_turns" needs a critic'),
+    ("gae_turns", "values", "column `turns`"),
+    ("gigpo", "turns", "anchors"),
+    ("multi_reward", "turns", "terms"),
+    ("remax", "turns", "greedy"),
+])  # fmt: skip
 def test_missing_columns_are_named(name: str, there: str, message: str) -> None:
     plain = batch_of(**{there: torch.zeros(2, dtype=torch.int64 if there == "turns" else torch.float32)})
     with pytest.raises(ConfigError, match=message):
@@ -93,37 +90,31 @@ def test_clips_at_their_corners() -> None:
 # -- names and arguments ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: advantages("grppo", {}), "did you mean 'grpo'"),
-        (lambda: policy_loss("ppo_clp", {}), "did you mean 'ppo_clip'"),
-        (lambda: policy_loss("ppo_clip", {"clip_hi": 0.28}), "did you mean 'clip_high'"),
-        (lambda: policy_loss("ppo_clip", {"clip_high": "0.28"}), "clip_high = '0.28'"),
-        (lambda: policy_loss("ppo_clip", {"clip_high": -1.0}), "greater than or equal to 0"),
-        (lambda: policy_loss("ppo_clip", {"dual_clip": 0.5}), "dual_clip"),
-        (lambda: advantages("gae", {"gamma": 1.5}), "less than or equal to 1"),
-        (lambda: advantages("rloo", {"eps": 1}), "known: none"),
-        (lambda: CORRECTIONS.bind("trunc", {}), "did you mean 'truncated'"),
-        (lambda: kl_estimate("k4", None, None), "unknown name 'k4'"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: advantages("grppo", {}), "did you mean 'grpo'"),
+    (lambda: policy_loss("ppo_clp", {}), "did you mean 'ppo_clip'"),
+    (lambda: policy_loss("ppo_clip", {"clip_hi": 0.28}), "did you mean 'clip_high'"),
+    (lambda: policy_loss("ppo_clip", {"clip_high": "0.28"}), "clip_high = '0.28'"),
+    (lambda: policy_loss("ppo_clip", {"clip_high": -1.0}), "greater than or equal to 0"),
+    (lambda: policy_loss("ppo_clip", {"dual_clip": 0.5}), "dual_clip"),
+    (lambda: advantages("gae", {"gamma": 1.5}), "less than or equal to 1"),
+    (lambda: advantages("rloo", {"eps": 1}), "known: none"),
+    (lambda: CORRECTIONS.bind("trunc", {}), "did you mean 'truncated'"),
+    (lambda: kl_estimate("k4", None, None), "unknown name 'k4'"),
+])  # fmt: skip
 def test_wrong_names_and_values(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "given", "low", "high"),
-    [
-        (CORRECTIONS.bind, "reject_sequence", {"low": 1.2, "high": 0.8}, 1.2, 0.8),
-        (CORRECTIONS.bind, "reject_sequence", {"low": 1.05}, 1.05, 1.01),  # above the default of high
-        (CORRECTIONS.bind, "icepop", {"low": 5.0, "high": 0.5}, 5.0, 0.5),
-        (CORRECTIONS.bind, "icepop", {"low": 0.7, "high": 0.7}, 0.7, 0.7),
-        (policy_loss, "clip_cov", {"low": 5.0, "high": 1.0}, 5.0, 1.0),
-        (policy_loss, "clip_cov", {"high": 1.0}, 1.0, 1.0),  # the default of low, and the bounds are no part
-    ],
-)
+@pytest.mark.parametrize(("make", "name", "given", "low", "high"), [
+    (CORRECTIONS.bind, "reject_sequence", {"low": 1.2, "high": 0.8}, 1.2, 0.8),
+    (CORRECTIONS.bind, "reject_sequence", {"low": 1.05}, 1.05, 1.01),  # above the default of high
+    (CORRECTIONS.bind, "icepop", {"low": 5.0, "high": 0.5}, 5.0, 0.5),
+    (CORRECTIONS.bind, "icepop", {"low": 0.7, "high": 0.7}, 0.7, 0.7),
+    (policy_loss, "clip_cov", {"low": 5.0, "high": 1.0}, 5.0, 1.0),
+    (policy_loss, "clip_cov", {"high": 1.0}, 1.0, 1.0),  # the default of low, and the bounds are no part
+])  # fmt: skip
 def test_bounds_with_nothing_between_them_are_refused(make: Any, name: str, given: Any, low: float, high: float) -> None:
     """They would reject (or pick) nothing or everything in silence: all weights of such a `reject_sequence` are 0."""
     with pytest.raises(ConfigError, match=rf"{name}': argument low = {low:g} must be below high = {high:g}"):
@@ -157,15 +148,12 @@ def shifts(given: AdvantageInput) -> AdvantageOutput:
     return AdvantageOutput(given.token_rewards)
 
 
-@pytest.mark.parametrize(
-    ("mine", "kind", "said"),
-    [
-        (raises, CallbackError, "'mine' raised KeyError: 'old' ("),
-        (leaves, CallbackError, "'mine' raised SystemExit: 3 ("),
-        (zeroes, ConfigError, "'mine' changes its input mask in place"),
-        (shifts, None, ""),
-    ],
-)
+@pytest.mark.parametrize(("mine", "kind", "said"), [
+    (raises, CallbackError, "'mine' raised KeyError: 'old' ("),
+    (leaves, CallbackError, "'mine' raised SystemExit: 3 ("),
+    (zeroes, ConfigError, "'mine' changes its input mask in place"),
+    (shifts, None, ""),
+])  # fmt: skip
 def test_a_users_estimator_that_raises_or_writes_into_its_input_is_named(mine: Any, kind: Any, said: str) -> None:
     """It was a stack trace, or a batch without a sampled token that trained nothing."""
     columns = {"token_rewards": torch.zeros(4), "mask": torch.ones(4, dtype=torch.bool), "reward": torch.ones(2)}
@@ -180,15 +168,12 @@ def test_a_users_estimator_that_raises_or_writes_into_its_input_is_named(mine: A
     assert given.mask.all() and given.reward.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (torch.zeros(4), "returned a tensor of shape [4]; expected LossOutput(loss=...) with a tensor of shape [4]"),
-        (LossOutput(torch.zeros(())), "returned a tensor of shape [] as loss; expected"),
-        (LossOutput(0.5), "returned 0.5 as loss; expected"),  # type: ignore[arg-type]
-        (None, "returned None; expected LossOutput"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "said"), [
+    (torch.zeros(4), "returned a tensor of shape [4]; expected LossOutput(loss=...) with a tensor of shape [4]"),
+    (LossOutput(torch.zeros(())), "returned a tensor of shape [] as loss; expected"),
+    (LossOutput(0.5), "returned 0.5 as loss; expected"),  # type: ignore[arg-type]
+    (None, "returned None; expected LossOutput"),
+])  # fmt: skip
 def test_what_a_loss_returns_is_named(answer: object, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_output("algorithm.loss 'mine'", answer, LossOutput, "loss", torch.zeros(4))
@@ -196,16 +181,13 @@ def test_what_a_loss_returns_is_named(answer: object, said: str) -> None:
     check_output("algorithm.loss 'mine'", LossOutput(torch.ones(4)), LossOutput, "loss", torch.zeros(4))
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (None, "returned None; expected a tensor of shape [4], one number per token"),
-        (1.0, "returned 1.0; expected a tensor"),
-        (torch.ones(3), "returned a tensor of shape [3]; expected a tensor of shape [4]"),
-        (torch.tensor([1.0, float("nan"), 1.0, 1.0]), "returned weights that are negative or not finite"),
-        (torch.tensor([1.0, -1.0, 1.0, 1.0]), "returned weights that are negative or not finite"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "said"), [
+    (None, "returned None; expected a tensor of shape [4], one number per token"),
+    (1.0, "returned 1.0; expected a tensor"),
+    (torch.ones(3), "returned a tensor of shape [3]; expected a tensor of shape [4]"),
+    (torch.tensor([1.0, float("nan"), 1.0, 1.0]), "returned weights that are negative or not finite"),
+    (torch.tensor([1.0, -1.0, 1.0, 1.0]), "returned weights that are negative or not finite"),
+])  # fmt: skip
 def test_what_a_correction_returns_is_named(answer: Any, said: str) -> None:
     """Without a word None left the update uncorrected, and a NaN took its token out of it."""
     name = agentrl.give(lambda old, behaviour, mask, offsets: answer, "odd_correction")

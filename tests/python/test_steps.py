@@ -12,7 +12,15 @@ from safetensors.torch import load_file
 
 import agentrl
 from agentrl.rollout.engine import Generation
-from agentrl.utils.errors import CheckpointError, ConfigError, EngineError, NonFiniteError, StepOrderError, check_arguments
+from agentrl.utils.errors import (
+    AgentrlError,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    NonFiniteError,
+    StepOrderError,
+    check_arguments,
+)
 from agentrl.utils.threads import background
 from tests.python import table
 
@@ -103,6 +111,28 @@ def test_a_loss_and_advantages_of_ones_own(loop: agentrl.StepLoop) -> None:
 
     halves = loop.trainer.batch([loop.policy.group([after, after], [1.0, 0.0])], advantage=half)
     assert halves.advantages == [0.5, 0.5]
+
+
+def test_a_loss_that_fails_half_way_leaves_no_gradient() -> None:
+    """Not for a step, and not for an update at once."""
+    rollout = {**table()["rollout"], "max_episode_tokens": 64}
+    small = table(**{"optim.micro_tokens": 64, "health.max_unsolvable": 1.0, "rollout": rollout})
+    found = []
+    for failures in (2, 0):
+        with agentrl.session(small) as loop:
+            batch, seen = loop.trainer.batch(loop.policy.collect()), list[int]()
+
+            def breaks(given: agentrl.LossInput, seen: list[int] = seen) -> agentrl.LossOutput:
+                seen.append(0)  # two micro-batches
+                return reinforce(given) if len(seen) % 2 else given.never  # type: ignore[attr-defined, no-any-return]
+
+            for whole in (False, True):
+                for _ in range(failures):
+                    with pytest.raises(AgentrlError, match="never"):
+                        loop.trainer.forward_backward(batch, breaks)
+                first = None if whole else loop.trainer.forward_backward(batch)
+                found.append((loop.trainer.optim_step() if first else loop.trainer.update(batch))["grad_norm"])
+    assert found[:2] == found[2:] and min(found) > 0
 
 
 @pytest.mark.parametrize("name", ["reward", "step", "loss"])

@@ -183,7 +183,6 @@ class InReplica(EngineConnection):
     vocab: int
 
     def connect(self) -> Engine:
-        """Return the replica as an engine. Raises EngineError in any other process."""
         if not LOCAL_ACTOR:
             raise EngineError("this process is not a vLLM replica")
         return LocalEngine(LOCAL_ACTOR[0], self.vocab)

@@ -260,7 +260,6 @@ class DriverEngine(StreamingEngine):
         channel.on["engine.part"] = self._part
 
     async def start(self) -> None:
-        """Ask the driver's engine, which is already started, which features it lacks."""
         self._refused = await self._channel.call("engine.refusals")
 
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, emit: OnTokens | None) -> Generation:

@@ -223,7 +223,6 @@ class WorkerPool(Player):
     # -- workers -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the workers. Raises the error of a worker that could not be built, or WorkerDiedError if one does not start."""
         await self._server.open(self._processes.host())
         self._processes.on_free = self._use_processes
         self._tasks.start(self._watch_silence(), "rollout workers' reports")

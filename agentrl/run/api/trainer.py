@@ -171,7 +171,7 @@ class Trainer:
 
         `loss`: a registered loss by name (or with its arguments), or a function `loss(given: LossInput) -> LossOutput`; by
         default `algorithm.loss`. `algorithm`: other keys of that section for this call: `{"aggregate": "token_mean"}`. Several
-        calls before a step give the gradient of one joint batch. Raises StepOrderError for a batch that is too old.
+        calls before a step give the gradient of one joint batch; one that fails drops it. Raises StepOrderError for an old batch.
         """
         self._check_age(batch)
         chosen = await self._loss(loss, algorithm or {})
@@ -202,6 +202,9 @@ class Trainer:
             chosen = chosen.model_copy(update={"minibatch": len(batch)})
         actors, step, seed, part = self._session.actors, batch.version, self.config.seed, batch.part or 0
         ranks = actors.mesh.size("dp")
+        waiting, self.waiting = self.waiting, 0
+        if not waiting:  # those of a call that failed half-way may be there
+            await actors.arun(Actor.drop_gradients)
         metrics = await actors.arun(
             Actor.forward_backward,
             await in_thread("batch", cut_update, batch.view.batch, chosen, ranks, step=step, seed=seed, part=part),
@@ -212,7 +215,7 @@ class Trainer:
             kl_coef=coef,
             part=part,
         )
-        self.waiting, self._aggregate = self.waiting + 1, chosen.aggregate
+        self.waiting, self._aggregate = waiting + 1, chosen.aggregate
         return metrics
 
     @Both

@@ -141,14 +141,11 @@ def test_rows_that_change_their_rotary_frequencies_as_they_grow_are_refused(fami
     assert packing_of(run_of(family, tmp_path, "rollout.max_episode_tokens=4096", **more)).way == "packed"
 
 
-@pytest.mark.parametrize(
-    ("family", "keys", "said"),
-    [
-        ("gpt2", {}, r"gpt2.* drops activations at random in training.*set resid_pdrop = 0.1, .*attn_pdrop = 0.1 to 0"),
-        ("cpmant", {"dropout_p": 0.0}, r"cpmant.* is not causal: .* at the beginning is off by [0-9.]+e[+-]"),
-        ("reformer", {"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}, "reformer.* cannot be tried"),
-    ],
-)
+@pytest.mark.parametrize(("family", "keys", "said"), [
+    ("gpt2", {}, r"gpt2.* drops activations at random in training.*set resid_pdrop = 0.1, .*attn_pdrop = 0.1 to 0"),
+    ("cpmant", {"dropout_p": 0.0}, r"cpmant.* is not causal: .* at the beginning is off by [0-9.]+e[+-]"),
+    ("reformer", {"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}, "reformer.* cannot be tried"),
+])  # fmt: skip
 def test_what_cannot_be_trained_at_all(family: str, keys: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
         packing_of(run_of(family, tmp_path, **keys))

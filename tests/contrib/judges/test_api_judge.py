@@ -251,14 +251,11 @@ def test_an_unanswered_judge_masks_the_episode_unless_the_spec_says_otherwise(se
         assert compiled.score(episode("done")).value == value
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"prompt": "{nothing}"}, "nothing fills {nothing}"),
-        ({"prompt": "x", "inputs": {"goal": 1}}, "no placeholder {goal}"),
-        ({"range": [1, 1]}, "not below the upper"),
-    ],
-)
+@pytest.mark.parametrize(("args", "message"), [
+    ({"prompt": "{nothing}"}, "nothing fills {nothing}"),
+    ({"prompt": "x", "inputs": {"goal": 1}}, "no placeholder {goal}"),
+    ({"range": [1, 1]}, "not below the upper"),
+])  # fmt: skip
 def test_a_judge_leaf_that_cannot_work_is_refused(server, args, message):
     with pytest.raises(RewardSpecError, match="/root/args") as caught:
         scorer(judge(server), **args)
@@ -403,17 +400,14 @@ def test_a_judge_without_a_key_is_refused_by_the_variable_and_asks_nobody(
         assert server.requests == []
 
 
-@pytest.mark.parametrize(
-    ("answer", "kind", "says"),
-    [
-        ({"status": 401}, ConfigError, r"refuses the key \(environment variable OPENAI_API_KEY\)"),
-        ({"status": 404}, ConfigError, "has no such model"),
-        (None, ResourceError, r"\(reward\.judge\.api_base\) does not answer within 5 s"),
-        ({"status": 503}, None, ""),
-        ({"status": 429}, None, ""),
-        ("ready", None, ""),
-    ],
-)
+@pytest.mark.parametrize(("answer", "kind", "says"), [
+    ({"status": 401}, ConfigError, r"refuses the key \(environment variable OPENAI_API_KEY\)"),
+    ({"status": 404}, ConfigError, "has no such model"),
+    (None, ResourceError, r"\(reward\.judge\.api_base\) does not answer within 5 s"),
+    ({"status": 503}, None, ""),
+    ({"status": 429}, None, ""),
+    ("ready", None, ""),
+])  # fmt: skip
 def test_a_judge_is_asked_once_for_a_few_tokens(tmp_path: Path, answer: Any, kind: type[Exception] | None, says: str) -> None:
     """An outage of the moment is no reason: the run has retries for that."""
     with Loopback(lambda body, number: answer) as server:

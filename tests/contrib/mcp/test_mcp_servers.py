@@ -144,16 +144,13 @@ async def test_an_error_answer_is_the_policys(code: int | None) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (blocks(structured_content={"code": 7, "why": "sold out"}, is_error=True), '{"code": 7, "why": "sold out"}'),
-        (blocks(types.TextContent(type="text", text=""), structured_content={"why": 1}, is_error=True), '{"why": 1}'),
-        (blocks(types.TextContent(type="text", text="no"), structured_content={"why": 1}, is_error=True), "no"),
-        (blocks(embedded(text="the log"), is_error=True), "the log"),
-        (blocks(is_error=True), "the server calls this an error and does not say why"),
-    ],
-)
+@pytest.mark.parametrize(("made", "message"), [
+    (blocks(structured_content={"code": 7, "why": "sold out"}, is_error=True), '{"code": 7, "why": "sold out"}'),
+    (blocks(types.TextContent(type="text", text=""), structured_content={"why": 1}, is_error=True), '{"why": 1}'),
+    (blocks(types.TextContent(type="text", text="no"), structured_content={"why": 1}, is_error=True), "no"),
+    (blocks(embedded(text="the log"), is_error=True), "the log"),
+    (blocks(is_error=True), "the server calls this an error and does not say why"),
+])  # fmt: skip
 async def test_an_error_has_a_message(made: Any, message: str) -> None:
     result = await result_of(in_process(lambda *_: made))
     assert result.error == "tool_error" and json.loads(result.content)["message"].strip() == message
@@ -265,17 +262,14 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., McpServer
     return lambda mode, **more: McpServerConfig(**{"command": [sys.executable, str(path), mode], "timeout": 20.0, **more})
 
 
-@pytest.mark.parametrize(
-    ("mode", "says"),
-    [
-        ("same", "repeats the cursor 'again'"),
-        ("circle", "repeats the cursor"),
-        ("endless", "more than 1000 pages"),
-        ("twins", "two tools with the name 'twin'"),
-        ("untyped", r"ListToolsResult: tools.1.inputSchema.type: Field required. Correct it on the server$"),
-        ("dies", "it wrote: ValueError: no database at /srv/shop.db"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "says"), [
+    ("same", "repeats the cursor 'again'"),
+    ("circle", "repeats the cursor"),
+    ("endless", "more than 1000 pages"),
+    ("twins", "two tools with the name 'twin'"),
+    ("untyped", r"ListToolsResult: tools.1.inputSchema.type: Field required. Correct it on the server$"),
+    ("dies", "it wrote: ValueError: no database at /srv/shop.db"),
+])  # fmt: skip
 async def test_a_list_or_start_that_is_wrong_says_so_at_once(
     hostile: Callable[..., McpServerConfig], mode: str, says: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -430,25 +424,22 @@ class Calls(LoopbackServer):
 ERROR = '{"jsonrpc": "2.0", "id": ID, "error": {"code": -32603, "message": "no such city"}}'
 
 
-@pytest.mark.parametrize(
-    ("answer", "lost"),
-    [
-        ((500, "text/html", "<h1>oops</h1>"), True),
-        ((502, "text/html", "bad gateway"), True),
-        ((503, "application/json", '{"error": "down"}'), True),
-        ((404, "text/plain", ""), True),
-        ((202, "text/plain", ""), True),
-        ((307, "text/plain", ""), True),
-        ((200, "text/html", "<h1>login</h1>"), True),
-        ((200, "application/json", "{"), True),
-        ((200, "text/event-stream", "event: message\ndata: {\n\n"), True),
-        ((200, "text/event-stream", ""), True),
-        ((200, "application/json", ERROR), False),
-        ((500, "application/json", ERROR), False),
-        ((400, "application/json", ERROR), False),
-        ((200, "text/event-stream", f"event: message\ndata: {ERROR}\n\n"), False),
-    ],
-)
+@pytest.mark.parametrize(("answer", "lost"), [
+    ((500, "text/html", "<h1>oops</h1>"), True),
+    ((502, "text/html", "bad gateway"), True),
+    ((503, "application/json", '{"error": "down"}'), True),
+    ((404, "text/plain", ""), True),
+    ((202, "text/plain", ""), True),
+    ((307, "text/plain", ""), True),
+    ((200, "text/html", "<h1>login</h1>"), True),
+    ((200, "application/json", "{"), True),
+    ((200, "text/event-stream", "event: message\ndata: {\n\n"), True),
+    ((200, "text/event-stream", ""), True),
+    ((200, "application/json", ERROR), False),
+    ((500, "application/json", ERROR), False),
+    ((400, "application/json", ERROR), False),
+    ((200, "text/event-stream", f"event: message\ndata: {ERROR}\n\n"), False),
+])  # fmt: skip
 async def test_over_http_only_an_answer_is_the_policys(answer: tuple[int, str, str], lost: bool) -> None:
     with Calls(*answer) as server:
         env = env_with(McpServerConfig(url=server.url, timeout=10.0))
