@@ -127,9 +127,7 @@ class SandboxPool:
     async def _slot(self) -> None:
         """Wait for a free slot; a warm sandbox is stopped to make room."""
         if self.full and self._idle:
-            _, sandbox = self._idle.popleft()  # the caller takes over its slot
-            await sandbox.stop()
-            return
+            await self.release(self._idle.popleft()[1])
         self._waiting += 1
         try:
             await self._slots.acquire()

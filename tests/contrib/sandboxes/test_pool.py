@@ -174,6 +174,17 @@ async def test_warm_ones_make_room_at_the_limit_and_a_failed_start_frees_its_slo
     assert (pool._slots._value, provider.running) == (3, 0)
 
 
+async def test_a_warm_one_that_fails_to_stop_frees_its_slot() -> None:
+    pool = SandboxPool(Counting(), warm=1, limit=2)
+    first = await pool.acquire(SPEC)
+    await asyncio.sleep(0.01)
+    pool._idle[0][1].abandon()  # so its stop fails
+    with pytest.raises(AssertionError):
+        await pool.acquire(SandboxSpec(network="all"))
+    await pool.release(first)
+    assert pool._slots._value == 2
+
+
 def test_warm_ones_are_stopped_with_the_loop_that_has_them() -> None:
     provider = Counting()
 
