@@ -44,7 +44,8 @@ def sources(paths: Sequence[str]) -> dict[Path, str | None]:
     """List the files of the paths in order, each once: of a folder, all below it with the splits that their names give; of a
     run, the episodes of its updates.
 
-    Raises ConfigError for a path that does not exist or holds no such file, DependencyError for Parquet without pyarrow.
+    Raises ConfigError for a path that does not exist or holds no such file, TaskDataError for a compressed file in a folder,
+    DependencyError for Parquet without pyarrow.
     """
     found: dict[Path, str | None] = {}
     for path in paths:
@@ -65,14 +66,17 @@ def sources(paths: Sequence[str]) -> dict[Path, str | None]:
             found |= dict.fromkeys(steps)
         elif (place / "trajectories.jsonl").is_file():  # an evaluation or a rollout
             found[place / "trajectories.jsonl"] = None
-        elif not (files := data_files(place, SUFFIXES)):
+        elif not (files := data_files(place, SUFFIXES, "data.path: ")):
             raise ConfigError(f"data.path: {path}: no file ending in {' or '.join(SUFFIXES)} in this folder")
         else:
             found |= {file: named_split(file, place) for file in files if file not in found}
     if any(file.suffix == ".parquet" for file in found) and find_spec("pyarrow") is None:
         raise DependencyError("data.path: Parquet needs pyarrow: pip install 'agentrl[parquet]'")
     first: dict[Path, Path] = {}
-    return {file: split for file, split in found.items() if first.setdefault(file.resolve(), file) is file}
+    for file, split in found.items():
+        kept = first.setdefault(file.resolve(), file)
+        found[kept] = found[kept] and split  # None: the file itself is named, however its folder is written
+    return {file: found[file] for file in first.values()}
 
 
 def rows_of(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:

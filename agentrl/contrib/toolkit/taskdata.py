@@ -183,11 +183,11 @@ def load_tasks(
     return TaskSet(place.name, {split: [row for row in rows if row.split == split] for split in splits})
 
 
-def data_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+def data_files(folder: Path, suffixes: Sequence[str], key: str = "") -> list[Path]:
     """Return the files below a folder, by name, except hidden ones and caches. Raises TaskDataError for a compressed one."""
     every = sorted(one for one in folder.rglob("*") if not any(part[0] == "." for part in one.relative_to(folder).parts))
     if packed := next((one for one in every if one.suffix in _PACKED and Path(one.stem).suffix in suffixes), None):
-        raise TaskDataError(f"{packed}: is compressed, and would be left out. Decompress it, or move it out of the folder")
+        raise TaskDataError(f"{key}{packed}: is compressed, and would be left out. Decompress it, or move it out of the folder")
     return [one for one in every if one.suffix in suffixes and not one.match("cache-*.arrow")]
 
 

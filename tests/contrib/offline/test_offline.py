@@ -328,7 +328,9 @@ def test_too_many_bad_rows_refuse_the_run_and_few_are_named(tmp_path: Path, caps
     assert "cannot be used: " in capsys.readouterr().out
 
 
-def test_a_folders_files_of_other_splits_are_left_out_unless_asked_for_by_name(tmp_path: Path) -> None:
+def test_a_folders_files_of_other_splits_are_left_out_unless_asked_for_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They were trained on; so was a file twice that has two names, and a compressed one was passed over in silence."""
     for name in ("a/test-00000-of-00001", "a/train-00000-of-00001", ".old/train"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -336,11 +338,13 @@ def test_a_folders_files_of_other_splits_are_left_out_unless_asked_for_by_name(t
     test, train = sorted((tmp_path / "a").iterdir())
     assert sources([str(tmp_path), str(tmp_path / "a" / ".." / "a")]) == {test: "heldout", train: "train"}
     assert sources([str(tmp_path), str(test)]) == {test: None, train: "train"}
+    monkeypatch.chdir(tmp_path)
+    assert sources(["a", str(test)]) == {Path("a", test.name): None, Path("a", train.name): "train"}
     tokenizer = packaged_tokenizer(512)
     made = Preparation(DataConfig(path=[str(tmp_path)]), make_renderer(tokenizer), tokenizer, 1000).write(tmp_path / "made", 0)
     assert made.examples == 1 and made.passed == {"of the split 'heldout', not data.split = 'train'": 1}
     (tmp_path / "more.jsonl.gz").touch()
-    with pytest.raises(TaskDataError, match=r"more\.jsonl\.gz: is compressed"):
+    with pytest.raises(TaskDataError, match=r"data\.path: .*more\.jsonl\.gz: is compressed"):
         sources([str(tmp_path)])
 
 
