@@ -44,8 +44,7 @@ def sources(paths: Sequence[str]) -> dict[Path, str | None]:
     """List the files of the paths in order, each once: of a folder, all below it with the splits that their names give; of a
     run, the episodes of its updates.
 
-    Raises ConfigError for a path that does not exist or holds no such file, TaskDataError for a compressed file in a folder,
-    DependencyError for Parquet without pyarrow.
+    Raises ConfigError for a path without such a file, TaskDataError for a compressed one, DependencyError without pyarrow.
     """
     found: dict[Path, str | None] = {}
     for path in paths:
