@@ -274,7 +274,6 @@ class SglangEngine(Engine, WeightTarget):
                 self._sampled_tokens += len(turn.token_ids) - before
 
     def progress(self, request_key: str) -> int | None:
-        """Return the number of tokens streamed so far."""
         found = self._turns.get(request_key)
         return len(found[-1][0].token_ids) if found else None
 

@@ -241,7 +241,6 @@ class Vision(Modality):
         return Pixels(values, (1, rows * self.merge, columns * self.merge), tokens, rows, columns)
 
     def tokens(self, image: Image) -> int:
-        """Return the number of an image's placeholders."""
         return self.pixels(image).tokens
 
     def places(self, ids: Sequence[int] | np.ndarray, images: Sequence[Image]) -> list[tuple[int, Pixels]]:

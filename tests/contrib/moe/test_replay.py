@@ -247,15 +247,12 @@ def test_what_the_engine_chose_is_repeated_from_the_first_step_on(
     assert updates(wrong)[0]["mismatch_max"] > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("of", "message"),
-    [
-        ("model.path=api:gpt", 'engine = api does not report the experts .*: "embedded", "vllm"'),
-        ("model.compile=true", r"routers of compiled layers cannot repeat choices"),
-        ("dense", r"\[model.init\] is a dense model"),
-        ("phimoe", "PhimoeTopKRouter does not choose experts by one topk"),
-    ],
-)
+@pytest.mark.parametrize(("of", "message"), [
+    ("model.path=api:gpt", 'engine = api does not report the experts .*: "embedded", "vllm"'),
+    ("model.compile=true", r"routers of compiled layers cannot repeat choices"),
+    ("dense", r"\[model.init\] is a dense model"),
+    ("phimoe", "PhimoeTopKRouter does not choose experts by one topk"),
+])  # fmt: skip
 def test_what_cannot_be_repeated_is_refused_by_name(model: str, tmp_path: Path, of: str, message: str) -> None:
     words = [f"model.path={model}", of] if "=" in of else []
     words += [f"model.path={moe.build('phimoe', tmp_path / 'sparse')}"] if of == "phimoe" else []

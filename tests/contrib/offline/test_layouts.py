@@ -116,43 +116,40 @@ def chat(**changed: Any) -> dict[str, Any]:
     return {"messages": ASKED, "tools": TOOLS, **changed}
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        (chat(tools=[]), "'add', which is not in tools"),
-        (chat(messages=[]), "expected a list of messages"),
-        (chat(messages=[{"role": "robot", "content": "x"}]), "messages[0].role: expected one of"),
-        (chat(messages=[{"role": "user", "content": "x"}]), "no assistant message to train on"),
-        (chat(messages=[*ASKED[:3], {**ASKED[3], "weight": 0.5}]), "messages[3].weight: expected 0 or 1, got 0.5"),
-        (chat(messages=[ASKED[0], ASKED[2], ASKED[5]]), "answers no call before it"),
-        (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text can be trained on, got image_url"),
-        (chat(messages=[ASKED[0], {"role": "assistant", "function_call": {"name": "add"}}]), "write it as tool_calls"),
-        (
-            chat(messages=[ASKED[0], {"role": "assistant", "tool_calls": [CALL, CALL]}], parallel_tool_calls=False),
-            "2 calls at once, and parallel_tool_calls is false",
-        ),
-        (
-            chat(messages=[ASKED[0], {**ASKED[1], "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}]),
-            "messages[1].tool_calls[0].arguments: not JSON",
-        ),
-        (chat(messages=[{"role": ["user"], "content": "x"}]), "messages[0].role: expected one of"),
-        (chat(messages=[*ASKED[:2], {**ASKED[2], "content": 0}, ASKED[5]]), "messages[2].content: only text"),
-        (
-            chat(messages=[ASKED[0], {**ASKED[5], "content": '<tool_call>{"name": "add", "arguments": {}}</tool_call>'}]),
-            "messages[1].content: a <tool_call> as text",
-        ),
-        (chat(messages=[*ASKED[:2], {**ASKED[2], "tool_call_id": ["x"]}, ASKED[5]]), "messages[2].tool_call_id: expected text"),
-        (
-            chat(messages=[ASKED[0], {**ASKED[5], "reasoning": "a", "thinking": "b"}]),
-            "messages[1]: reasoning and thinking differ",
-        ),
-        (chat(messages=[ASKED[0], {**ASKED[5], "content": " "}]), "messages[1]: an assistant's message without content"),
-        (
-            chat(messages=[ASKED[0], {**ASKED[1], "tool_calls": [{"function": {"name": "add", "arguments": {"a": date.min}}}]}]),
-            "messages[1].tool_calls[0].arguments: expected an object of JSON values, got date",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "said"), [
+    (chat(tools=[]), "'add', which is not in tools"),
+    (chat(messages=[]), "expected a list of messages"),
+    (chat(messages=[{"role": "robot", "content": "x"}]), "messages[0].role: expected one of"),
+    (chat(messages=[{"role": "user", "content": "x"}]), "no assistant message to train on"),
+    (chat(messages=[*ASKED[:3], {**ASKED[3], "weight": 0.5}]), "messages[3].weight: expected 0 or 1, got 0.5"),
+    (chat(messages=[ASKED[0], ASKED[2], ASKED[5]]), "answers no call before it"),
+    (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text can be trained on, got image_url"),
+    (chat(messages=[ASKED[0], {"role": "assistant", "function_call": {"name": "add"}}]), "write it as tool_calls"),
+    (
+        chat(messages=[ASKED[0], {"role": "assistant", "tool_calls": [CALL, CALL]}], parallel_tool_calls=False),
+        "2 calls at once, and parallel_tool_calls is false",
+    ),
+    (
+        chat(messages=[ASKED[0], {**ASKED[1], "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}]),
+        "messages[1].tool_calls[0].arguments: not JSON",
+    ),
+    (chat(messages=[{"role": ["user"], "content": "x"}]), "messages[0].role: expected one of"),
+    (chat(messages=[*ASKED[:2], {**ASKED[2], "content": 0}, ASKED[5]]), "messages[2].content: only text"),
+    (
+        chat(messages=[ASKED[0], {**ASKED[5], "content": '<tool_call>{"name": "add", "arguments": {}}</tool_call>'}]),
+        "messages[1].content: a <tool_call> as text",
+    ),
+    (chat(messages=[*ASKED[:2], {**ASKED[2], "tool_call_id": ["x"]}, ASKED[5]]), "messages[2].tool_call_id: expected text"),
+    (
+        chat(messages=[ASKED[0], {**ASKED[5], "reasoning": "a", "thinking": "b"}]),
+        "messages[1]: reasoning and thinking differ",
+    ),
+    (chat(messages=[ASKED[0], {**ASKED[5], "content": " "}]), "messages[1]: an assistant's message without content"),
+    (
+        chat(messages=[ASKED[0], {**ASKED[1], "tool_calls": [{"function": {"name": "add", "arguments": {"a": date.min}}}]}]),
+        "messages[1].tool_calls[0].arguments: expected an object of JSON values, got date",
+    ),
+])  # fmt: skip
 def test_a_row_that_cannot_be_used_says_where_and_why(row: dict[str, Any], said: str) -> None:
     with pytest.raises(BadRowError) as problem:
         openai_chat(row)

@@ -394,16 +394,13 @@ def config(*words: str) -> TrainConfig:
     return config_from({"env": {"id": "key_value"}, "model": {"init": {}}}, words)
 
 
-@pytest.mark.parametrize(
-    ("word", "needs", "besides"),
-    [
-        (
-            "algorithm.kl.decay=0.5",
-            'algorithm.kl.reference = "moving"',
-            ["algorithm.kl.reference=moving", "algorithm.kl.coef=0.1"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("word", "needs", "besides"), [
+    (
+        "algorithm.kl.decay=0.5",
+        'algorithm.kl.reference = "moving"',
+        ["algorithm.kl.reference=moving", "algorithm.kl.coef=0.1"],
+    ),
+])  # fmt: skip
 def test_a_key_of_an_algorithm_that_nothing_reads_is_refused(word: str, needs: str, besides: list[str]) -> None:
     with pytest.raises(ConfigError, match=rf"^{word.partition('=')[0]} = 0\.\d+ is read with {needs} alone; set that too, or"):
         check_learner(config(word))
@@ -411,14 +408,11 @@ def test_a_key_of_an_algorithm_that_nothing_reads_is_refused(word: str, needs: s
     check_learner(config("algorithm.kl.decay=0.99"))
 
 
-@pytest.mark.parametrize(
-    ("word", "loss", "others", "needs"),
-    [
-        ("data.beta=0.5", "dpo", ["sft", "reward"], 'data.loss = "dpo"'),
-        ("data.margin=0.5", "dpo", ["sft"], "a data.loss of pairs"),
-        ("data.margin=0.5", "reward", ["sft"], "a data.loss of pairs"),
-    ],
-)
+@pytest.mark.parametrize(("word", "loss", "others", "needs"), [
+    ("data.beta=0.5", "dpo", ["sft", "reward"], 'data.loss = "dpo"'),
+    ("data.margin=0.5", "dpo", ["sft"], "a data.loss of pairs"),
+    ("data.margin=0.5", "reward", ["sft"], "a data.loss of pairs"),
+])  # fmt: skip
 def test_a_key_of_data_that_nothing_reads_is_refused(word: str, loss: str, others: list[str], needs: str) -> None:
     def check(*words: str) -> None:
         given = config('data.path=["x"]', *words)

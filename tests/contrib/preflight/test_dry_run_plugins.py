@@ -71,54 +71,51 @@ def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return run
 
 
-@pytest.mark.parametrize(
-    ("key", "body", "said"),
-    [
-        ("algorithm.advantage", ADVANTAGE + "batch.rewards", "plugins/mine.py:18: 'mine' raised AttributeError: "),
-        ("algorithm.advantage", ADVANTAGE + "batch.reward", "returned tensor("),
-        ("algorithm.advantage", ADVANTAGE + "AdvantageOutput(batch.reward)", "advantages float32 [4], expected"),
-        ("algorithm.advantage", ADVANTAGE + "AdvantageOutput(batch.mask * float('nan'))", "not finite"),
-        ("algorithm.advantage", ADVANTAGE.replace("batch", "") + "1", "plugins/mine.py:15: 'mine' raised TypeError"),
-        ("algorithm.loss", LOSS + "LossOutput(-batch.advantages)", "without a gradient"),
-        ("algorithm.loss", LOSS + "LossOutput((batch.logprobs * 0).sqrt())", "gradients that are not finite"),
-        ("algorithm.loss", LOSS + "LossOutput(batch.logprobs, {'m': batch.offsets})", "the metric m int64"),
-        ("algorithm.correction", CORRECTION + "prox[mask]", "returned weights float32 [12], expected"),
-        ("rollout.mixture", MIXTURE + "{}", "expected one >= 0 for each of"),
-        ("rollout.context", CONTEXT + "['x']", "returned 'x', expected Message"),
-        ("rollout.sampler", SAMPLER + "raise KeyError('token')", "'mine' raised KeyError"),
-        ("rollout.sampler", CHOICE + "return 3", "returned 3, expected TaskChoice"),
-        ("env.sampler", CHOICE + "return 3", "returned 3, expected TaskChoice"),
-        ("env.sampler", SAMPLER + "raise KeyError('token')", "'mine' raised KeyError"),
-        ("rollout.accept", FILTER + "sum(m.reward for m in group.scored())", "returned 1.0, expected True or False"),
-        ("rollout.accept", FILTER.replace("def", "async def") + "3", "returned 3, expected True or False"),
-        ("trackers", TRACKER, "'mine' lacks close, row, which Tracker demands"),
-        ("engine", "@ENGINES.register('mine')\nclass Mine(EngineMaker): ...", "lacks engine, make, which EngineMaker demands"),
-        ("model.engine", "@TRAIN_ENGINES.register('mine')\nclass Mine: ...", "expected a subclass of BaseEngine"),
-        ("weights.route", "@ROUTES.register('mine')\nclass Mine(Route): ...", "lacks sender, which Route demands"),
-        ("callbacks", CALLBACK + "raise KeyError('token')", "plugins/mine.py:18: 'mine' raised KeyError"),
-        (
-            "callbacks",
-            CALLBACK + "pass\n    def on_step(self, row): ...",
-            "'mine' has on_step(row), expected on_step(row, session)",
-        ),
-        (
-            "trackers",
-            TRACKER + "    def row(self, row): ...\n    def close(self, status, summary): ...",
-            "'mine' has row(self, row), expected row(self, phase, step, values)",
-        ),
-        ("env.sandbox", PROVIDER % "SandboxProvider", "raised TypeError: Can't instantiate abstract class Mine"),
-        ("env.sandbox", PROVIDER % "", "expected SandboxProvider"),
-        ("env.sandbox", BOX + "return 3", "returned 3, expected Sandbox"),
-        ("env.sandbox", BOX + "raise KeyError('token')", "'mine' raised KeyError: 'token'"),
-        (
-            "env.sandbox",
-            PROVIDER % "LocalProvider" + "    def unavailable(self):\n        return True",
-            "returned True, expected str",
-        ),
-        ("env.sandbox", MADE + "made.exec = lambda *a, **k: 3\n        return made", "'mine' raised TypeError"),
-        ("env.sandbox", MADE + "async def none(*a): ...\n        made.write = none\n        return made", "FileNotFoundError"),
-    ],
-)
+@pytest.mark.parametrize(("key", "body", "said"), [
+    ("algorithm.advantage", ADVANTAGE + "batch.rewards", "plugins/mine.py:18: 'mine' raised AttributeError: "),
+    ("algorithm.advantage", ADVANTAGE + "batch.reward", "returned tensor("),
+    ("algorithm.advantage", ADVANTAGE + "AdvantageOutput(batch.reward)", "advantages float32 [4], expected"),
+    ("algorithm.advantage", ADVANTAGE + "AdvantageOutput(batch.mask * float('nan'))", "not finite"),
+    ("algorithm.advantage", ADVANTAGE.replace("batch", "") + "1", "plugins/mine.py:15: 'mine' raised TypeError"),
+    ("algorithm.loss", LOSS + "LossOutput(-batch.advantages)", "without a gradient"),
+    ("algorithm.loss", LOSS + "LossOutput((batch.logprobs * 0).sqrt())", "gradients that are not finite"),
+    ("algorithm.loss", LOSS + "LossOutput(batch.logprobs, {'m': batch.offsets})", "the metric m int64"),
+    ("algorithm.correction", CORRECTION + "prox[mask]", "returned weights float32 [12], expected"),
+    ("rollout.mixture", MIXTURE + "{}", "expected one >= 0 for each of"),
+    ("rollout.context", CONTEXT + "['x']", "returned 'x', expected Message"),
+    ("rollout.sampler", SAMPLER + "raise KeyError('token')", "'mine' raised KeyError"),
+    ("rollout.sampler", CHOICE + "return 3", "returned 3, expected TaskChoice"),
+    ("env.sampler", CHOICE + "return 3", "returned 3, expected TaskChoice"),
+    ("env.sampler", SAMPLER + "raise KeyError('token')", "'mine' raised KeyError"),
+    ("rollout.accept", FILTER + "sum(m.reward for m in group.scored())", "returned 1.0, expected True or False"),
+    ("rollout.accept", FILTER.replace("def", "async def") + "3", "returned 3, expected True or False"),
+    ("trackers", TRACKER, "'mine' lacks close, row, which Tracker demands"),
+    ("engine", "@ENGINES.register('mine')\nclass Mine(EngineMaker): ...", "lacks engine, make, which EngineMaker demands"),
+    ("model.engine", "@TRAIN_ENGINES.register('mine')\nclass Mine: ...", "expected a subclass of BaseEngine"),
+    ("weights.route", "@ROUTES.register('mine')\nclass Mine(Route): ...", "lacks sender, which Route demands"),
+    ("callbacks", CALLBACK + "raise KeyError('token')", "plugins/mine.py:18: 'mine' raised KeyError"),
+    (
+        "callbacks",
+        CALLBACK + "pass\n    def on_step(self, row): ...",
+        "'mine' has on_step(row), expected on_step(row, session)",
+    ),
+    (
+        "trackers",
+        TRACKER + "    def row(self, row): ...\n    def close(self, status, summary): ...",
+        "'mine' has row(self, row), expected row(self, phase, step, values)",
+    ),
+    ("env.sandbox", PROVIDER % "SandboxProvider", "raised TypeError: Can't instantiate abstract class Mine"),
+    ("env.sandbox", PROVIDER % "", "expected SandboxProvider"),
+    ("env.sandbox", BOX + "return 3", "returned 3, expected Sandbox"),
+    ("env.sandbox", BOX + "raise KeyError('token')", "'mine' raised KeyError: 'token'"),
+    (
+        "env.sandbox",
+        PROVIDER % "LocalProvider" + "    def unavailable(self):\n        return True",
+        "returned True, expected str",
+    ),
+    ("env.sandbox", MADE + "made.exec = lambda *a, **k: 3\n        return made", "'mine' raised TypeError"),
+    ("env.sandbox", MADE + "async def none(*a): ...\n        made.write = none\n        return made", "FileNotFoundError"),
+])  # fmt: skip
 def test_a_plug_in_that_cannot_work_is_named_with_key_file_and_line(
     dry: Callable[..., str], key: str, body: str, said: str
 ) -> None:
@@ -130,40 +127,37 @@ def test_a_plug_in_that_cannot_work_is_named_with_key_file_and_line(
 WRAPPER = "from agentrl.env.wrappers import WRAPPERS, ToolWrapper\n@WRAPPERS.register('mine')\nclass Mine(ToolWrapper):\n    "
 
 
-@pytest.mark.parametrize(
-    ("key", "body", "said"),
-    [
-        ("algorithm.advantage", "import no_such_package\n" + ADVANTAGE + "1", "no_such_package"),
-        ("algorithm.advantage", ADVANTAGE + "1 +", "not a Python file"),
-        ("algorithm.advantage", "", "unknown name 'mine'"),
-        (
-            "trackers",
-            TRACKER
-            + "    @classmethod\n    def check(cls, args):\n        raise KeyError('token')\n    row = close = lambda *_: None",
-            "trackers 'mine': check raised KeyError: 'token' (",
-        ),
-        (
-            "rollout.sampler",
-            SAMPLER + "super().__init__()\n    def wants(self):\n        return 'many'",
-            "wants returned 'many', expected",
-        ),
-        (
-            "algorithm.loss",
-            LOSS + "LossOutput(batch.logprobs * batch.advantages.zero_())",
-            "algorithm.loss 'mine' changes its input advantages in place",
-        ),
-        (
-            "env.wrappers",
-            WRAPPER + "def __init__(self, env):\n        raise KeyError('token')",
-            "env.wrappers 'mine': it raised KeyError: 'token'",
-        ),
-        (
-            "env.wrappers",
-            WRAPPER + "async def astep(self, action):\n        raise KeyError('token')",
-            "cannot be played: plugins/mine.py:19: KeyError: 'token'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("key", "body", "said"), [
+    ("algorithm.advantage", "import no_such_package\n" + ADVANTAGE + "1", "no_such_package"),
+    ("algorithm.advantage", ADVANTAGE + "1 +", "not a Python file"),
+    ("algorithm.advantage", "", "unknown name 'mine'"),
+    (
+        "trackers",
+        TRACKER
+        + "    @classmethod\n    def check(cls, args):\n        raise KeyError('token')\n    row = close = lambda *_: None",
+        "trackers 'mine': check raised KeyError: 'token' (",
+    ),
+    (
+        "rollout.sampler",
+        SAMPLER + "super().__init__()\n    def wants(self):\n        return 'many'",
+        "wants returned 'many', expected",
+    ),
+    (
+        "algorithm.loss",
+        LOSS + "LossOutput(batch.logprobs * batch.advantages.zero_())",
+        "algorithm.loss 'mine' changes its input advantages in place",
+    ),
+    (
+        "env.wrappers",
+        WRAPPER + "def __init__(self, env):\n        raise KeyError('token')",
+        "env.wrappers 'mine': it raised KeyError: 'token'",
+    ),
+    (
+        "env.wrappers",
+        WRAPPER + "async def astep(self, action):\n        raise KeyError('token')",
+        "cannot be played: plugins/mine.py:19: KeyError: 'token'",
+    ),
+])  # fmt: skip
 def test_one_that_does_not_load_writes_into_its_input_or_wraps_is_one_line(
     dry: Callable[..., str], key: str, body: str, said: str
 ) -> None:
