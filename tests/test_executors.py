@@ -24,7 +24,7 @@ async def test_calls_beyond_the_abandoned_ones_are_refused_by_name(monkeypatch: 
     monkeypatch.setattr(executors, "MOST_ABANDONED", 2)
     release, begun = threading.Event(), []
 
-    @tool(timeout=0.05)
+    @tool(timeout=0.3)
     def stuck() -> str:
         begun.append(1)
         release.wait(30)

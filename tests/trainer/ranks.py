@@ -104,8 +104,8 @@ class UpdateLog:
     def __init__(self, named: list[tuple[str, torch.nn.Parameter]]) -> None:
         self.named, self.seen = named, []
 
-    def set_rate(self, factor: float) -> None:
-        pass
+    def set_rate(self, factor: float) -> None: ...
+    def drop(self) -> None: ...
 
     def step(self) -> None:
         found = {}

@@ -128,6 +128,7 @@ class Kept:
         actor._ready(onload=False).optimizers = self  # type: ignore[assignment]
 
     def set_rate(self, factor: float) -> None: ...
+    def drop(self) -> None: ...
 
     def step(self) -> None:
         self.gradients = {name: parameter.grad for name, parameter in self.named if parameter.grad is not None}

@@ -73,31 +73,28 @@ def test_the_dry_run_tells_what_the_server_says(server: Running) -> None:
     assert rest == ["  tools: get, set, list, add", "  at most 128 episodes at once, each closed after 3600 s without a request"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "why"),
-    [
-        (["rollout.max_episodes=129"], r"rollout\.max_episodes = 129: http.* takes 128 episodes at once.*--max-episodes 129"),
-        (["tools.mcp.files.command=['x']"], r"tools\.mcp: the tools of an environment elsewhere run on its server"),
-        (
-            ["agent.command=['python','mine.py']"],
-            r"\[agent\]: its calls go to the tools one by one, and an environment elsewhere",
-        ),
-        (
-            ["env.id=key_valeu"],
-            r"^env\.id: this server has agentrl/KeyValue-v0 \(key_value\), not 'key_valeu'; did you mean 'key_value'\?",
-        ),
-        (["env.params.cals=3"], "no parameter 'cals'; did you mean 'calls'"),
-        (["env.token_env=NOT_SET_AT_ALL"], r"env\.token_env: the environment variable NOT_SET_AT_ALL is not set"),
-        (["env.token_env=PATH"], r"wants another token than this one.*env\.token_env"),
-        (
-            ["env.url='http://127.0.0.1:9'"],
-            r"env\.url: http://127\.0\.0\.1:9: no answer for 0\.1 s: ConnectError.*agentrl env serve key_value --http",
-        ),
-        (["env.url='127.0.0.1:80'"], r"env\.url = '127\.0\.0\.1:80': expected http://HOST:PORT"),
-        (["env.url='http://me:secret@host:80'"], r"env\.url: it has a password in it.*env\.token_env"),
-        (["env.protocol=openenv"], r"env\.url: OpenEnv server http.*: no action schema: HTTPStatusError: .*404"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "why"), [
+    (["rollout.max_episodes=129"], r"rollout\.max_episodes = 129: http.* takes 128 episodes at once.*--max-episodes 129"),
+    (["tools.mcp.files.command=['x']"], r"tools\.mcp: the tools of an environment elsewhere run on its server"),
+    (
+        ["agent.command=['python','mine.py']"],
+        r"\[agent\]: its calls go to the tools one by one, and an environment elsewhere",
+    ),
+    (
+        ["env.id=key_valeu"],
+        r"^env\.id: this server has agentrl/KeyValue-v0 \(key_value\), not 'key_valeu'; did you mean 'key_value'\?",
+    ),
+    (["env.params.cals=3"], "no parameter 'cals'; did you mean 'calls'"),
+    (["env.token_env=NOT_SET_AT_ALL"], r"env\.token_env: the environment variable NOT_SET_AT_ALL is not set"),
+    (["env.token_env=PATH"], r"wants another token than this one.*env\.token_env"),
+    (
+        ["env.url='http://127.0.0.1:9'"],
+        r"env\.url: http://127\.0\.0\.1:9: no answer for 0\.1 s: ConnectError.*agentrl env serve key_value --http",
+    ),
+    (["env.url='127.0.0.1:80'"], r"env\.url = '127\.0\.0\.1:80': expected http://HOST:PORT"),
+    (["env.url='http://me:secret@host:80'"], r"env\.url: it has a password in it.*env\.token_env"),
+    (["env.protocol=openenv"], r"env\.url: OpenEnv server http.*: no action schema: HTTPStatusError: .*404"),
+])  # fmt: skip
 def test_what_cannot_be_played_there_is_refused_before_the_run(
     server: Running, overrides: list[str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

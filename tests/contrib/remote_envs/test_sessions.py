@@ -241,18 +241,15 @@ async def test_a_client_of_another_protocol_and_a_body_too_large_are_refused(mon
                 Link(server.url, TOKEN).ask_now("/v1/describe", {"env": {"id": "x"}}, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "why"),
-    [
-        ({"id": "key_valu"}, CatalogError, "this server has agentrl/KeyValue-v0"),
-        ({"params": {"cals": 3}}, CatalogError, "no parameter 'cals'; did you mean 'calls'"),
-        ({"wrappers": (Choice(name="turn_limt", args={}),)}, ConfigError, "turn_limit"),
-        ({"wrappers": (Choice(name="turn_limit", args={"turns": 0}),)}, ConfigError, "expected at least 1"),
-        ({"tools": ToolsConfig(sets=["calculater"])}, CatalogError, "calculator"),
-        ({"tools": ToolsConfig(sets=[__file__])}, CatalogError, "is a path; a client names tool sets"),
-        ({"tools": ToolsConfig(sets=["../tools/calculator.py"])}, CatalogError, "is a path; a client names tool sets"),
-    ],
-)
+@pytest.mark.parametrize(("change", "kind", "why"), [
+    ({"id": "key_valu"}, CatalogError, "this server has agentrl/KeyValue-v0"),
+    ({"params": {"cals": 3}}, CatalogError, "no parameter 'cals'; did you mean 'calls'"),
+    ({"wrappers": (Choice(name="turn_limt", args={}),)}, ConfigError, "turn_limit"),
+    ({"wrappers": (Choice(name="turn_limit", args={"turns": 0}),)}, ConfigError, "expected at least 1"),
+    ({"tools": ToolsConfig(sets=["calculater"])}, CatalogError, "calculator"),
+    ({"tools": ToolsConfig(sets=[__file__])}, CatalogError, "is a path; a client names tool sets"),
+    ({"tools": ToolsConfig(sets=["../tools/calculator.py"])}, CatalogError, "is a path; a client names tool sets"),
+])  # fmt: skip
 async def test_what_the_server_does_not_have_is_refused_there(
     key_value: Running, change: Mapping[str, Any], kind: type, why: str
 ) -> None:
@@ -263,14 +260,11 @@ async def test_what_the_server_does_not_have_is_refused_there(
         await wrong.build().areset(seed=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "why"),
-    [
-        ("mcp", {"command": ["/bin/false"]}, r"params.command names a thing on the server's machine.*env serve mcp command="),
-        ("harbor", {"source": "/"}, r"params.source names .* env serve harbor source="),
-        ("python", {"sandbox": {"name": "local"}}, r"params.sandbox names"),
-    ],
-)
+@pytest.mark.parametrize(("name", "params", "why"), [
+    ("mcp", {"command": ["/bin/false"]}, r"params.command names a thing on the server's machine.*env serve mcp command="),
+    ("harbor", {"source": "/"}, r"params.source names .* env serve harbor source="),
+    ("python", {"sandbox": {"name": "local"}}, r"params.sandbox names"),
+])  # fmt: skip
 def test_what_is_on_the_servers_machine_is_not_a_clients_to_name(name: str, params: dict[str, Any], why: str) -> None:
     """A program, a folder, a place where commands run: whoever has the token would otherwise have the machine."""
     offer = EnvOffer(EnvRef(name, {"level": 1} if name == "mcp" else {}))
