@@ -85,7 +85,7 @@ def test_leaving_rows_out_changes_no_step(tiny: str, monkeypatch: pytest.MonkeyP
     )
     (one, left), (all_rows, right) = both(tiny, several(), algorithm, monkeypatch, temperature=0.7)
     assert one["tokens_computed"] < 0.6 * all_rows["tokens_computed"]
-    assert all_rows["minibatches"] == 6 and 5 <= all_rows["optimizer_steps"] <= 12, "of 12, those with a gradient"
+    assert (all_rows["minibatches"], all_rows["optimizer_steps"]) == (6, {"kl_cov": 12, "gspo": 5}.get(loss, 6)), "with gradient"
     for name in COMPARED:
         assert one[name] == pytest.approx(all_rows[name], rel=2e-5, abs=1e-6), name
     assert (left - right).abs().max() < 1e-6
