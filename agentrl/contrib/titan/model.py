@@ -19,12 +19,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import Embedding
-from torchtitan.models.common.config_utils import (
-    make_ffn_config,
-    make_gqa_config,
-    make_moe_config,
-    make_token_dispatcher_config,
-)
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config, make_moe_config, make_token_dispatcher_config
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.moe_sharding import set_moe_sharding_config

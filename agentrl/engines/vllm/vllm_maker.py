@@ -12,15 +12,7 @@ from typing import Any
 
 from agentrl.config.schema import ModelConfig, VllmConfig
 from agentrl.data.expert_routing import router_code
-from agentrl.engines.vllm.options import (
-    REFUSED,
-    REFUSED_ON_CPU,
-    check_args,
-    check_version,
-    engine_options,
-    family_of,
-    overrides,
-)
+from agentrl.engines.vllm.options import REFUSED, REFUSED_ON_CPU, check_args, check_version, engine_options, family_of, overrides
 from agentrl.engines.weights.parameters import positions_of
 from agentrl.render.modality import config_modality, modality_in
 from agentrl.rollout.engine import ENGINES, PROCESS_MIB, Engine, EngineMaker, EngineMemory, Processes

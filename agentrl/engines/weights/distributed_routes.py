@@ -16,18 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from agentrl.config.schema import WeightsConfig
-from agentrl.engines.weights.base import (
-    PACKED,
-    ROUTES,
-    SLOTS,
-    TOKEN_BYTES,
-    Bucket,
-    Offer,
-    Receiver,
-    Route,
-    Sender,
-    check_token,
-)
+from agentrl.engines.weights.base import PACKED, ROUTES, SLOTS, TOKEN_BYTES, Bucket, Offer, Receiver, Route, Sender, check_token
 from agentrl.utils.errors import ConfigError
 
 # Route `ipc`

@@ -16,18 +16,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
-from agentrl.engines.weights.base import (
-    ROUTES,
-    SLOTS,
-    TOKEN_BYTES,
-    Bucket,
-    Named,
-    Offer,
-    Receiver,
-    Route,
-    Sender,
-    check_token,
-)
+from agentrl.engines.weights.base import ROUTES, SLOTS, TOKEN_BYTES, Bucket, Named, Offer, Receiver, Route, Sender, check_token
 from agentrl.utils.errors import ConfigError, EngineError
 
 # Route `memory`

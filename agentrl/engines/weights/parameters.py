@@ -94,13 +94,7 @@ def loading_conversions(model: Any, wanted: dict[str, Any], stored: Iterable[str
 def saving_conversions(model: Any, held: Iterable[str]) -> list[Conversion]:
     """Return recipes for a checkpoint's tensors, as transformers saves them, from a model's tensors."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        PrefixChange,
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     found = get_model_conversion_mapping(model, add_legacy=False)
     # Optional prefixes of checkpoints are not restored.
