@@ -134,16 +134,18 @@ def test_well_formed_calls_are_read_as_vllm_reads_them(name):
     compare()
 
 
-def test_a_parser_that_fails_is_refused_or_makes_a_malformed_call(tokenizer, monkeypatch):
+def test_a_parser_that_fails_is_refused_or_makes_a_malformed_call(tokenizer, monkeypatch, caplog):
     with pytest.raises(ModelError, match="'openai' does not fit"):
         vllm_parser("openai", tokenizer)
     parse, function = vllm_parser("hermes", tokenizer), SimpleNamespace(name="get", arguments='{"key": "a"} and more')
     answers = iter([SimpleNamespace(tools_called=True, tool_calls=[SimpleNamespace(function=function)], content="")])
     where = "vllm.tool_parsers.hermes_tool_parser.Hermes2ProToolParser.extract_tool_calls"
     monkeypatch.setattr(where, lambda *given: next(answers))  # then it raises
-    for error in ("not valid JSON", "vLLM's parser hermes failed: StopIteration"):
+    for error in ("not valid JSON", *["vLLM's parser hermes failed: StopIteration"] * 2):
         _, (call,) = parse("a turn")
         assert call.arguments is None and call.error.startswith(error)
+    (said,) = caplog.records
+    assert "hermes failed: StopIteration" in said.getMessage() and said.exc_info
 
 
 def test_a_typed_syntax_by_vllm_sees_the_tools(tokenizer):

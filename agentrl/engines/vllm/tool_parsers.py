@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,10 @@ from agentrl.utils.errors import DependencyError, ModelError, hint_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+_failed = set[tuple[str, type[Exception]]]()
+"""Parsers that failed with an error of a class, which is logged once."""
 
 
 def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> Parser:
@@ -41,7 +46,11 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[M
         try:
             extracted = parser.extract_tool_calls(text, request)
         except Exception as problem:  # a turn must not end the run
-            return "", (malformed_call("call_0", text, f"vLLM's parser {name} failed: {type(problem).__name__}: {problem}"),)
+            said = f"vLLM's parser {name} failed: {type(problem).__name__}: {problem}"
+            if (cause := (name, type(problem))) not in _failed:
+                _failed.add(cause)
+                log.warning("%s; such a turn is a malformed call (logged once)", said, exc_info=problem)
+            return "", (malformed_call("call_0", text, said),)
         calls = []
         for index, item in enumerate(extracted.tool_calls):
             tool, said = item.function.name, item.function.arguments
