@@ -1,7 +1,10 @@
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -156,3 +159,18 @@ def test_a_typed_syntax_by_vllm_sees_the_tools(tokenizer):
     assert call.arguments == {"n": 7, "s": "7"}
     with pytest.raises(ModelError, match="did you mean 'qwen3_coder'"):
         renderer_of(ModelConfig(tool_parser="vllm:qwen3_code"), tokenizer)
+
+
+def test_a_kernel_of_experts_under_another_name_is_named(monkeypatch):
+    """Else vLLM would read new weights in the files' layout as packed ones."""
+    from agentrl.engines.vllm import vllm_worker
+
+    for name in ("set_current_vllm_config", "finalize_layerwise_reload", "initialize_layerwise_reload"):
+        monkeypatch.setattr(vllm_worker, name, lambda *given: nullcontext())
+    layer, receiver = torch.nn.Linear(1, 1), vllm_worker.WeightReceiver()
+    made: Any = type("Renamed", (vllm_worker.FusedMoEMethodBase,), {"__init__": lambda self: None})
+    made.__abstractmethods__ = frozenset()
+    layer.quant_method, receiver.vllm_config, receiver.model_config = made(), None, None
+    monkeypatch.setattr(receiver, "_model", lambda: layer)
+    with pytest.raises(AttributeError, match="moe_kernel"):
+        receiver.agentrl_begin()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -44,7 +45,8 @@ class WeightReceiver:
             # take the weights unpacked, and must stay, since CUDA graphs refer to them.
             for layer in model.modules():
                 method: Any = getattr(layer, "quant_method", None)
-                if getattr(method, "moe_kernel", None) is not None and next(layer.parameters()).device.type == "cpu":
+                experts = isinstance(method, FusedMoEMethodBase)  # not hasattr: a kernel under another name must not pass
+                if experts and method.moe_kernel and next(layer.parameters()).device.type == "cpu":
                     method.agentrl_kernel, method.moe_kernel = method.moe_kernel, None
             # vLLM repacks a loaded layer (kernel layouts, quantization); this restores the layout of the files, without which
             # new weights would be misplaced or incomplete.
