@@ -228,7 +228,7 @@ async def test_a_branch_computes_nothing_of_the_turns_that_it_shares(started, mo
 
 
 async def test_where_there_is_no_memory_for_more_slots_the_next_requests_take_those_that_there_are(
-    started, model_folder, monkeypatch
+    started, model_folder, monkeypatch, caplog
 ):
     def full(*args, **kwargs):
         raise RuntimeError("no memory")
@@ -240,6 +240,7 @@ async def test_where_there_is_no_memory_for_more_slots_the_next_requests_take_th
         await asyncio.wait_for(engine.generate(prompt_of(9), short, "needs another"), 20)
     later = await asyncio.gather(*(engine.generate(prompt_of(9), short, f"comes later {number}") for number in range(2)))
     assert [len(one.token_ids) for one in later] == [2, 2]
+    assert "in full" in caplog.text, "the log has the place"
 
 
 async def test_a_sleeping_engine_holds_no_memory_and_wakes_in_two_stages(started, model_folder, model, monkeypatch):

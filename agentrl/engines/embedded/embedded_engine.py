@@ -9,6 +9,7 @@ the same tokens.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from pkgutil import resolve_name
@@ -29,6 +30,7 @@ from agentrl.utils.errors import EngineError, ModelError, ResourceError
 from agentrl.utils.processor import set_cpu_threads, threads_for
 from agentrl.utils.threads import in_thread
 
+log = logging.getLogger(__name__)
 ON_LOOP = 1_500_000
 """Largest model, in parameters, whose passes run on the event loop: a few ms, or about 0.1 s over `step_tokens`."""
 ITERATIONS = 32
@@ -286,7 +288,8 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
                 elif runs:
                     try:
                         batcher.settle(await in_thread("engine", advance) if self._in_thread else batcher.advance())
-                    except Exception as problem:  # every caller gets the error
+                    except Exception as problem:  # every caller gets the error, without its place
+                        log.exception("a step of the embedded engine failed")
                         self._fail_all(f"a step of the embedded engine failed: {problem!r}", problem)
                         batcher.reset()
             if not runs:
