@@ -324,7 +324,8 @@ class RunFolder:
         ]
         atomic_write(self.metrics, "".join(json_text(row) + "\n" for row in rows))
         for model in self.exports.glob("step_*"):
-            if int(model.name.rpartition("_")[2]) > step:
+            number = model.name.removeprefix("step_")
+            if number.isdecimal() and int(number) > step:  # else a folder of the user's own
                 shutil.rmtree(model)
         return [*damaged, *cut]
 
@@ -346,9 +347,10 @@ class RunFolder:
             return
         files: dict[int, list[Path]] = defaultdict(list)
         for path in (*self.trajectories.glob("step_*.jsonl"), *self.trajectories.glob("eval_*.jsonl")):
-            files[int(path.stem.rpartition("_")[2])].append(path)
-        for number in sorted((number for number in files if number <= step), reverse=True)[keep.trajectories :]:
-            for path in files[number]:
+            if (number := path.stem.partition("_")[2]).isdecimal():  # else a file of the user's own
+                files[int(number)].append(path)
+        for old in sorted((done for done in files if done <= step), reverse=True)[keep.trajectories :]:
+            for path in files[old]:
                 (self.tokens / path.name).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
 

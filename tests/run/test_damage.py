@@ -222,7 +222,7 @@ def kept(folder: RunFolder) -> list[str]:
 
 def test_of_the_newest_steps_so_many_keep_their_episodes(tmp_path: Path) -> None:
     folder = RunFolder.create(config(tmp_path))
-    names = ["before_000000", "step_000001", "step_000002", "eval_000002", "step_000003", "step_000009", "after_000004"]
+    names = ["before_000000", "step_000001", "step_000002", "eval_000002", "step_000003", "step_000009", "step_b", "after_000004"]
     for name in names:
         (folder.trajectories / f"{name}.jsonl").write_text("x" * 100)
         folder.tokens.mkdir(exist_ok=True)
@@ -233,7 +233,7 @@ def test_of_the_newest_steps_so_many_keep_their_episodes(tmp_path: Path) -> None
     assert kept(folder) == sorted(set(names) - {"step_000001"})
     assert not (folder.tokens / "step_000001.jsonl").exists() and (folder.tokens / "step_000002.jsonl").exists()
     folder.rotate(KeepConfig(trajectories=1), 3)
-    assert kept(folder) == ["after_000004", "before_000000", "step_000003", "step_000009"]
+    assert kept(folder) == ["after_000004", "before_000000", "step_000003", "step_000009", "step_b"]
 
 
 def test_readers_go_on_over_steps_that_are_gone(tmp_path: Path) -> None:

@@ -53,10 +53,10 @@ def test_rewind_forgets_rows_beyond_the_checkpoint_and_a_row_cut_short(tmp_path:
         folder.append_metrics({"step": step, "phase": phase})
     with folder.metrics.open("a") as file:
         file.write('{"step": 4, "pha')
-    for step in (1, 2, 3):
-        (folder.exports / f"step_{step:06d}").mkdir(parents=True)
+    for step in ("000001", "000002", "000003", "000003_mine"):
+        (folder.exports / f"step_{step}").mkdir(parents=True)
     folder.rewind(2)
-    assert sorted(model.name for model in folder.exports.iterdir()) == ["step_000001", "step_000002"]
+    assert sorted(model.name for model in folder.exports.iterdir()) == ["step_000001", "step_000002", "step_000003_mine"]
     assert [(row["step"], row["phase"]) for row in folder.read_metrics()] == [(0, "before"), (1, "train"), (2, "train")]
 
 
