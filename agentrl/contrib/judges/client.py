@@ -19,7 +19,7 @@ from typing import Any
 from agentrl.config.schema import JudgeConfig
 from agentrl.contrib.judges.leaf import JudgeFault, LastingJudgeFault, Verdict, VerdictRequest, read_verdict
 from agentrl.data.trajectory import Json
-from agentrl.render.litellm_calls import NO_RETRIES, error_line, load_litellm, refusal, request_of
+from agentrl.render.litellm_calls import NO_RETRIES, error_line, is_temporary, load_litellm, refusal, request_of
 from agentrl.utils.errors import ConfigError, JudgeBudgetError
 from agentrl.utils.parsing import read_json
 from agentrl.utils.redaction import redact_said
@@ -191,8 +191,7 @@ class Judge:
         except errors.OpenAIError as error:
             refused = refusal(error, asked, self.settings.api_base)
             why = f"{type(error).__name__}: {refused or error_line(error, asked.get('api_base'))}"
-            lasting = refused is not None or isinstance(error, errors.BadRequestError)
-            raise (LastingJudgeFault if lasting else JudgeFault)(why) from error
+            raise (JudgeFault if is_temporary(error) else LastingJudgeFault)(why) from error
         finally:
             self.budget.settle(reserved, used)
 

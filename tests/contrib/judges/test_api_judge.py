@@ -130,8 +130,8 @@ def test_errors_and_garbage_are_retried(server):
     assert len(server.requests) == 3
 
 
-@pytest.mark.parametrize(("status", "retries", "attempts"), [(500, 0, 1), (500, 1, 2), (500, 3, 4), (401, 2, 1)])
-def test_retries_bounds_the_attempts_and_a_refused_key_is_not_tried_again(server, status, retries, attempts):
+@pytest.mark.parametrize(("status", "retries", "attempts"), [(500, 0, 1), (500, 1, 2), (500, 3, 4), (401, 2, 1), (413, 2, 1)])
+def test_retries_bounds_the_attempts_and_a_refusal_is_not_tried_again(server, status, retries, attempts):
     server.script = [{"status": status}]
     assert scorer(judge(server, retries=retries)).score(episode("done")).value is None
     assert len(server.requests) == attempts
