@@ -130,7 +130,7 @@ class Link:
                     return self._json(answer)
                 if answer.status_code == httpx.codes.ACCEPTED:
                     heard, tries = time.monotonic(), 0
-                    watch(self._json(answer)["calls"])
+                    watch(self._json(answer, "calls")["calls"])
                     continue
                 if answer.status_code not in _RETRY_STATUSES:
                     raise self._refusal(answer)
@@ -141,19 +141,19 @@ class Link:
             await asyncio.sleep(min(0.05 * 2**tries, 2.0))
             tries += 1
 
-    def _json(self, answer: httpx.Response) -> dict[str, Json]:
+    def _json(self, answer: httpx.Response, *keys: str) -> dict[str, Json]:
         found: Json = None
         with suppress(ValueError, RecursionError):
             found = read_json(answer.content)
-        if not isinstance(found, dict):
-            raise RemoteEnvError(f"{self.url}: it answers {answer.text[:80]!r}: is this a server of agentrl?")
+        if not isinstance(found, dict) or not found.keys() >= {*keys}:
+            wanted = " with ".join(["an object", *keys])
+            raise RemoteEnvError(f"{self.url}: it answers {answer.text[:80]!r}, not {wanted}: is this a server of agentrl?")
         return found
 
     def _refusal(self, answer: httpx.Response) -> Exception:
-        try:
-            body = answer.json()
-        except ValueError:
-            body = {}
+        body: dict[str, Json] = {}
+        with suppress(RemoteEnvError):
+            body = self._json(answer)
         if "fault" in body:
             return wire.fault_of(body["fault"])
         if answer.status_code == httpx.codes.UNAUTHORIZED:

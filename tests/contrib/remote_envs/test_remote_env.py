@@ -103,9 +103,11 @@ def test_what_cannot_be_played_there_is_refused_before_the_run(
         check_servers(RunStart(made(server, *overrides)))
 
 
-@pytest.mark.parametrize("body", [b"hello", b"{}", b"[]", b'{"limits"'])
+@pytest.mark.parametrize("body", [b"hello", b"{}", b"[]", b'{"limits"', b"202 {}", b"404 []"])
 def test_a_server_of_something_else_is_named(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("httpx.AsyncClient.post", AsyncMock(return_value=httpx.Response(200, content=body)))
+    status = int(body[:3]) if body[:3].isdigit() else 200
+    answer = httpx.Response(status, content=body[4 * (status != 200) :])
+    monkeypatch.setattr("httpx.AsyncClient.post", AsyncMock(return_value=answer))
     with pytest.raises(ConfigError, match=r"^env\.url: http://127.0.0.1:7: .*: is this a server of agentrl\?"):
         check_servers(RunStart(made(None, "env.url='http://127.0.0.1:7'")))
 
