@@ -10,6 +10,7 @@ import logging
 import math
 import sqlite3
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, aclosing, suppress
@@ -23,7 +24,7 @@ from agentrl.contrib.view import queries
 from agentrl.contrib.view.library import Library, Shelved
 from agentrl.contrib.view.queries import suspects
 from agentrl.run.metrics import metrics_table
-from agentrl.run.reader import RunRecord
+from agentrl.run.reader import LIVE_S, RunRecord
 from agentrl.utils.errors import AgentrlError, UserError
 from agentrl.utils.parsing import read_json, toml_table
 from agentrl.utils.redaction import learn, redact_json, redact_said
@@ -101,13 +102,16 @@ def spec_maxima(path: Path, config: str) -> dict[str, float]:
 
     found: dict[str, float] = {}
     try:
-        run = RunRecord(path)
-        whole = _config_of(run)
-        for env in whole.envs:
+        whole = _config_of(RunRecord(path))
+    except (AgentrlError, ValueError) as problem:
+        log.info("%s: the maxima of its rewards are not known: %s", path, problem)
+        return found
+    for env in whole.envs:
+        try:
             ref = EnvRef.of(env, whole.tools)
             found[env.called] = make_scorer(find_spec(ref, env.reward), whole.reward, ref).range[1]
-    except Exception as problem:  # an environment's code may raise anything
-        log.info("%s: the maximum of its reward is not known: %s", path, problem)
+        except Exception as problem:  # an environment's code may raise anything
+            log.info("%s: the maximum of the reward of %s is not known: %s", path, env.called, problem)
     return {name: most for name, most in found.items() if 0 < most < math.inf}
 
 
@@ -133,8 +137,11 @@ class Api:
         one = self.library.get(ident)
         row = self.library.row(one)
         with self._index(one) as db:
-            found = db.execute("SELECT name, rows - damaged, damaged, problem FROM files")
-            known = {name: {"episodes": n, "damaged": damaged, "problem": why} for name, n, damaged, why in found}
+            # A last row without its end: of a live evaluation it is being written, so it counts once the file is still.
+            cut = f"(done < size AND mtime < {(time.time() - LIVE_S) * 1e9:.0f})"
+            why = f"iif({cut}, coalesce(problem, 'row ' || (rows + 1) || ': the file ends within it'), problem)"
+            found = db.execute(f"SELECT name, rows - damaged, damaged + {cut}, {why} FROM files")
+            known = {name: {"episodes": n, "damaged": damaged, "problem": problem} for name, n, damaged, problem in found}
             evaluations = self._once(db, (ident, "evaluations"), lambda: queries.evaluations(db))
         indexed, of = one.index.progress()
         unread = {"episodes": None, "damaged": 0, "problem": None}

@@ -295,9 +295,10 @@ def suspects(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]], maxima:
     """Return each kind of suspicion with its worst episodes. `rows`: the run's metrics; `maxima`: of the environments' specs."""
     found = []
     if high := high_rewards(db, maxima):
-        most = "best one seen (the spec's maximum is not known)"
-        if all(env in maxima for env in high):
-            most = f"spec's maximum ({', '.join(sorted({f'{maxima[env]:.3g}' for env in high}))})"
+        values = ", ".join(sorted({f"{maxima[env]:.3g}" for env in high if env in maxima}))
+        known = [f"spec's maximum ({values})"] if values else []
+        rest = [] if high.keys() <= maxima.keys() else ["best one seen (the spec's maximum is not known)"]
+        most = " or the ".join(known + rest)
         found += _suspicion_row(
             db,
             f"({' OR '.join('(e.env = ? AND e.reward >= ?)' for _ in high)}) AND {GOLD} >= {GOLD_FAR}",

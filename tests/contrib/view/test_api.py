@@ -22,7 +22,7 @@ from agentrl.data.trajectory import Message, ToolCall, Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.run.evaluate import make_report
 from agentrl.utils.files import atomic_write
-from tests.run.made_folders import episode, run_folder, unscored
+from tests.run.made_folders import episode, run_folder, touch, unscored
 from tests.waits import until
 
 METRICS = [
@@ -84,6 +84,16 @@ def test_a_run_in_the_list(asking: Asking) -> None:
         ("step_000002", "train", 2, 2), ("after_000002", "after", 2, 2),
     ]  # fmt: skip
     assert whole["summary"]["seconds"] == 12.5 and 'id = "key_value"' in whole["config"]
+
+
+def test_a_row_without_its_end_is_damaged_once_nobody_writes_there(tmp_path: Path) -> None:
+    path = run_folder(tmp_path / "r", {"step_000001": [episode(1)]}).trajectories / "step_000001.jsonl"
+    with path.open("a") as file:
+        file.write('{"task": {"i')
+    for seconds, damaged, said in ((-1, 0, None), (-200, 1, "row 2: the file ends within it")):
+        touch(path, seconds)
+        [step] = client(tmp_path).ask("/runs/r")["steps"]
+        assert (step["episodes"], step["damaged"], step["problem"]) == (1, damaged, said)
 
 
 def test_metrics_from_a_row_on(asking: Asking) -> None:
