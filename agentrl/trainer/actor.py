@@ -229,15 +229,15 @@ class Actor(TrainedRole):
 
     def drop_gradients(self) -> None:
         """Drop the accumulated gradients."""
-        optimizers = self._ready().optimizers
+        optimizers = self._ready(onload=False).optimizers
         assert optimizers is not None
         optimizers.drop()
         self._pending = None
 
     def end_update(self) -> None:
-        """Count the optimizer steps since the last call as one training step of the schedule."""
-        self._updates += self._stepped
-        self._stepped = False
+        """Count the optimizer steps since the last call as one training step; drop the gradients."""
+        self.drop_gradients()
+        self._updates, self._stepped = self._updates + self._stepped, False
 
     def begin_sft(self, cfg: SftConfig, threads: int | None = None) -> None:
         """Start a supervised phase with its own optimizer and CPU threads."""

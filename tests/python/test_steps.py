@@ -3,6 +3,7 @@
 import asyncio
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +114,17 @@ def test_a_loss_and_advantages_of_ones_own(loop: agentrl.StepLoop) -> None:
     assert halves.advantages == [0.5, 0.5]
 
 
-def test_a_loss_that_fails_half_way_leaves_no_gradient() -> None:
-    """Not for a step, and not for an update at once."""
-    rollout = {**table()["rollout"], "max_episode_tokens": 64}
-    small = table(**{"optim.micro_tokens": 64, "health.max_unsolvable": 1.0, "rollout": rollout})
+def test_a_loss_that_fails_half_way_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for a step, not for an update at once, and none that keeps the actor on the engine's device."""
+    for place in ("run.checks.size_checks", "trainer.train_engine"):
+        monkeypatch.setattr(f"agentrl.{place}.check_on_host", lambda cfg: None)
+    rollout = {**table()["rollout"], "max_episode_tokens": 64, "colocate": True}
+    small = table(**{"optim.micro_tokens": 64, "health.max_unsolvable": 1.0, "rollout": rollout, "model.offload": "idle"})
     found = []
     for failures in (2, 0):
         with agentrl.session(small) as loop:
-            batch, seen = loop.trainer.batch(loop.policy.collect()), list[int]()
+            groups, seen = loop.policy.collect(), list[int]()
+            batch = loop.trainer.batch(groups)
 
             def breaks(given: agentrl.LossInput, seen: list[int] = seen) -> agentrl.LossOutput:
                 seen.append(0)  # two micro-batches
@@ -132,6 +136,10 @@ def test_a_loss_that_fails_half_way_leaves_no_gradient() -> None:
                         loop.trainer.forward_backward(batch, breaks)
                 first = None if whole else loop.trainer.forward_backward(batch)
                 found.append((loop.trainer.optim_step() if first else loop.trainer.update(batch))["grad_norm"])
+            for leave in (partial(loop.trainer.batch, groups), loop.trainer.publish):
+                with pytest.raises(AgentrlError, match="never"):
+                    loop.trainer.forward_backward(batch, breaks)
+                leave()
     assert found[:2] == found[2:] and min(found) > 0
 
 

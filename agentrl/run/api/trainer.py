@@ -128,11 +128,12 @@ class Trainer:
                 f"trainer.batch: two groups have the number {twice[0]}, by which members are compared: one was given twice, or "
                 "comes from another session. Leave it out"
             )
-        if self.waiting and offloads_when_idle(self.config, "actor"):
-            raise StepOrderError(
-                'trainer.batch: gradients are waiting for optim_step, and with model.offload = "idle" the actor would lose them; '
-                "call trainer.optim_step() first"
-            )
+        if offloads_when_idle(self.config, "actor"):
+            if self.waiting:
+                raise StepOrderError(
+                    'trainer.batch: model.offload = "idle" would drop the waiting gradients; call trainer.optim_step() first'
+                )
+            await self.drop.aio()  # those of a call that failed half-way may be there
         algorithm = self._session.learner.algorithm
         by_env: dict[str, Choice] | None = None
         estimator: Estimator | None = None
