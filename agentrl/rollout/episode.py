@@ -524,7 +524,6 @@ class RunningEpisode:
             turn.sampled_tokens, turn.usd = generation.usage.sampled_tokens, generation.usage.usd
 
     async def end(self, stop: StopReason, error: str | None) -> Trajectory:
-        """Tear the environment down and complete the record."""
         trajectory = await complete(self.env, self.record, self.spec, stop, error, self.waits.used)
         trajectory.ledgers = list(filter(len, self.ledgers))
         trajectory.rewrites = self.rewrites

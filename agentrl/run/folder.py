@@ -317,11 +317,8 @@ class RunFolder:
         An evaluation would mistake an old export for a new one. Rows of the warm start go only with `BEFORE_SFT`.
         Also removes lines that are no rows, and returns their numbers."""
         found, damaged, cut = self.sorted_metrics()
-        rows = [
-            row
-            for row in found
-            if step != BEFORE_SFT and (row["phase"] in ("sft", "gate") or (row["step"] <= step and row["phase"] != "after"))
-        ]
+        kept = [] if step == BEFORE_SFT else found
+        rows = [row for row in kept if row["phase"] in ("sft", "gate") or (row["step"] <= step and row["phase"] != "after")]
         atomic_write(self.metrics, "".join(json_text(row) + "\n" for row in rows))
         for model in self.exports.glob("step_*"):
             number = model.name.removeprefix("step_")
@@ -347,7 +344,7 @@ class RunFolder:
             return
         files: dict[int, list[Path]] = defaultdict(list)
         for path in (*self.trajectories.glob("step_*.jsonl"), *self.trajectories.glob("eval_*.jsonl")):
-            if (number := path.stem.partition("_")[2]).isdecimal():  # else a file of the user's own
+            if (number := path.stem.partition("_")[2]).isdecimal():
                 files[int(number)].append(path)
         for old in sorted((done for done in files if done <= step), reverse=True)[keep.trajectories :]:
             for path in files[old]:
