@@ -10,6 +10,7 @@ import logging
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -308,19 +309,14 @@ class LiteLlmEngine(MessageEngine):
 
 def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
     """Return the seconds to wait by a Retry-After header (RFC 9110, section 10.2.3: seconds or a date); None without one."""
-    text = headers.get("retry-after")
-    if text is None:
-        return None
-    try:
+    text = headers.get("retry-after", "")
+    with suppress(ValueError):
         return max(0.0, float(text))
-    except ValueError:
-        pass
-    try:
+    with suppress(ValueError):
         until = parsedate_to_datetime(text)
-    except ValueError:
-        return None
-    until = until.replace(tzinfo=until.tzinfo or UTC)  # without a zone the date is in UTC
-    return max(0.0, (until - (now or datetime.now(UTC))).total_seconds())
+        until = until.replace(tzinfo=until.tzinfo or UTC)  # without a zone the date is in UTC
+        return max(0.0, (until - (now or datetime.now(UTC))).total_seconds())
+    return None
 
 
 def row_of(message: Message) -> dict[str, Json]:

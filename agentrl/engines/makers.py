@@ -18,7 +18,7 @@ from agentrl.utils.search_path import PREFIX as GIVEN
 from agentrl.utils.search_path import given_object, is_given
 
 if TYPE_CHECKING:
-    from agentrl.engines.api_models import FunctionEngine, LiteLlmEngine, ScriptedEngine, Transcript
+    from agentrl.engines.api_models import Transcript
 
 
 # API models: `--model api:NAME`
@@ -44,11 +44,10 @@ class TranscriptMaker(EngineMaker):
     """Name of the engine's class in `api_models`."""
 
     @classmethod
-    def engine(cls) -> type[Engine]:
+    def engine(cls) -> Any:
         from agentrl.engines import api_models
 
-        found: type[Engine] = getattr(api_models, cls.made)
-        return found
+        return getattr(api_models, cls.made)
 
     @classmethod
     def claims(cls, model: str | None) -> bool:
@@ -78,12 +77,8 @@ class ApiMaker(TranscriptMaker):
         if importlib.util.find_spec("litellm") is None:
             raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
 
-    def make_with(self, transcript: Transcript) -> LiteLlmEngine:
-        from agentrl.engines.api_models import LiteLlmEngine
-
-        name = api_name(self.config.model.path)
-        assert name is not None
-        return LiteLlmEngine(name, self.config.api, transcript=transcript)
+    def make_with(self, transcript: Transcript) -> Any:
+        return self.engine()(api_name(self.config.model.path), self.config.api, transcript=transcript)
 
 
 # Python functions: the model "given:NAME"
@@ -102,11 +97,9 @@ class PythonMaker(TranscriptMaker):
         if self.config.rollout.top_k or self.config.rollout.top_p < 1:
             raise ConfigError("rollout.top_k, rollout.top_p: a Python policy draws by itself")
 
-    def make_with(self, transcript: Transcript) -> FunctionEngine:
-        from agentrl.engines.api_models import FunctionEngine
-
+    def make_with(self, transcript: Transcript) -> Any:
         name = str(self.config.model.path)
-        return FunctionEngine(name, given_object(name, "model.path").value, transcript)
+        return self.engine()(name, given_object(name, "model.path").value, transcript)
 
 
 # Scripted policies: `--policy NAME`
@@ -128,10 +121,8 @@ class ScriptedMaker(TranscriptMaker):
         if self.config.rollout.top_k or self.config.rollout.top_p < 1:
             raise ConfigError("rollout.top_k, rollout.top_p: a scripted policy draws nothing")
 
-    def make_with(self, transcript: Transcript) -> ScriptedEngine:
-        from agentrl.engines.api_models import ScriptedEngine
-
-        return ScriptedEngine(str(self.config.model.path).removeprefix(POLICY), transcript)
+    def make_with(self, transcript: Transcript) -> Any:
+        return self.engine()(str(self.config.model.path).removeprefix(POLICY), transcript)
 
 
 # The embedded engine

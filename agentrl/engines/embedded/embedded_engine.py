@@ -288,7 +288,7 @@ class EmbeddedEngine(StreamingEngine, WeightTarget):
                 elif runs:
                     try:
                         batcher.settle(await in_thread("engine", advance) if self._in_thread else batcher.advance())
-                    except Exception as problem:  # every caller gets the error, without its place
+                    except Exception as problem:  # every caller gets the error
                         log.exception("a step of the embedded engine failed")
                         self._fail_all(f"a step of the embedded engine failed: {problem!r}", problem)
                         batcher.reset()

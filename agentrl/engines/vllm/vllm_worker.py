@@ -45,7 +45,7 @@ class WeightReceiver:
             # take the weights unpacked, and must stay, since CUDA graphs refer to them.
             for layer in model.modules():
                 method: Any = getattr(layer, "quant_method", None)
-                experts = isinstance(method, FusedMoEMethodBase)  # not hasattr: a kernel under another name must not pass
+                experts = isinstance(method, FusedMoEMethodBase)
                 if experts and method.moe_kernel and next(layer.parameters()).device.type == "cpu":
                     method.agentrl_kernel, method.moe_kernel = method.moe_kernel, None
             # vLLM repacks a loaded layer (kernel layouts, quantization); this restores the layout of the files, without which
