@@ -59,11 +59,7 @@ def test_new_writes_an_environment_that_passes_its_checks(here: Path, agentrl: A
     pytest.param("mcp", ["mcp", 'command=["python", "envs/shop/server.py"]', "tasks=envs/shop/tasks.jsonl"], marks=proof),
 ])  # fmt: skip
 def test_each_template_passes_its_checks_and_has_room_for_its_gold(
-    here: Path,
-    agentrl: Agentrl,
-    monkeypatch: pytest.MonkeyPatch,
-    template: str,
-    env: list[str],
+    here: Path, agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch, template: str, env: list[str]
 ) -> None:
     monkeypatch.delenv("AGENTRL_SURVEY", raising=False)
     if template == "mcp":

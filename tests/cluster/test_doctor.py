@@ -103,14 +103,7 @@ def test_shelves_are_staged_without_caches(monkeypatch, tmp_path):
     (tmp_path / "out").mkdir()
     assert shipping.shipped_env(tmp_path / "out")["AGENTRL_PATH"] == "shelf0:shelf1"
     staged = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*"))
-    assert staged == [
-        "shelf0",
-        "shelf0/envs",
-        "shelf0/envs/x",
-        "shelf0/envs/x/env.py",
-        "shelf1",
-        "shelf1/rewards",
-    ]
+    assert staged == ["shelf0", "shelf0/envs", "shelf0/envs/x", "shelf0/envs/x/env.py", "shelf1", "shelf1/rewards"]
 
 
 @pytest.fixture(autouse=True)

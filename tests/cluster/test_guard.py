@@ -48,9 +48,7 @@ def in_namespace(code: str, broken: bool, timeout: float = 60) -> subprocess.Com
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         pytest.skip("needs the programs unshare and ip (iproute2)")
     trial = subprocess.run(
-        ["unshare", "--net", "sh", "-c", NAMESPACE.format(break_it=""), "sh", "true"],
-        capture_output=True,
-        text=True,
+        ["unshare", "--net", "sh", "-c", NAMESPACE.format(break_it=""), "sh", "true"], capture_output=True, text=True
     )
     if trial.returncode != 0:
         pytest.skip(f"cannot make a network namespace with a veth pair: {trial.stderr.strip()} (needs root)")

@@ -43,11 +43,7 @@ def check_every_strategy(group, sizes):
     owner = torch.tensor([(3 * i) % world for i in range(len(sizes))])
     placed = group.run(Plain.double_column, batch.copy().update({"dp_rank": owner}))
     assert placed["rank"].tolist() == owner.tolist()
-    assert group.run(Plain.where, 4) == (0, world, 4) and group.run_all(Plain.where, add=1)[-1] == (
-        world - 1,
-        world,
-        1,
-    )
+    assert group.run(Plain.where, 4) == (0, world, 4) and group.run_all(Plain.where, add=1)[-1] == (world - 1, world, 1)
     assert group.run(Plain.first, word="w") == "w0"
 
 

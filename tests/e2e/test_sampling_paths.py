@@ -82,8 +82,7 @@ class Done:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(case, id=case.name, marks=[proof] if case.engine == "vllm" else []) for case in CASES],
+    scope="module", params=[pytest.param(case, id=case.name, marks=[proof] if case.engine == "vllm" else []) for case in CASES]
 )
 def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Done:
     case: Case = request.param

@@ -108,8 +108,4 @@ class Chat(ToolEnv):
         return cls()
 
 
-CHAT_REWARD = {
-    "agentrl_reward": 1,
-    "name": "chat",
-    "root": {"use": "text.contains", "args": {"expect": ["7"], "where": "all"}},
-}
+CHAT_REWARD = {"agentrl_reward": 1, "name": "chat", "root": {"use": "text.contains", "args": {"expect": ["7"], "where": "all"}}}

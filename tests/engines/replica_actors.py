@@ -90,10 +90,7 @@ class Method:
         self.actor, self.name = actor, name
 
     def options(self, **given):
-        assert (self.name, given) in (
-            ("generate_many", {"num_returns": "streaming"}),
-            ("stage", {"concurrency_group": "stage"}),
-        )
+        assert (self.name, given) in (("generate_many", {"num_returns": "streaming"}), ("stage", {"concurrency_group": "stage"}))
         return self
 
     def remote(self, *args):

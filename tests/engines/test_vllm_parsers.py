@@ -103,10 +103,7 @@ SAME = {
     "llama_json": ("llama3_json", ["<|python_tag|>"]),
     "mistral": ("mistral", ["[TOOL_CALLS]", "[ARGS]"]),
     "glm": ("glm45", ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]),
-    "deepseek": (
-        "deepseek_v31",
-        [f"<｜tool▁{part}｜>" for part in DEEPSEEK],
-    ),
+    "deepseek": ("deepseek_v31", [f"<｜tool▁{part}｜>" for part in DEEPSEEK]),
     "deepseek_dsml": ("deepseek_v32", ["<｜DSML｜"]),
     "granite": ("granite", ["<|tool_call|>"]),
     "gemma": ("gemma4", ["<|tool_call>", "<tool_call|>", '<|"|>']),

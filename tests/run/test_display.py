@@ -302,9 +302,7 @@ def test_the_display_is_told_what_the_engine_does_and_a_failed_look_ends_nothing
         return "episodes"
 
     session: Any = SimpleNamespace(
-        config=SimpleNamespace(rollout=SimpleNamespace(max_staleness=0)),
-        engine=SimpleNamespace(stats=stats),
-        display=display,
+        config=SimpleNamespace(rollout=SimpleNamespace(max_staleness=0)), engine=SimpleNamespace(stats=stats), display=display
     )
     assert asyncio.run(feed.republish_to_new_replicas(session, work())) == "episodes"
     assert said[:2] == ["2 running, 1 waiting, KV cache 45.0 %", "3 running, 0 waiting, 0 tokens/s"]

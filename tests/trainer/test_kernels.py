@@ -17,11 +17,7 @@ from tests.publishing import weights_of
 from tests.trainer.learners import start
 from tests.trainer.train_batches import make_batch, train_batch
 
-FORMS = {
-    "plain": {},
-    "checkpointing": {"activation_checkpointing": True},
-    "lora": {"lora": LoraSection(rank=4)},
-}
+FORMS = {"plain": {}, "checkpointing": {"activation_checkpointing": True}, "lora": {"lora": LoraSection(rank=4)}}
 
 
 @pytest.fixture

@@ -170,8 +170,7 @@ def test_picked_are_the_tokens_of_the_largest_covariance_over_the_whole_minibatc
 
 
 @pytest.mark.parametrize(
-    "loss",
-    [Choice(name="kl_cov", args={"share": 0.25}), Choice(name="clip_cov", args={"share": 0.25, "low": 0.0, "high": 99.0})],
+    "loss", [Choice(name="kl_cov", args={"share": 0.25}), Choice(name="clip_cov", args={"share": 0.25, "low": 0.0, "high": 99.0})]
 )
 def test_picks_do_not_depend_on_the_order_of_rows(tiny: str, loss: Choice) -> None:
     from agentrl.data.rows import select

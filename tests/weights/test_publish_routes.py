@@ -16,16 +16,7 @@ from agentrl.engines.api_models import LiteLlmEngine, ScriptedEngine
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.engines.weights import base as routes
 from agentrl.engines.weights import host_routes
-from agentrl.engines.weights.base import (
-    ALIGN,
-    PACKED,
-    Adapter,
-    Bucket,
-    Lent,
-    MembersChangedError,
-    Named,
-    Offer,
-)
+from agentrl.engines.weights.base import ALIGN, PACKED, Adapter, Bucket, Lent, MembersChangedError, Named, Offer
 from agentrl.engines.weights.parameters import Saving, expected_parameters
 from agentrl.rollout.engine import Engine, Sampling
 from agentrl.trainer.actor import Actor

@@ -140,8 +140,7 @@ def test_the_gymnasium_face_works_too(stdio: McpServerConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("late", "stop", "unscored"),
-    [({}, StopReason.TOOL_TIMEOUT, True), ({"late": "policy"}, StopReason.MAX_TOOL_TIME, False)],
+    ("late", "stop", "unscored"), [({}, StopReason.TOOL_TIMEOUT, True), ({"late": "policy"}, StopReason.MAX_TOOL_TIME, False)]
 )
 async def test_the_config_says_whose_doing_a_late_call_is(
     stdio: McpServerConfig, late: dict[str, str], stop: StopReason, unscored: bool

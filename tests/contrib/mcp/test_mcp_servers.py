@@ -465,16 +465,8 @@ DRAFTS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"$schema": DRAFT.format(7), "dependencies": {"a": ["b"]}}, [{"a": 1, "b": 2}, {}], [{"a": 1}]),
     ({"$schema": DRAFT.format(6), "dependencies": {"a": {"required": ["c"]}}}, [{"a": 1, "c": 2}], [{"a": 1}]),
     ({"$schema": DRAFT.format(7), "items": [NUMBER, {"$ref": "#/properties/x/items/0"}]}, [[1, 2]], [[1, "a"]]),
-    (
-        {"$schema": DRAFT.format(7), "allOf": [{"$ref": "#/definitions/n", "maximum": 3}], "d": 1},
-        [1, 5],
-        ["a"],
-    ),
-    (
-        {"$schema": NEW.format("2019-09"), "items": [TEXT], "additionalItems": NUMBER},
-        [["a", 1]],
-        [["a", "b"]],
-    ),
+    ({"$schema": DRAFT.format(7), "allOf": [{"$ref": "#/definitions/n", "maximum": 3}], "d": 1}, [1, 5], ["a"]),
+    ({"$schema": NEW.format("2019-09"), "items": [TEXT], "additionalItems": NUMBER}, [["a", 1]], [["a", "b"]]),
     ({"$schema": NEW.format("2020-12"), "prefixItems": [TEXT]}, [["a"]], [[1]]),
 ]
 

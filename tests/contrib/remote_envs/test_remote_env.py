@@ -189,10 +189,7 @@ async def test_an_evaluation_there_is_the_evaluation_here(server: Running, rende
     assert {row["stop"] for row in found[0]} == {"done"} and {row["reward"] for row in found[0]} == {0.0}
 
 
-async def test_a_server_that_restarts_costs_an_attempt_and_no_reward(
-    renderer: Renderer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_that_restarts_costs_an_attempt_and_no_reward(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the reset and the first step the server is another one: unscored; the second attempts are scored."""
     servers: list[Any] = [served("key_value")]
     arrived: list[Any] = []

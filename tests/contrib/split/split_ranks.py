@@ -48,10 +48,7 @@ class Case:
 
 TP = {"dp": 2, "sp": 1, "tp": 2}
 BOTH = ModelConfig(tensor_parallel=2, expert_parallel=2)
-SHORT = {
-    "tp 2 x 2": Case("qwen3", TP, ModelConfig(tensor_parallel=2)),
-    "tp 2, ep 2": Case("moe", TP, BOTH),
-}
+SHORT = {"tp 2 x 2": Case("qwen3", TP, ModelConfig(tensor_parallel=2)), "tp 2, ep 2": Case("moe", TP, BOTH)}
 LONG = {
     "tp 4": Case("untied", {"dp": 1, "sp": 1, "tp": 4}, ModelConfig(tensor_parallel=4)),
     "tp 2 of 2": Case("llama", {"dp": 1, "sp": 1, "tp": 2}, ModelConfig(tensor_parallel=2)),

@@ -136,11 +136,7 @@ async def imported() -> dict[str, object]:
         await gone.areset(seed=0)
     except EnvError as fault:
         unreachable = str(fault)
-    return {
-        "state": env.trajectory.state,
-        "terminated": env.trajectory.terminated,
-        "unreachable": unreachable,
-    }
+    return {"state": env.trajectory.state, "terminated": env.trajectory.terminated, "unreachable": unreachable}
 
 
 async def imported_tools() -> dict[str, object]:

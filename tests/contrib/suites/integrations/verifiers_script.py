@@ -29,10 +29,7 @@ async def imported() -> dict[str, object]:
         return float(completion[-1].content == answer)
 
     theirs = vf.ToolEnv(
-        dataset=Dataset.from_list(rows),
-        eval_dataset=Dataset.from_list(rows[:2]),
-        tools=[double],
-        rubric=vf.Rubric(funcs=[right]),
+        dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:2]), tools=[double], rubric=vf.Rubric(funcs=[right])
     )
     env = VerifiersEnv(environment=theirs)
     rewards = []
@@ -82,12 +79,7 @@ async def main() -> None:
     ref = EnvRef("key_value", {"calls": 4, "set_share": 0.0})
     scorer = compile_spec(load_spec(ref.default_reward()))
     env = to_verifiers(ref.build, scorer, tasks=3)
-    assert len(env.get_dataset()) == 3 and [tool.name for tool in env.tool_defs] == [
-        "get",
-        "set",
-        "list",
-        "add",
-    ]
+    assert len(env.get_dataset()) == 3 and [tool.name for tool in env.tool_defs] == ["get", "set", "list", "add"]
     rewards = []
     for seed, right in ((0, True), (1, False)):
         row = env.get_eval_dataset()[seed]
