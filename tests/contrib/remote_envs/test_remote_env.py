@@ -103,11 +103,9 @@ def test_what_cannot_be_played_there_is_refused_before_the_run(
         check_servers(RunStart(made(server, *overrides)))
 
 
-@pytest.mark.parametrize("body", [b"hello", b"{}", b"[]", b'{"limits"', b"202 {}", b"404 []"])
+@pytest.mark.parametrize("body", [b"200 hello", b"200 {}", b"200 []", b'200 {"limits"', b"202 {}", b"404 []"])
 def test_a_server_of_something_else_is_named(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    status = int(body[:3]) if body[:3].isdigit() else 200
-    answer = httpx.Response(status, content=body[4 * (status != 200) :])
-    monkeypatch.setattr("httpx.AsyncClient.post", AsyncMock(return_value=answer))
+    monkeypatch.setattr("httpx.AsyncClient.post", AsyncMock(return_value=httpx.Response(int(body[:3]), content=body[4:])))
     with pytest.raises(ConfigError, match=r"^env\.url: http://127.0.0.1:7: .*: is this a server of agentrl\?"):
         check_servers(RunStart(made(None, "env.url='http://127.0.0.1:7'")))
 

@@ -155,19 +155,16 @@ def test_what_a_run_is_suspected_of(tmp_path: Path) -> None:
     assert shown["step_000001.5"] == ["judge_disagreement"]
 
 
-GONE = '[[env]]\nid = "gone"\n'
-"""An environment that does not load."""
-
-
-@pytest.mark.parametrize("most, suspected, above", [(3.0, [], ""), (1.0, ["step_000001.0"], ""), (3.0, [], GONE)])
-def test_a_high_reward_is_one_near_the_maximum_of_the_spec(tmp_path: Path, most: float, suspected: list[str], above: str) -> None:
+@pytest.mark.parametrize("most, suspected, lost", [(3.0, [], False), (1.0, ["step_000001.0"], False), (3.0, [], True)])
+def test_a_high_reward_is_one_near_the_maximum_of_the_spec(tmp_path: Path, most: float, suspected: list[str], lost: bool) -> None:
     """A reward of 1 without the gold answer: all that a spec of one point pays, and a third of what one of three points pays."""
     spec = {"use": "text.contains", "args": {"expect": "x"}}
     scaled = {"agentrl_reward": 1, "name": "s", "root": {"op": "sum", "of": [{**spec, "weight": most}]}}
     (tmp_path / "spec.json").write_text(json.dumps(scaled))
     members = [episode(1, said="nothing", env="key_value"), episode(2, reward=0.25, env="key_value")]
     config = run_folder(tmp_path / "r", {"step_000001": members}).config
-    config.write_text(config.read_text().replace("[env]", f"{above}[[env]]") + f'reward = "{tmp_path / "spec.json"}"\n')
+    envs = '[[env]]\nid = "does_not_load"\n[[env]]' if lost else "[env]"
+    config.write_text(config.read_text().replace("[env]", envs) + f'reward = "{tmp_path / "spec.json"}"\n')
     asking = client(tmp_path)
     found = [one for one in asking.ask("/runs/r/suspects") if one["kind"] == "gold_far"]
     assert [example["id"] for one in found for example in one["episodes"]] == suspected
