@@ -39,6 +39,7 @@ def refusal_of(problem: Exception) -> RequestError:
         return RequestError("the request has half of a character (a lone surrogate)")
     if isinstance(problem, AgentrlError):
         return RequestError(str(problem), status=503, code="engine_failed")
+    log.error("a request of an agent failed", exc_info=problem)
     return RequestError(fault_text(problem), status=500)
 
 

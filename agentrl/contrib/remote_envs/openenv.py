@@ -7,6 +7,7 @@ import base64
 import contextlib
 import hmac
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache, partial
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 # `type` ("reset", "step", "state", "close") and `data`; an answer has the type "observation", "state" or "error". One connection
 # is one session with one environment. OpenEnv's client sends no headers, so the URL contains the agents' token.
 
+log = logging.getLogger(__name__)
 _TEXT = {"type": "string"}
 _OBJECT = {"type": "object"}
 _CALL = {"type": "object", "properties": {"name": _TEXT, "arguments": _OBJECT}, "required": ["name", "arguments"]}
@@ -192,6 +194,7 @@ class OpenEnvFace:
             except (AgentrlError, TypeError) as fault:
                 answer = _error("EXECUTION_ERROR", str(fault))
             except Exception as fault:  # an environment's code may raise anything
+                log.exception("a message to environment %s failed", self._name)
                 answer = _error("EXECUTION_ERROR", f"{type(fault).__name__}: {fault}")
             await socket.send_text(wire.dumps(answer).decode())
 

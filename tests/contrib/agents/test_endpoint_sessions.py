@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentrl.contrib.agents.session import AgentSession, Ask, ServedPolicy
+from agentrl.contrib.agents.session import AgentSession, Ask, ServedPolicy, refusal_of
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
 from agentrl.render.chatml import CHATML_TEMPLATE
@@ -167,3 +167,8 @@ async def test_what_the_policy_said_next_to_a_call_is_no_refusal_when_an_agent_s
     own = replace(back, tool_calls=(replace(made[0], id="own"),))
     with pytest.raises(RenderError, match=r"not show all of a message of role 'assistant' in its place: 'I look\.'"):
         await session.begin(Ask([*said, own, replace(result, tool_call_id="own")], TOOLS))
+
+
+def test_a_fault_of_the_endpoint_itself_is_in_the_log(caplog):
+    assert refusal_of(KeyError("x")).status == 500
+    assert [record.exc_info[0] for record in caplog.records] == [KeyError]

@@ -7,7 +7,9 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -16,6 +18,7 @@ from agentrl.config.schema import Choice, ToolsConfig
 from agentrl.contrib.remote_envs import client as link
 from agentrl.contrib.remote_envs import commands, wire
 from agentrl.contrib.remote_envs.client import POOLS, Link, RemoteEnv
+from agentrl.contrib.remote_envs.openenv import OpenEnvFace
 from agentrl.contrib.remote_envs.server import EnvOffer, open_socket
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
 from agentrl.data.trajectory import StopReason, Trajectory
@@ -436,3 +439,11 @@ def test_an_address_that_is_not_this_machines_is_no_fault_of_the_port() -> None:
     for host in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=rf"^--host {host}: no address of this machine: "):
             open_socket(host, 0)
+
+
+async def test_a_fault_of_an_environment_that_openenv_serves_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    face, talk = OpenEnvFace(Notes, "toy", "", SessionLimits(), None), AsyncMock()
+    talk.receive_text.side_effect = ["{}", TimeoutError]
+    session: Any = SimpleNamespace(answer=AsyncMock(side_effect=ZeroDivisionError("by 0")))
+    await face._converse(talk, session)
+    assert "EXECUTION_ERROR" in talk.send_text.await_args.args[0] and "Traceback" in caplog.text
