@@ -261,7 +261,7 @@ def _record_faults(rubric: Any) -> None:
     """Let reward functions note what they raise: their rubric logs it and goes on with 0, also if a judge is out."""
     for inner in getattr(rubric, "rubrics", ()):
         _record_faults(inner)
-    counted = zip(getattr(rubric, "funcs", ()), getattr(rubric, "weights", ()), strict=True)
+    counted = zip(rubric.funcs, rubric.weights, strict=True)
     rubric.funcs = [_with_fault_record(one) if weight and not hasattr(one, "noted_here") else one for one, weight in counted]
 
 

@@ -289,7 +289,8 @@ def features_of(model: Any, images: Sequence[Pixels], device: torch.device) -> l
     values = torch.cat([pixels.values for pixels in images]).to(device)
     with torch.no_grad():  # the tower is frozen
         found = model.get_image_features(values, torch.tensor([pixels.grid for pixels in images]).to(device), return_dict=True)
-    return [torch.cat(part) for part in (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))]
+    deeper = (found.deepstack_features or ()) if model.config.model_type == "qwen3_vl" else ()
+    return [torch.cat(part) for part in (found.pooler_output, *deeper)]
 
 
 def embed_images(model: Any, ids: Tensor, places: Sequence[tuple[int, Pixels]], features: Sequence[Tensor]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 
 from agentrl.contrib.suites.benchmarks import calling, groups, message_of
 from agentrl.contrib.suites.suite import found_version, known_word, members, within
+from agentrl.contrib.suites.verifiers import _record_faults
 from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env.catalog import find_env
 from agentrl.env.official import Played
@@ -153,3 +154,9 @@ async def test_calls_of_a_turn_are_asked_for_once_and_equal_calls_get_an_answer_
     found = [await together.answer(env, "find", {"n": n}, ask) for n in (1, 1, 2)]
     assert (found, asked) == (["1.0", "1.1", "1.2"], [[{"n": 1}, {"n": 1}, {"n": 2}]])
     assert await together.answer(env, "find", {"n": 1}, ask) == "2.0", "one more, in no turn: alone"
+
+
+def test_reward_functions_under_another_name_are_named() -> None:
+    """Else what they raise would be a reward of 0."""
+    with pytest.raises(AttributeError, match="funcs"):
+        _record_faults(SimpleNamespace(rubrics=()))

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from tensordict import TensorDict
 from transformers import AutoConfig
 
 from agentrl.config.schema import InitModelConfig, ModelConfig
-from agentrl.contrib.vision.model import Vision
+from agentrl.contrib.vision.model import Vision, features_of
 from agentrl.data.images import Image
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
 from agentrl.data.token_ledger import PromptIds, TokenLedger
@@ -166,3 +167,11 @@ def test_positions_are_those_of_transformers(kind: str, folder: Path, reference:
     kinds = (ids == vision.token).int()
     own, _ = reference.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
     assert torch.equal(own[:, 0], vision.positions(len(ledger), places))
+
+
+def test_features_for_the_language_models_layers_are_never_left_out(deep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deep[1].model
+    monkeypatch.setattr(model, "get_image_features", lambda *given, **named: SimpleNamespace(pooler_output=[torch.ones(1, 1)]))
+    pixels: Any = SimpleNamespace(values=torch.ones(1), grid=[1])
+    with pytest.raises(AttributeError, match="deepstack_features"):
+        features_of(model, [pixels], torch.device("cpu"))
