@@ -83,7 +83,7 @@ def test_the_rows_of_a_verifiers_environment_are_its_tasks_each_once_an_epoch(mo
     train, held_out = ([{"prompt": [{"role": "user", "content": f"{kind} {n}"}], "answer": str(n)} for n in range(size)]
                        for kind, size in (("train", 5), ("eval", 3)))  # fmt: skip
     theirs = SimpleNamespace(
-        get_dataset=lambda: train, get_eval_dataset=lambda: held_out, tool_defs=None, rubric=SimpleNamespace()
+        get_dataset=lambda: train, get_eval_dataset=lambda: held_out, tool_defs=None, rubric=SimpleNamespace(funcs=[], weights=[])
     )
     env = VerifiersEnv(environment=theirs)
     assert (env.task_count("train"), env.task_count("heldout")) == (5, 3)
@@ -110,7 +110,7 @@ def test_images_of_a_verifiers_environment_are_shown_and_other_parts_refused(mon
     ]
     wrong += [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, {}, {"image_url": "http://x/z.png"}]
     rows = [{"prompt": [{"role": "user", "content": [text, one]}], "answer": "red"} for one in (part, *wrong)]
-    theirs = SimpleNamespace(get_dataset=lambda: rows, tool_defs=None, rubric=SimpleNamespace())
+    theirs = SimpleNamespace(get_dataset=lambda: rows, tool_defs=None, rubric=SimpleNamespace(funcs=[], weights=[]))
     env = VerifiersEnv(environment=theirs)
     opening = env.prompt(env.make_task(0, "train"))
     assert opening == [Message("user", f"which color?\n{shown.line}", images=(shown,))]
