@@ -48,7 +48,7 @@ def spawned(monkeypatch):
     monkeypatch.setattr(replicas.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(replicas.ray, "nodes", list)
     monkeypatch.setattr(replicas.ray, "put", lambda data: data)
-    monkeypatch.setattr("agentrl.engines.vllm.vllm_engine.importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     return actors
 
 
