@@ -229,9 +229,7 @@ class Actor(TrainedRole):
 
     def drop_gradients(self) -> None:
         """Drop the accumulated gradients."""
-        optimizers = self._ready(onload=False).optimizers
-        assert optimizers is not None
-        optimizers.drop()
+        self._ready(onload=False).drop()
         self._pending = None
 
     def end_update(self) -> None:

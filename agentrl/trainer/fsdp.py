@@ -193,6 +193,16 @@ class FsdpEngine(BaseEngine):
             self.module.set_is_last_backward(last)
         torch.autograd.backward(loss)
 
+    def drop(self) -> None:
+        super().drop()
+        # Until a reduction, FSDP2 keeps gradients with the unsharded parameters, for which torch has no public name.
+        for group in filter(None, (part._get_fsdp_state()._fsdp_param_group for part in self._parts())):
+            group._partial_reduce_output = None
+            for held in group.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):  # from the first pass on
+                    held._unsharded_param.grad = None
+
     def step(self, sound: bool = True) -> float:
         assert self.optimizers is not None
         # By mesh, because an operation takes tensors of one mesh only.

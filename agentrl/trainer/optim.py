@@ -51,13 +51,13 @@ class Optimizers:
 
     def step(self) -> None:
         for part in self.parts:
-            # Gradients become None, not zeros: a parameter without a gradient is skipped, with zeros it would still decay.
             part.step()
-            part.zero_grad(set_to_none=True)
+        self.drop()
 
     def drop(self) -> None:
         """Drop the gradients without a step."""
         for part in self.parts:
+            # They become None, not zeros: a parameter without a gradient is skipped, with zeros it would still decay.
             part.zero_grad(set_to_none=True)
 
     def tensors(self) -> list[Tensor]:

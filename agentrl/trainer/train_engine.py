@@ -134,6 +134,11 @@ class BaseEngine(ABC):
         for _, parameter in self.named_weights():
             parameter.requires_grad_(False)
 
+    def drop(self) -> None:
+        """Drop the gradients without a step, also those of micro-batches without a `last` one."""
+        assert self.optimizers is not None
+        self.optimizers.drop()
+
     @abstractmethod
     def step(self, sound: bool = True) -> float:
         """Clip by the global norm, step, drop the gradients; returns the norm before clipping, equal on all ranks.

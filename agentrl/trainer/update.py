@@ -332,8 +332,7 @@ class Steps:
 
     def take(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> None:
         """Run the backward passes of minibatch `number`, then its optimizer step. `micros`: row numbers."""
-        assert self._engine.optimizers is not None
-        self._engine.optimizers.drop()  # gradients of a call that failed half-way
+        self._engine.drop()  # gradients of a call that failed half-way
         sound = self.backward(number, micros, loss)
         norm = self._engine.step(sound)
         self.norms.append(norm)

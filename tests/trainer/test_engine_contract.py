@@ -8,10 +8,13 @@ import torch
 import torch.distributed as dist
 
 from agentrl.config.schema import ModelConfig
+from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine
 from agentrl.utils.errors import DependencyError
 from tests.conftest import proof
-from tests.trainer.engine_contract import Made, TrainEngineContract
+from tests.trainer.engine_contract import ROWS, Made, TrainEngineContract, gradients_of, loss_of, micro_of
+from tests.trainer.learners import as_rank
+from tests.trainer.train_batches import toy_optim
 
 WAYS = [
     pytest.param((entry.name, grouped), id=f"{entry.name}, {'in a group' if grouped else 'alone'}", marks=marks)
@@ -44,3 +47,17 @@ class TestTrainingEngines(TrainEngineContract):
             return TRAIN_ENGINES.entry(way).make(tiny, cfg, 0.01, role, torch.device("cpu"))
 
         return make
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dropped_gradients_leave_nothing_with_the_unsharded_parameters(tiny: str, dtype: Any) -> None:
+    """Those of a call that failed before its last micro-batch, which FSDP2 has not reduced: the next ones began with them."""
+    with as_rank(0, 1, "gloo"):
+        engine, fresh = (FsdpEngine(tiny, ModelConfig(path=tiny, dtype=dtype), 1.0) for _ in range(2))
+        engine.use_optimizer(toy_optim())
+        engine.backward(loss_of(engine, micro_of(ROWS[:2])), last=False)
+        engine.drop()
+        for one in (engine, fresh):
+            one.backward(loss_of(one, micro_of(ROWS[2:])), last=True)
+        mine, theirs = gradients_of(engine), gradients_of(fresh)
+        assert all(torch.equal(gradient, mine[name]) for name, gradient in theirs.items())
