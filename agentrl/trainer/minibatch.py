@@ -302,7 +302,7 @@ def with_selection(view: Ragged, parts: list[np.ndarray], loss: Choice, seed: in
     # Pseudo-random numbers hashed from the token and its row: those of a generator would depend on the order of the rows.
     rows_of = row_ids(view.offsets)
     place = torch.arange(len(rows_of)) - view.offsets[:-1][rows_of]
-    mix = view.tokens("token_ids").to(torch.int64) * 2654435761 + place * 40503 + seed * 7919
+    mix = view.tokens("token_ids").to(torch.int64) * 2654435761 + place * 40503 + seed % (1 << 32) * 7919
     mix = mix + view.row("group")[rows_of] * 104729 + view.row("member")[rows_of] * 1299709
     for shift in (16, 13, 16):
         mix = (mix ^ (mix >> shift)) * 73244475 % (1 << 31)
