@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from agentrl.config.envs import named_leaves
+from agentrl.config.envs import Keys, named_leaves
 from agentrl.config.schema import TrainConfig
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.redaction import redact_json, references, resolve_references, texts
@@ -79,7 +79,8 @@ _ANYWHERE = {
     "says what a run is called or where it is written": "name out env.name",
     "says how long a run takes; that a decaying learning rate is stretched is said (run/provenance.py)": "steps",
     "says how long a run takes": "stop_at_success",
-    "says what is recorded of a run": "trajectories_every checkpoint keep trackers traces prometheus profile",
+    "says what is recorded of a run": """trajectories_every checkpoint.every checkpoint.keep checkpoint.keep_best
+        checkpoint.asynchronous keep trackers traces prometheus profile""",
     "says when a run reports that it does not learn": "health",
     "watch, and train nothing": "callbacks",
     "says where processes run": "cluster",
@@ -121,6 +122,7 @@ _EPISODES = {
     "chooses the tasks of updates; here they are numbered": "env.sampler rollout.sampler",
     "is asked for by --split": "env.eval.split eval.split",
     "chooses the environments of updates": "rollout.mixture",
+    "says by which score a run's checkpoints are compared": "checkpoint.best",
     "builds a model for training; the one that plays is at model.path": "model.init",
     "says where episodes of updates begin": "rollout.start",
     "says which episodes of updates branch off others": "rollout.branch",
@@ -155,6 +157,8 @@ def _keys_of(*tables: Mapping[str, str]) -> frozenset[str]:
 
 LATER = _keys_of(_LATER)
 """Keys that matter but that a resume may change: updates read them anew, and checkpoints remain compatible."""
+MEASURES = ("eval.tasks", "eval.split", "eval.temperature", "env.eval")
+"""Keys that a resume may change although evaluations before and after then measure something else."""
 _EVERYWHERE = _keys_of(_ANYWHERE) | {f"{_OWN_JUDGE}.*.{key}" for key in _keys_of(_ANYWHERE) if key.startswith("vllm.")}
 CANNOT_MATTER: dict[Purpose, frozenset[str]] = {
     "train": _EVERYWHERE | _keys_of(_LATER, _TRAINING),
@@ -176,10 +180,15 @@ def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
     """Return the values that must be equal for `config` to continue a run."""
     found: Identity = {}
     for name, keys, value in named_leaves(without_secrets(config), config.envs):  # by name, as their order does not matter
-        key = ".".join(key for key in keys if isinstance(key, str))
+        key = _without_place(keys)
         idle = not isinstance(config.env, list) and key.startswith(OF_SEVERAL)
         found |= {} if idle or cannot_matter(key, purpose) else {name: value}
     return found
+
+
+def _without_place(keys: Keys) -> str:
+    """Return a dotted key without the number of an environment."""
+    return ".".join(key for key in keys if isinstance(key, str))
 
 
 def without_secrets(config: TrainConfig) -> dict[str, Any]:
@@ -230,9 +239,9 @@ def changes_below(parts: Collection[str], before: TrainConfig, now: TrainConfig)
     """List the changes of these keys and of keys below them, one text per key."""
     then, since = (
         {
-            key: value
-            for key, _, value in named_leaves(without_secrets(config), config.envs)
-            if any(f"{key}.".startswith(f"{part}.") for part in parts)
+            name: value
+            for name, keys, value in named_leaves(without_secrets(config), config.envs)
+            if any(f"{_without_place(keys)}.".startswith(f"{part}.") for part in parts)
         }
         for config in (before, now)
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config import TrainConfig, load_config
-from agentrl.config.identity import LATER, Identity, changes, changes_below, check_resumed, differences, identity_of
+from agentrl.config.identity import LATER, MEASURES, Identity, changes, changes_below, check_resumed, differences, identity_of
 from agentrl.config.load import with_absolute_paths
 from agentrl.env.catalog import find_env
 from agentrl.run.digests import contents_of
@@ -69,6 +69,8 @@ class Provenance:
         # Changed keys that affect only later updates, and the end of the run.
         done = updates_done(folder)
         notes += [f"{change} from update {done + 1} on" for change in changes_below(LATER, before, config)]
+        measured = "evaluations before and after this resume, and the scores of checkpoints, do not compare"
+        notes += [f"{change}: {measured}" for change in changes_below(MEASURES, before, config)]
         if steps < done and config.data is None:
             notes.append(f"steps = {steps}, and the run has done {done} updates: it is complete; to continue: steps={done + 10}")
         last = max((row["step"] for row in folder.read_metrics() if row["phase"] == "train"), default=0)
