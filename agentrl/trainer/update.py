@@ -261,6 +261,22 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
         )
 
 
+def stale_problem(algorithm: AlgorithmConfig) -> str | None:
+    """Return why tokens of older weights would be trained as if the current ones had sampled them, with fixes; else None."""
+    loss = POLICY_LOSSES.entry(algorithm.loss.name)
+    if algorithm.correction is None and "own_samples" in loss.traits:
+        return (
+            f'algorithm.loss "{loss.name}" has no ratio to the policy that sampled; set a loss with one, as "ppo_clip", or '
+            'algorithm.proximal = "recompute" with an algorithm.correction'
+        )
+    if algorithm.proximal == "recompute" and algorithm.correction is None and "importance_weighted" not in loss.traits:
+        return (
+            'algorithm.proximal = "recompute" takes ratios to the weights at the start of the update, so nothing corrects for '
+            'those that sampled an old episode; set an algorithm.correction, the loss "decoupled_ppo", or proximal = "behaviour"'
+        )
+    return None
+
+
 # Micro-batches and optimizer steps
 
 

@@ -205,6 +205,16 @@ def test_a_warm_up_longer_than_its_training_is_warned_of() -> None:
         config_of("model.init.layers=100000000")
 
 
+def test_stale_tokens_that_nothing_corrects_are_warned_of() -> None:
+    def said(*more: str) -> list[str]:
+        return [note for note in sizes.start_notes(RunStart(config_of("rollout.max_staleness=1", *more))) if "stale" in note]
+
+    corrected = said("algorithm.proximal=recompute", "algorithm.correction.name=truncated")
+    assert said() == corrected == said("rollout.max_staleness=0", "algorithm.loss.name=reinforce") == []
+    assert "max_staleness = 1: tokens of older weights are trained as new ones" in said("algorithm.loss.name=reinforce")[0]
+    assert "nothing corrects" in said("algorithm.proximal=recompute")[0]
+
+
 def test_the_defaults_hold_one_another() -> None:
     """A micro-batch holds an episode, a sequence of vLLM too, and an update is one optimizer step."""
     config = config_of(model={"init": {"context": 1 << 20}})

@@ -29,8 +29,8 @@ from agentrl.run.callbacks import CALLBACKS, Callback
 from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.run.checks.env_checks import gold_obstacle
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
-from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.trainer.minibatch import Term, proximal_of
+from agentrl.trainer.update import stale_problem
 from agentrl.trainer.update_hooks import ADDED, UPDATE_HOOKS, UpdateHook
 from agentrl.utils.errors import CheckpointError, ConfigError, EnvError
 from agentrl.utils.threads import in_thread
@@ -346,19 +346,9 @@ def check_experience(start: RunStart) -> list[str]:
         )
     if experience.term != "policy" or not one.envs[0].trains:
         return []
-    why, loss, advantage = None, POLICY_LOSSES.entry(algorithm.loss.name), algorithm.advantage.name
+    why, advantage = stale_problem(algorithm), algorithm.advantage.name
     if "values" in ADVANTAGES.entry(advantage).needs:
         why = f'algorithm.advantage "{advantage}" is of a critic, and what that says of an old episode has changed since'
-    elif algorithm.correction is None and "own_samples" in loss.traits:
-        why = (
-            f'algorithm.loss "{loss.name}" has no ratio to the policy that sampled; set a loss with one, as "ppo_clip", or '
-            'algorithm.proximal = "recompute" with an algorithm.correction'
-        )
-    elif algorithm.proximal == "recompute" and algorithm.correction is None and "importance_weighted" not in loss.traits:
-        why = (
-            'algorithm.proximal = "recompute" takes ratios to the weights at the start of the update, so nothing corrects for '
-            'those that sampled an old episode; set an algorithm.correction, the loss "decoupled_ppo", or proximal = "behaviour"'
-        )
     if why is not None:
         raise ConfigError(f'algorithm.experience.term = "policy": {why}; or set term = "supervised"')
     return []

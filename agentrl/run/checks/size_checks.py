@@ -35,6 +35,7 @@ from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.trainer.optim import MATRIX, Task, optims_of, usual_rate
 from agentrl.trainer.pretrained import count_parameters, head_dim, load_model_config
 from agentrl.trainer.train_engine import check_on_host, mesh_of
+from agentrl.trainer.update import stale_problem
 from agentrl.utils.errors import ConfigError, ResourceError
 from agentrl.utils.processor import usable_cpus, usable_memory
 from agentrl.utils.search_path import pack_given, used_names
@@ -270,12 +271,15 @@ def sequence_ratio_notes(start: RunStart) -> list[str]:
 
 
 def start_notes(start: RunStart) -> list[str]:
-    """Return warnings of a start and of a dry run: learning rates, sequence ratios, and model files.
+    """Return warnings of a start and of a dry run: learning rates, stale tokens, sequence ratios, and model files.
     Skips the files if the run is planned for another machine or only the model's shape is known."""
     config, path = start.config, start.config.model.path
     shape = path is not None and Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
     rates = rate_notes(config.model, config.data, optims_of(config))
-    return [*rates, *warmup_notes(config), *sequence_ratio_notes(start), *([] if shape or is_planned() else model_notes(start))]
+    stale, why = config.rollout.max_staleness, stale_problem(config.algorithm)
+    older = [f"rollout.max_staleness = {stale}: tokens of older weights are trained as new ones: {why}"] if stale and why else []
+    files = [] if shape or is_planned() else model_notes(start)
+    return [*rates, *warmup_notes(config), *older, *sequence_ratio_notes(start), *files]
 
 
 # Places
