@@ -503,7 +503,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             tracker.join(max(until - time.monotonic(), 0.0))
 
     def row(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
-        """Record one row; a non-finite number becomes null, because JSON has none."""
+        """Record one row; a non-finite number becomes null, because JSON has none, and one of numpy or torch a plain one."""
+        values = {k: value.item() if hasattr(value, "item") else value for k, value in values.items()}
         values = {k: None if isinstance(value, float) and not math.isfinite(value) else value for k, value in values.items()}
         self.folder.append_metrics({"step": step, "phase": phase, **values})
         if self.health is not None and phase == "train":
