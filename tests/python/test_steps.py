@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import agentrl
+from agentrl.config import load_config
 from agentrl.rollout.engine import Generation
 from agentrl.utils.errors import (
     AgentrlError,
@@ -359,13 +360,18 @@ def test_a_closed_session_says_so_and_a_folder_goes_on(tmp_path: Path) -> None:
     ):
         with pytest.raises(StepOrderError, match="the session is closed"):
             call()
-    with agentrl.session(table(), folder=tmp_path / "kept") as two:
+    for key, value in (("rollout.groups", 1), ("seed", 4), ("model.init.hidden", 64)):  # it hung, or was read by nothing
+        with pytest.raises(ConfigError, match=rf"learned with other values: {key} was .*, is {value}"):
+            agentrl.session(table(), folder=tmp_path / "kept", overrides={key: value})
+    (tmp_path / "kept").rename(tmp_path / "moved")
+    with agentrl.session(table(), folder=tmp_path / "moved", overrides={"optim.lr": 2e-2}) as two:
+        assert load_config(tmp_path / "moved" / "config.toml").optim.lr == 2e-2
         assert two.policy.version == 1
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(two).items())
         with pytest.raises(ConfigError, match="holds no session"):
-            agentrl.session(table(), folder=tmp_path / "kept" / "config.toml")
+            agentrl.session(table(), folder=tmp_path / "moved" / "config.toml")
         with pytest.raises(CheckpointError, match=r"is not a checkpoint .*step_000001"):
-            two.trainer.load(tmp_path / "kept")
+            two.trainer.load(tmp_path / "moved")
 
 
 def test_a_truth_value_in_place_of_a_function_is_named() -> None:

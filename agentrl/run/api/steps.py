@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-from agentrl.config import TrainConfig
+from agentrl.config import TrainConfig, to_toml
 from agentrl.config.envs import entry_of, one_temperature
 from agentrl.config.schema import RolloutConfig
 from agentrl.data.chat_forms import pair_results
@@ -27,10 +27,11 @@ from agentrl.rollout.player import Evaluation, RunEnv
 from agentrl.run.api.base import Both, Config, config_of, section_of_call
 from agentrl.run.api.trainer import Trainer
 from agentrl.run.checks import check_config
-from agentrl.run.config_file import open_folder
+from agentrl.run.config_file import load_whole, open_folder
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.interrupt import Interrupt
+from agentrl.run.provenance import Provenance, updates_done
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import (
     Session,
@@ -296,6 +297,13 @@ def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 # The loop
 
 
+def _continue_folder(place: RunFolder, made: TrainConfig) -> None:
+    """Make `made` the config of a kept session. Raises a UserError as a resumed run does: for what it cannot change."""
+    before = load_whole(place.config).model_copy(update={"out": made.out, "name": made.name})  # the folder may have been moved
+    Provenance(place, made).check_unchanged(before)
+    place.keep_config(to_toml(made), updates_done(place))
+
+
 CLOSED = "the session is closed; open another one: agentrl.session(config)"
 
 
@@ -398,8 +406,9 @@ async def session(
             raise ConfigError(f"folder = {path}: it is not empty and holds no session; name a new folder")
         place = RunFolder(path) if known else await in_thread("files", partial(open_folder, made, overwrite=False))
         held.enter_context(place.lock("close that session, or name another folder"))
-        place.check_places()
         made = made.with_date(place.day())
+        if known:
+            await in_thread("load", _continue_folder, place, made)
         display = Display(console(quiet=True) if quiet else None)
         run_log = RunLog(place, display, [])
         packing = await in_thread("load", packing_of, made)  # decide once for all ranks
