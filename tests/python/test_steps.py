@@ -346,6 +346,7 @@ def test_a_closed_session_says_so_and_a_folder_goes_on(tmp_path: Path) -> None:
     batch = trainer.batch(policy.collect())
     trainer.update(batch)
     one.trainer.publish()
+    [played] = policy.play(tasks=1)
     one.trainer.save()
     before = weights(one)
     with pytest.raises(ConfigError, match="close that session, or name another folder"):
@@ -366,7 +367,7 @@ def test_a_closed_session_says_so_and_a_folder_goes_on(tmp_path: Path) -> None:
     (tmp_path / "kept").rename(tmp_path / "moved")
     with agentrl.session(table(), folder=tmp_path / "moved", overrides={"optim.lr": 2e-2}) as two:
         assert load_config(tmp_path / "moved" / "config.toml").optim.lr == 2e-2
-        assert two.policy.version == 1
+        assert two.policy.version == 1 and two.policy.play(tasks=1)[0].index == played.index + 1, "the next task, not the same"
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(two).items())
         with pytest.raises(ConfigError, match="holds no session"):
             agentrl.session(table(), folder=tmp_path / "moved" / "config.toml")

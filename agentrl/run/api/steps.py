@@ -9,17 +9,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from agentrl.config import TrainConfig, to_toml
 from agentrl.config.envs import entry_of, one_temperature
 from agentrl.config.schema import RolloutConfig
 from agentrl.data.chat_forms import pair_results
 from agentrl.data.token_ledger import TokenLedger
-from agentrl.data.trajectory import Group, Message, Task, Trajectory, Turn
+from agentrl.data.trajectory import Group, Json, Message, Task, Trajectory, Turn
 from agentrl.engines.chat_format import RequestError, read_messages
 from agentrl.rollout.engine import Sampling, derive
 from agentrl.rollout.episode import score_group
@@ -45,6 +44,7 @@ from agentrl.run.session import (
 from agentrl.run.sft import warm_start
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.families import packing_of
+from agentrl.trainer.update_hooks import UpdateHook
 from agentrl.utils.errors import ConfigError, EngineError, StepOrderError, checks_arguments
 from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.terminal import console
@@ -54,6 +54,8 @@ from agentrl.utils.threads import in_thread
 
 FIRST = 2**30
 """Number of the first manually played group, above those of a run's ledger."""
+NUMBERS = "session"
+"""Name of `Numbers` among the learner's hooks, and in checkpoints."""
 
 Prompt = str | Sequence[Message | Mapping[str, Any]] | Sequence[int]
 
@@ -77,13 +79,30 @@ class Draw:
         return min(self.versions, default=0)
 
 
+class Numbers(UpdateHook):
+    """Numbers of the next group and the next call, from which tasks and seeds follow; checkpoints keep them."""
+
+    def __init__(self) -> None:
+        self._next = {"group": FIRST, "call": 0}
+
+    def take(self, what: Literal["group", "call"]) -> int:
+        """Return the next number."""
+        self._next[what] += 1
+        return self._next[what] - 1
+
+    def state(self) -> Json:
+        return dict(self._next)
+
+    def load_state(self, state: Json) -> None:
+        self._next = dict(state)
+
+
 class LivePolicy:
     """Samples from the policy of a step-wise loop (`agentrl.session`). Calls block; `NAME.aio(...)` is awaitable."""
 
     def __init__(self, session: Session, trainer: Trainer) -> None:
         self._session, self._trainer = session, trainer
-        self._numbers = count(FIRST)
-        self._calls = count()
+        self._numbers: Any = session.learner.hooks[NUMBERS]
         self._pools: dict[tuple[str, str], int] = {}
 
     @property
@@ -127,7 +146,7 @@ class LivePolicy:
             except RequestError as problem:
                 raise ConfigError(f"policy.sample: {problem}") from None
             ids = list(await renderer.astart(pair_results(messages, strict=False), tools))
-        call, used = next(self._calls), policy.temperature if temperature is None else temperature
+        call, used = self._numbers.take("call"), policy.temperature if temperature is None else temperature
         base = self._session.config.seed if seed is None else seed
 
         async def one(number: int) -> Draw:
@@ -164,7 +183,7 @@ class LivePolicy:
             raise ConfigError(f"policy.group: {len(draws)} answers and {len(rewards)} rewards; expected one each")
         if wrong := [reward for reward in rewards if reward is not None and not math.isfinite(reward)]:
             raise ConfigError(f"policy.group: reward {wrong[0]}: expected a finite number, or None for an answer without a score")
-        heat, number, members = one_temperature(self._session.config.rollout, "a policy"), next(self._numbers), []
+        heat, number, members = one_temperature(self._session.config.rollout, "a policy"), self._numbers.take("group"), []
         for member, (draw, reward) in enumerate(zip(draws, rewards, strict=True)):
             if (draw.temperature or 1.0) != (heat or 1.0):
                 raise ConfigError(
@@ -226,11 +245,11 @@ class LivePolicy:
         size = self._rollout_with("policy.play", group_size=group_size, temperature=temperature).group_size
         if (tasks < 1) if isinstance(tasks, int) else any(seed < 0 for seed in tasks):
             raise ConfigError(f"policy.play: tasks = {tasks!r:.80}: expected a number from 1 on, or seeds from 0 on")
-        call = next(self._calls)
-        numbers = [next(self._numbers) for _ in range(tasks)] if isinstance(tasks, int) else []
+        call = self._numbers.take("call")
+        numbers = [self._numbers.take("group") for _ in range(tasks)] if isinstance(tasks, int) else []
         pool = await in_thread("load", self._pool, part, split)
         seeds = [(number - FIRST) % pool for number in numbers] if isinstance(tasks, int) else [int(seed) for seed in tasks]
-        numbers = numbers or [next(self._numbers) for _ in seeds]
+        numbers = numbers or [self._numbers.take("group") for _ in seeds]
         pairs, drawn = [(seed, member) for seed in seeds for member in range(size)], derive(config.seed, "play", call)
         episodes = await play_tasks(
             self._session, part.name, pairs, seed=drawn, split=split, params=params, temperature=temperature
@@ -414,6 +433,7 @@ async def session(
         packing = await in_thread("load", packing_of, made)  # decide once for all ranks
         made = made.model_copy(update=packing.sections(made.model, made.optim))
         session = await open_session(made, place, display)
+        session.learner.hooks[NUMBERS] = Numbers()
         try:
             if made.rollout.colocate:
                 await session.publisher.sleep()
