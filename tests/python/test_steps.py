@@ -301,8 +301,8 @@ def test_what_would_do_nothing_to_a_gradient_is_refused(loop: agentrl.StepLoop) 
 
 
 def test_weights_that_broke_are_neither_published_nor_saved_until_others_are_loaded() -> None:
-    """The step said so, and the next publish sent them."""
-    with agentrl.session(table()) as loop:
+    """The step said so, and the next publish sent them. The rate is that of the checkpoint too: the step does not count."""
+    with agentrl.session(table(**{"optim.warmup": 8})) as loop:
         folder = loop.trainer.save()
         loop.trainer.forward_backward(loop.trainer.batch(loop.policy.play(tasks=1, group_size=2)), reinforce)
         with pytest.raises(NonFiniteError, match="optim_step: the weights are no longer finite"):
@@ -314,6 +314,8 @@ def test_weights_that_broke_are_neither_published_nor_saved_until_others_are_loa
         with pytest.raises(NonFiniteError), loop.trainer._note_broken_weights():
             raise NonFiniteError("step 3 is skipped (4 in a row), which leaves the weights as they were")
         assert loop.trainer.publish() > 0
+        loop.trainer.forward_backward(loop.trainer.batch(loop.policy.play(tasks=1, group_size=2)), reinforce)
+        assert loop.trainer.optim_step()["lr"] == pytest.approx(1e-2 / 8)
 
 
 @pytest.mark.parametrize("old_first", [True, False])

@@ -299,6 +299,7 @@ class Trainer:
         if (path / MANIFEST).is_file():
             await in_thread("files", check_intact, path)
         await self.drop.aio()
+        await self._session.actors.arun(Actor.end_update)  # else `publish` would count steps before the load
         await self._session.learner.load(path)
         self._broken = False
         await self.publish.aio()
