@@ -144,6 +144,25 @@ def test_a_loss_that_fails_half_way_leaves_no_gradient(monkeypatch: pytest.Monke
     assert found[:2] == found[2:] and min(found) > 0
 
 
+@pytest.mark.parametrize("late", [0.0, 0.02])
+def test_calls_that_overlap_are_those_one_after_the_other(loop: agentrl.StepLoop, late: float) -> None:
+    """A second call dropped the gradients of the first, or both were computed at once, each with denominators of its own."""
+    trainer, groups = loop.trainer, loop.policy.play(tasks=2, group_size=2)
+    batches = [trainer.batch([group], advantage=[1.0, -1.0]) for group in groups]
+
+    async def overlapping() -> None:
+        first = asyncio.create_task(trainer.forward_backward.aio(batches[0], reinforce))
+        await asyncio.sleep(late)
+        await asyncio.gather(first, trainer.forward_backward.aio(batches[1], reinforce))
+
+    for batch in batches:
+        trainer.forward_backward(batch, reinforce)
+    apart = trainer.optim_step(lr=1e-30)["grad_norm"]
+    asyncio.run(overlapping())
+    assert trainer.optim_step(lr=1e-30)["grad_norm"] == apart > 0
+    trainer.publish()
+
+
 @pytest.mark.parametrize("name", ["reward", "step", "loss"])
 def test_a_metric_of_a_loss_cannot_replace_one_of_the_run(loop: agentrl.StepLoop, name: str) -> None:
     def mine(given: agentrl.LossInput) -> agentrl.LossOutput:

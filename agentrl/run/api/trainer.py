@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -38,6 +39,8 @@ LossFunction = Callable[..., LossOutput]
 Estimator = Callable[[AdvantageInput], AdvantageOutput]
 Named = str | Choice | Mapping[str, Any]
 Metrics = dict[str, float]
+P = ParamSpec("P")
+R = TypeVar("R")
 UNUSED_KEYS = {"advantage", "epochs", "minibatch", "experience", "demonstrations", "distillation"}
 """Keys of [algorithm] that do not affect the gradient of one batch."""
 
@@ -78,6 +81,23 @@ class TrainBatch:
         return [replace(self, part=part) for part in range(self.parts)]
 
 
+def in_turn(work: Callable[Concatenate[Trainer, P], Awaitable[R]]) -> Callable[Concatenate[Trainer, P], Coroutine[Any, Any, R]]:
+    """Run a call of a trainer after those that began before it: overlapping ones would mix their gradients."""
+
+    @wraps(work)
+    async def run(self: Trainer, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._holder is asyncio.current_task():  # a call within a call
+            return await work(self, *args, **kwargs)
+        async with self._turn:
+            self._holder = asyncio.current_task()
+            try:
+                return await work(self, *args, **kwargs)
+            finally:
+                self._holder = None
+
+    return run
+
+
 class Trainer:
     """Trains the policy of a step-wise loop (`agentrl.session`). Calls block; `NAME.aio(...)` is awaitable."""
 
@@ -93,6 +113,8 @@ class Trainer:
         self.resting = self._broken = False
         self._aggregate = ""
         self._sent: dict[str, Any] = {}
+        self._turn = asyncio.Lock()
+        self._holder: asyncio.Task[Any] | None = None
 
     @property
     def version(self) -> int:
@@ -102,6 +124,7 @@ class Trainer:
     # -- a batch -----------------------------------------------------------------------------------
 
     @Both
+    @in_turn
     async def batch(
         self, groups: Sequence[Group], advantage: Named | Estimator | Sequence[float] | torch.Tensor | None = None
     ) -> TrainBatch:
@@ -160,6 +183,7 @@ class Trainer:
     # -- gradients and steps -----------------------------------------------------------------------
 
     @Both
+    @in_turn
     async def forward_backward(
         self,
         batch: TrainBatch,
@@ -220,6 +244,7 @@ class Trainer:
         return metrics
 
     @Both
+    @in_turn
     async def optim_step(self, lr: float | None = None) -> Metrics:
         """Take an optimizer step with the accumulated gradients, clipped to `optim.max_grad_norm`.
 
@@ -236,12 +261,14 @@ class Trainer:
         return metrics
 
     @Both
+    @in_turn
     async def drop(self) -> None:
         """Drop the accumulated gradients."""
         await self._session.actors.arun(Actor.drop_gradients)
         self.waiting = 0
 
     @Both
+    @in_turn
     async def critic_step(self, batch: TrainBatch) -> Metrics:
         """Update the critic on the batch, as in a run. Raises ConfigError without [critic]."""
         if self._session.learner.critics is None:
@@ -251,6 +278,7 @@ class Trainer:
             return await self._session.learner.update_critic(batch.view.batch, batch.version)
 
     @Both
+    @in_turn
     async def update(self, batch: TrainBatch) -> Metrics:
         """Do a run's complete update on the batch: critic and actor, all minibatches and epochs, the KL coefficient. Raises
         StepOrderError if gradients are waiting."""
@@ -264,6 +292,7 @@ class Trainer:
     # -- weights -----------------------------------------------------------------------------------
 
     @Both
+    @in_turn
     async def publish(self) -> int:
         """Publish the weights to the engine under the next version; returns it. Raises StepOrderError if gradients wait."""
         self._check_no_gradients("trainer.publish")
@@ -276,6 +305,7 @@ class Trainer:
         return self.version
 
     @Both
+    @in_turn
     async def save(self) -> Path:
         """Write a checkpoint of model, optimizer and schedule; returns its folder, for `load`."""
         self._check_no_gradients("trainer.save")
@@ -288,6 +318,7 @@ class Trainer:
         return self._session.folder.checkpoints / f"step_{self.version:06d}"
 
     @Both
+    @in_turn
     async def load(self, folder: str | Path) -> None:
         """Load and publish weights and optimizer of a checkpoint (from `save`, or a run's `checkpoints/step_NNNNNN`). Drops
         accumulated gradients. Raises CheckpointError if it is missing or damaged."""
@@ -305,6 +336,7 @@ class Trainer:
         await self.publish.aio()
 
     @Both
+    @in_turn
     async def export(self, folder: str | Path) -> Path:
         """Write the weights as a folder for transformers and vLLM; returns it."""
         path = Path(folder).expanduser().absolute()
