@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from agentrl.cluster.worker import Mesh, Shipment, Worker, WorkerContext
 from agentrl.data.rows import select
 from agentrl.utils.errors import AgentrlError, DispatchError, ResourceError, UserError, WorkerError, fault_text
 from agentrl.utils.processor import set_cpu_threads
+from agentrl.utils.threads import fork_safe
 
 # The inline backend
 
@@ -26,23 +28,24 @@ class InlinePending(Pending):
     shipment: Shipment
 
     def wait(self) -> dict[int, Any]:
-        """Run each rank's part. Raises a UserError unchanged, any other exception as a WorkerError."""
+        """Run each rank's part, after the group's earlier calls. Raises a UserError unchanged, any other as a WorkerError."""
         method, shipment, results = self.method, self.shipment, dict[int, Any]()
-        for rank in shipment.ranks:
-            worker = self.backend.workers[rank]
-            # Copy even if all rows are selected, as Ray does: the method may write into the batch.
-            rows = () if shipment.batch is None else (select(shipment.batch, shipment.rows[rank]),)
-            set_cpu_threads(worker.threads)  # this thread may differ from that of the last call
-            try:
-                with ExitStack() as stack:
-                    for around in AROUND_CALLS:
-                        stack.enter_context(around(worker, method))
-                    results[rank] = getattr(worker, method)(*rows, *shipment.args, **shipment.kwargs)
-            except UserError:
-                raise
-            except Exception as error:
-                label = f"group {worker.context.group!r}: {type(worker).__name__}.{method}, rank {rank}"
-                raise WorkerError(f"{label}: {fault_text(error)}") from error
+        with self.backend.turn:  # the call of a cancelled caller runs on
+            for rank in shipment.ranks:
+                worker = self.backend.workers[rank]
+                # Copy even if all rows are selected, as Ray does: the method may write into the batch.
+                rows = () if shipment.batch is None else (select(shipment.batch, shipment.rows[rank]),)
+                set_cpu_threads(worker.threads)  # this thread may differ from that of the last call
+                try:
+                    with ExitStack() as stack:
+                        for around in AROUND_CALLS:
+                            stack.enter_context(around(worker, method))
+                        results[rank] = getattr(worker, method)(*rows, *shipment.args, **shipment.kwargs)
+                except UserError:
+                    raise
+                except Exception as error:
+                    label = f"group {worker.context.group!r}: {type(worker).__name__}.{method}, rank {rank}"
+                    raise WorkerError(f"{label}: {fault_text(error)}") from error
         return results
 
 
@@ -57,6 +60,7 @@ class InlineBackend(Backend):
                 "set cluster.actors = 1 or cluster.backend = 'ray'"
             )
         self.workers = [cls(WorkerContext(name, rank, mesh)) for rank in range(mesh.world_size)]
+        self.turn = fork_safe(threading.Lock())
 
     def submit(self, method: str, shipment: Shipment) -> Pending:
         return InlinePending(self, method, shipment)

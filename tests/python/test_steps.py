@@ -2,6 +2,8 @@
 
 import asyncio
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -41,6 +43,18 @@ def weights(loop: agentrl.StepLoop) -> dict[str, torch.Tensor]:
 
 def reinforce(given: agentrl.LossInput) -> agentrl.LossOutput:
     return agentrl.LossOutput(-given.advantages * given.logprobs, {"mine": torch.ones_like(given.logprobs), "one": 1.0})
+
+
+BEGUN, HELD = threading.Event(), threading.Event()
+
+
+def slow(given: agentrl.LossInput) -> agentrl.LossOutput:
+    if BEGUN.is_set():  # the second call: lets the first go on, if it is still there
+        HELD.set()
+        time.sleep(0.3)
+    BEGUN.set()
+    HELD.wait(1.0)
+    return reinforce(given)
 
 
 def test_two_updates_by_hand_are_the_runs_bit_for_bit(tmp_path: Path) -> None:
@@ -160,6 +174,25 @@ def test_calls_that_overlap_are_those_one_after_the_other(loop: agentrl.StepLoop
     apart = trainer.optim_step(lr=1e-30)["grad_norm"]
     asyncio.run(overlapping())
     assert trainer.optim_step(lr=1e-30)["grad_norm"] == apart > 0
+    trainer.publish()
+
+
+def test_a_cancelled_call_ends_before_the_next_begins(loop: agentrl.StepLoop) -> None:
+    """Ctrl-C in a notebook, say: its thread computes on, and added its gradients to those of the next call."""
+    trainer = loop.trainer
+    batch = trainer.batch(loop.policy.play(tasks=1, group_size=2), advantage=[1.0, -1.0])
+
+    async def cancelled() -> None:
+        call = asyncio.create_task(trainer.forward_backward.aio(batch, slow))
+        assert await asyncio.to_thread(BEGUN.wait, 10.0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+    trainer.forward_backward(batch, reinforce)
+    alone = trainer.optim_step(lr=1e-30)["grad_norm"]
+    asyncio.run(cancelled())
+    trainer.forward_backward(batch, slow)
+    assert trainer.optim_step(lr=1e-30)["grad_norm"] == alone > 0
     trainer.publish()
 
 
