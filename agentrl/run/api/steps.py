@@ -316,7 +316,7 @@ def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 # The loop
 
 
-def _continue_folder(place: RunFolder, made: TrainConfig) -> None:
+def continue_folder(place: RunFolder, made: TrainConfig) -> None:
     """Make `made` the config of a kept session. Raises a UserError as a resumed run does: for what it cannot change."""
     before = load_whole(place.config).model_copy(update={"out": made.out, "name": made.name})  # the folder may have been moved
     Provenance(place, made).check_unchanged(before)
@@ -427,7 +427,7 @@ async def session(
         held.enter_context(place.lock("close that session, or name another folder"))
         made = made.with_date(place.day())
         if known:
-            await in_thread("load", _continue_folder, place, made)
+            await in_thread("load", continue_folder, place, made)
         display = Display(console(quiet=True) if quiet else None)
         run_log = RunLog(place, display, [])
         packing = await in_thread("load", packing_of, made)  # decide once for all ranks
