@@ -295,7 +295,7 @@ _SIGN = "[-+\u2212\u2010\u2011\u2013\ufe63\u00b1\u2213]"
 MONEY = r"(?:[$€£¥₹₩]|\\\$)"
 _GROUPS = "|".join(
     rf"[1-9][0-9]{{0,2}}(?:{between}[0-9]{{3}})+(?![0-9])"
-    for between in (",", r"\{,\}", r"\\[,;: ]", " ", "\u00a0", "\u2009", "\u202f", "'", "\u2019")
+    for between in (",", r",\\! ?", r"\{,\}", r"\\[,;: ]", " ", "\u00a0", "\u2009", "\u202f", "'", "\u2019")
 )
 _INTEGER = rf"(?:{_GROUPS}|[0-9]+)"
 _PLAIN = rf"(?:(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+\u2212]?[0-9]{{1,4}})?)"
@@ -308,8 +308,8 @@ _FRACTION = (
 )
 # Most numbers are digits not followed by anything that could belong to them; testing this first is ten times as fast.
 _SIMPLE = (
-    rf"(?P<simple>[0-9]+(?![0-9.eE{{(\\\u2044/×x*·⋅^√{_VULGAR}])(?!.?[0-9]{{3}}(?![0-9]))(?!\s?[-/\\×x*·⋅\u2044{_VULGAR}])"
-    rf"(?!\s+[0-9.,]+\s?[/\u2044]))"
+    rf"(?P<simple>[0-9]+(?![0-9.eE{{(\\\u2044/×x*·⋅^√{_VULGAR}])(?!(?:,\\! ?|.)?[0-9]{{3}}(?![0-9]))"
+    rf"(?!\s?[-/\\×x*·⋅\u2044{_VULGAR}])(?!\s+[0-9.,]+\s?[/\u2044]))"
 )
 _VALUE = (
     rf"(?:{_SIMPLE}|(?P<repeated>(?P<before>{_INTEGER}?\.[0-9]{{0,40}}){_REPEATED})"
@@ -333,7 +333,7 @@ GAP = r"(?:[ \t\u00a0\u2009\u202f~*_-]|\\[,;: ]|\\text\s?\{\s?|</?b>|\((?:in )?)
 _TOKEN = re.compile(
     rf"(?P<sign>(?:(?<!\w)(?i:minus|negative)\s+|{_SIGN})?)(?P<money>(?:{MONEY}\s?)?)(?P<sign2>{_SIGN}?){_VALUE}"
     rf"(?:(?!\s?[0-9.,;:?!)])(?:(?P<times>(?:{GAP}{MAGNITUDE}\}}?){{1,3}})|(?P<letter>\s?[kmbtKMBT](?!{_LETTER}))))?"
-    r"(?P<percent>\s?(?:\\?%|per ?cent\b|pct\b))?"
+    r"(?P<percent>\s?(?:\\?%|per ?cent\b|pct\b|\\text\s?\{\s?(?:\\?%|per ?cent)\s?\}))?"
 )
 # Next to these, a number is part of another number or of something else: a power, product, date, version or name.
 _BEFORE = re.compile(
