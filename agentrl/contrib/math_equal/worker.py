@@ -50,7 +50,7 @@ NAMES = _words(
 _NO_UNIT = _words(
     "or and to through half third thirds quarter quarters dozen hundred thousand million billion trillion times squared cubed "
     "minus plus over by divided factorial mod remainder base point negative not no than more less at least most about if is are "
-    "was equals equal either neither nor between from sum product difference true false yes none"
+    "was equals equal percent pct either neither nor between from sum product difference true false yes none"
 )
 """Words after a number that change its value, or show that it is not the answer."""
 _SHORT_UNITS = _words(
@@ -72,6 +72,8 @@ _UNIT = re.compile(
     rf"(?:{_TEXT}|(?P<words>(?:(?<![A-Za-z\\}}])|(?<=\d))[A-Za-z][A-Za-z./ ]*[A-Za-z.]))?"
     r"\s*(?P<raised>\^\s?\{?-?[1-9]\}?|[²³])?$"
 )
+_UPRIGHT = re.compile(r"\\(?:mathbf\s?\{([a-z])\}|(?:text|mathrm|textrm|textit|mathit|operatorname)\s?\{([abeijn-ru-z])\})")
+"""A letter that is a constant, name or vector, and no unit: 3 + 2\\mathrm{i}."""
 _LABEL = re.compile(rf"(?:{_TEXT}|[A-Za-z][A-Za-z ]{{2,40}}?)\s*(?:=|:|\bis\b)\s*")
 _ELLIPSIS = re.compile(r"\.\.\.|…|\\[lcvd]?dots")
 _GROUPED = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?P<between>\\[,;: ]|\{,\}|[ \u00a0\u2009\u202f])\d{3}(?:(?P=between)\d{3})*(?!\d)")
@@ -115,7 +117,7 @@ class Read:
 
 def read(text: str) -> Read | None:
     """Read a whole text, without dollar signs, blanks, a label before and a unit after it; None if a part cannot be read."""
-    bare = _bare(text)
+    bare = _bare(_UPRIGHT.sub(r" \1\2", text))
     if not bare or _ELLIPSIS.search(text):
         return None
     whole = _with_unit(bare)
@@ -176,7 +178,8 @@ def _expression(bare: str) -> Read | None:
     """Read mathematics without words."""
     if (found := _number(bare, bare)) is not None:
         return found
-    latex = _latex(bare)
+    # 3:4:5 is no quotient
+    latex = _latex("=".join(f"({side.replace(':', ',')})" if side.count(":") > 1 else side for side in bare.split("=")))
     if latex is None:
         return None
     if (found := _number(latex, bare)) is not None:
@@ -189,13 +192,19 @@ def _expression(bare: str) -> Read | None:
         if last is not None and last.is_number and not any(_contradicts(side, last) for side in sides[:-1]):
             return replace(last, text=bare, name=sides[0].replace(" ", "") if _is_name(sides[0]) else "")
     try:
-        value = latex2sympy(latex, is_real=not should_treat_as_complex(latex), convert_degrees=False, normalization_config=None)
+        real = not (should_treat_as_complex(latex) or re.search(r"(?<![A-Za-z\\_])[A-Za-z]*i(?![A-Za-z])", latex))
+        value = latex2sympy(latex, is_real=real, convert_degrees=False, normalization_config=None)
     except Exception:  # the parser raises many kinds of exceptions
         return None
     if isinstance(value, sympy.FiniteSet) and all(isinstance(one, sympy.Eq) for one in value.args):
         names = {one.lhs for one in value.args}
         if len(names) == 1 and all(name.is_Symbol for name in names):  # x = 2 or x = 3
             return Read(bare, type(value)(*(one.rhs for one in value.args)), name=str(names.pop()))
+        if {"x", "y", "z"}.issuperset(map(str, names)):  # y = 3, x = 4 is the point (4, 3)
+            value = type(value)(*sorted(value.args, key=lambda one: str(one.lhs)))
+    if isinstance(value, sympy.And) and all(getattr(one, "rel_op", "=")[0] in "<>" for one in value.args):
+        less = (one.reversed if one.rel_op.startswith(">") else one for one in value.args)  # a > b > c is c < b < a
+        value = type(value)(*sorted(less, key=sympy.default_sort_key))
     return Read(bare, value)
 
 
@@ -226,7 +235,7 @@ def _latex(bare: str) -> str | None:
     text = re.sub(r"[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda found: f"^{{{found.group().translate(_HIGH)}}}", text)
     text = re.sub(r"\\\\(?![A-Za-z])|\\\\(?=.*\\end)|&", r" \g<0> ", text.replace("**", "^"))
     text = re.sub(r"(?<![A-Za-z\\])d(?=\s*\\)", "{d}", text)  # otherwise the d of a differential
-    text = re.sub(r"_(\w)\s+", r"_{\1} ", text).replace("\\left", "").replace("\\right", "")
+    text = re.sub(r"_(\w)\s+", r"_{\1} ", text).replace("\\left", "").replace("\\right", "").replace("\\varnothing", "\\emptyset")
     if _JOINED.search(text) or any(
         word.lower() not in NAMES and not _is_product(word)
         for word in _WORD.findall(_COMMAND.sub(" ", re.sub(_TEXT, " ", text)))
@@ -255,13 +264,18 @@ _ATOM = (
 )
 _RUN = re.compile(rf"{_SPAN}|(?P<e>{_ATOM}(?:[ ]?{_ATOM})*)", re.DOTALL)
 _ANCHOR, _BOX = re.compile(r"(?i)\banswer\b"), re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
-_TIMES = re.compile(rf"(?:{GAP}{MAGNITUDE}){{1,3}}| (?P<power>squared|cubed)\b")
+_CORRECTS = re.compile(r"(?i)\b(?:wait|hmm|no|not|but|actually|rather|instead|wrong|mistake|sorry|oops|recheck)\b")
+_TIMES = re.compile(
+    rf"(?:\$\$?|\\[)\]])?(?P<times>(?:{GAP}{MAGNITUDE}){{1,3}}|{GAP}(?:\\?%|per ?cent\b)| (?P<power>squared|cubed)\b)"
+)
 _BETWEEN = re.compile(r"\s*(?:,\s*)?(?:and|or)\s*")
 
 
 def answer_in(text: str) -> str | None:
     """Return the part of a text that is its answer: in a box, else the first after "answer", else the last; or None."""
-    if _BOX.search(text):
+    if boxes := list(_BOX.finditer(text)):
+        # Boxes next to each other are one answer, unless the text between them takes the first ones back.
+        text = text[max((found.end() for found in _CORRECTS.finditer(text, 0, boxes[-1].start())), default=0) :]
         inner = str(extract_boxed_content(text, "last"))
         return inner + _magnitude(text, text.rfind(f"{inner}}}") + len(inner) + 1)
     anchors = list(_ANCHOR.finditer(text))
@@ -272,9 +286,9 @@ def answer_in(text: str) -> str | None:
 
 
 def _magnitude(text: str, end: int) -> str:
-    """Return the words or power after a number's `end` that change its value: million, squared."""
+    """Return the words or power after a number's `end` that change its value: million, percent, squared."""
     found = _TIMES.match(text, end)
-    return "" if found is None else "^2" if found["power"] == "squared" else "^3" if found["power"] else found.group()
+    return "" if found is None else "^2" if found["power"] == "squared" else "^3" if found["power"] else found["times"]
 
 
 def _parts(text: str) -> list[str]:
@@ -373,7 +387,8 @@ def equal(wanted: Read, said: Read, strict: bool) -> bool:
     units = [_symbols(one.unit) for one in (wanted, said)]
     if all(units) and units[0] != units[1]:
         return False
-    if _is_equation(wanted.value) != _is_equation(said.value):
+    line = isinstance(said.value, sympy.Eq) and len(getattr(wanted.value, "free_symbols", ())) > 1  # y = 2x is 2x - y = 0
+    if _is_equation(wanted.value) != _is_equation(said.value) and not (line and _is_equation(wanted.value)):
         return False  # 2x = 7 is not 7
     if wanted.number is not None and said.number is not None:
         return _same_number(wanted.number, said.number)
@@ -383,7 +398,7 @@ def equal(wanted: Read, said: Read, strict: bool) -> bool:
     if not verify(wanted.value, said.value, strict=strict, timeout_seconds=0):
         return False
     pairs = [sorted(_elements(one.value), key=sympy.default_sort_key) for one in (wanted, said)]
-    return len(pairs[0]) != len(pairs[1]) or all(map(_close, *pairs))
+    return line or len(pairs[0]) != len(pairs[1]) or all(map(_close, *pairs))
 
 
 def _symbols(unit: str) -> list[str] | None:
@@ -468,6 +483,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     text = answer_in(request["answer"])
     if text is None or not text.strip():
         return {**reply, "why": "no mathematics in it" if text is None else "an empty \\boxed{}"}
+    if re.fullmatch(r"[A-Za-z]+(?:[ '-][A-Za-z]+)*", text) and read(text) is None:
+        text = rf"\text{{{text}}}"  # as gold has words
     said = read(text)
     reply |= {"said": text[:400], "as": None if said is None else said.as_text()}
     if said is None:
