@@ -82,7 +82,8 @@ def _part(part: dict[str, Any]) -> str | Image:
 
 
 def _call(row: dict[str, Any]) -> ToolCall:
-    raw = row["arguments"]
+    row = {**row, **(row.get("function") or {})}  # rows may be in OpenAI's layout
+    raw = row["arguments"] if isinstance(row["arguments"], str) else json.dumps(row["arguments"])
     try:
         arguments = read_json(raw, once=True)
     except ValueError as problem:
@@ -194,6 +195,8 @@ class VerifiersEnv(ToolEnv):
         row = json.loads(json.dumps(rows[draw], default=str))
         gold = {"answer": row.get("answer", "")}
         try:
+            if isinstance(row["prompt"], str):  # for models without chats
+                raise EnvError("its prompt is a text. Make it a list of messages")
             list(map(_to_ours, row["prompt"]))
         except EnvError as problem:
             raise TaskDataError(f"verifiers: row {draw} of {split}: {problem}") from problem

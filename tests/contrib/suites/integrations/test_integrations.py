@@ -22,7 +22,7 @@ import pytest
 from agentrl.contrib.remote_envs.openenv import OpenEnv
 from agentrl.contrib.suites.verifiers import VerifiersEnv, _to_theirs, to_verifiers
 from agentrl.data.images import Image
-from agentrl.data.trajectory import Message
+from agentrl.data.trajectory import Message, ToolCall
 from agentrl.rollout.samplers import UniformSampler, pool_seeds
 from agentrl.utils.errors import DependencyError, TaskDataError
 
@@ -116,6 +116,12 @@ def test_images_of_a_verifiers_environment_are_shown_and_other_parts_refused(mon
     assert opening == [Message("user", f"which color?\n{shown.line}", images=(shown,))]
     back = _to_theirs(opening[0])["content"]
     assert [one.get("text", one.get("image_url")) for one in back] == ["which color?\n", part["image_url"]]
+    rows.append({"prompt": "which color?", "answer": "red"})
+    with pytest.raises(TaskDataError, match="of train: its prompt is a text"):
+        env.make_task(-1, "train")
+    called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"n": 1}'}}  # OpenAI's layout
+    rows.append({"prompt": [{"role": "assistant", "content": None, "tool_calls": [called]}], "answer": ""})
+    assert env.prompt(env.make_task(-1, "train"))[0].tool_calls == (ToolCall("f", {"n": 1}, "a", '{"n": 1}'),)
     for row, says in enumerate(
         ("'image_url' .http://x", "not taken: 3 bytes", "not taken: ", "'input_audio'", "None", "None .http://x/z"), 1
     ):
