@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal
@@ -133,7 +134,9 @@ def call_check(function: Callable[..., Any], hidden: Sequence[str], *, method: b
     """Make a check that refuses non-objects and `hidden` parameters, which the caller fills in; with `by_python` also arguments
     that `function` does not take, in Python's words. `method`: the caller fills in the first parameter."""
     # The signature of the wrapper, not of the wrapped function: the wrapper is called.
-    signature = inspect.signature(function, follow_wrapped=False) if by_python else None
+    signature = None
+    with suppress(ValueError):  # some builtin functions have none
+        signature = inspect.signature(function, follow_wrapped=False) if by_python else None
     first = (None,) if method else ()
     filled = dict.fromkeys(hidden)
     called = getattr(function, "__qualname__", type(function).__name__)
@@ -149,12 +152,12 @@ def call_check(function: Callable[..., Any], hidden: Sequence[str], *, method: b
         try:
             signature.bind(*first, **arguments, **filled)
         except TypeError as found:
-            unknown = arguments.keys() - signature.parameters.keys()
+            unknown, said = arguments.keys() - signature.parameters.keys(), str(found)
             try:
                 function(*first, **arguments, **filled)  # for Python's message; the body does not run, since binding fails
             except TypeError as problem:
-                return Problem("unexpected_argument" if unknown else "missing_argument", str(problem))
-            raise AssertionError(f"{function!r} takes arguments that its signature refuses") from found
+                said = str(problem)
+            return Problem("unexpected_argument" if unknown else "missing_argument", said)
         return None
 
     return check

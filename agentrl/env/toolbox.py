@@ -325,7 +325,7 @@ class Toolbox:
         if item is None:
             return Problem("unknown_tool", f"no tool {call.name!r}; {nearest(call.name, list(self.table))}")
         try:
-            given = own_names(call.arguments, item.signature.parameters)
+            given = own_names(call.arguments, item.signature.parameters, integers=item.options.check == "strict")
             # A copy: a tool may keep and change its arguments, and the call is part of the record.
             values = item.check(given) or item.convert(deep_copy_json(given))
         except TwiceError as twice:

@@ -332,9 +332,12 @@ class Tool:
     @cached_property
     def check(self) -> Callable[[Json], Problem | None]:
         """The compiled argument check of `Options.check`."""
-        if self.options.check == "strict":
-            return compile_validator(self.name, self.signature.parameters)
-        return call_check(self.function, self.signature.hidden, method=self.method, by_python=self.options.check == "lenient")
+        taken = call_check(self.function, self.signature.hidden, method=self.method, by_python=self.options.check != "off")
+        if self.options.check != "strict":
+            return taken
+        fits = compile_validator(self.name, self.signature.parameters)
+        # A given schema may allow names that the function does not take.
+        return fits if self.explicit is None else lambda arguments: fits(arguments) or taken(arguments)
 
     @cached_property
     def is_async(self) -> bool:

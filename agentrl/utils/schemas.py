@@ -352,28 +352,32 @@ def _item_schemas(parts: Iterable[Mapping[str, Any]], place: int) -> list[Any]:
 # another spelling than the schema's.
 
 
-def own_names(arguments: Any, schema: Mapping[str, Any]) -> Any:
-    """Return a call's arguments with names and enum texts spelled as in the schema, at all depths. Raises TwiceError if two names
-    of an object coincide."""
-    if not isinstance(arguments, dict) or _is_ascii(arguments):
+def own_names(arguments: Any, schema: Mapping[str, Any], *, integers: bool = False) -> Any:
+    """Return a call's arguments with names and enum texts spelled as in the schema, at all depths; with `integers` also 3.0 as 3
+    for an integer. Raises TwiceError if two names of an object coincide."""
+    if not isinstance(arguments, dict) or _is_plain(arguments, integers):
         return arguments
     whole = [arguments]
     late = _LATE.set(time.thread_time() + SCHEMA_S)  # for all patterns of names together
     try:
-        _take_own_names([(whole, 0, schema)], schema)
+        _take_own_names([(whole, 0, schema)], schema, (dict, list, float) if integers else (dict, list))
     finally:
         _LATE.reset(late)
     return whole[0]
 
 
-def _take_own_names(rest: list[tuple[Any, Any, Any]], root: Mapping[str, Any]) -> None:
-    """Replace values by copies with the schema's names; `rest`: (container, key, schema)."""
+def _take_own_names(rest: list[tuple[Any, Any, Any]], root: Mapping[str, Any], changed: tuple[type, ...]) -> None:
+    """Replace values of the types `changed` by copies with the schema's names; `rest`: (container, key, schema)."""
     while rest:  # iterative: a policy may nest deeper than Python's stack
         holder, place, node = rest.pop()
         value, parts = holder[place], schema_parts(node, root)
         if isinstance(value, str):
             listed = (item for part in parts for item in (*(part.get("enum") or ()), part.get("const")))
             holder[place] = own_name(value, {item: None for item in listed if isinstance(item, str)})
+            continue
+        if isinstance(value, float):
+            kinds = str([part.get("type") for part in parts])
+            holder[place] = int(value) if _is_whole(value) and "integer" in kinds and "number" not in kinds else value
             continue
         made: dict[str, Any] | list[Any]
         if isinstance(value, dict):
@@ -386,19 +390,23 @@ def _take_own_names(rest: list[tuple[Any, Any, Any]], root: Mapping[str, Any]) -
             made = value.copy()
         holder[place] = made
         for key, item in made.items() if isinstance(made, dict) else enumerate(made):
-            if isinstance(item, dict | list) or (isinstance(item, str) and not item.isascii()):
+            if isinstance(item, changed) or (isinstance(item, str) and not item.isascii()):
                 below = property_schemas(parts, key) if isinstance(key, str) else _item_schemas(parts, key)
                 rest.append((made, key, {"anyOf": below}))
 
 
-def _is_ascii(value: Any) -> bool:
-    """Return True if all names and texts in a JSON value are ASCII."""
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+
+
+def _is_plain(value: Any, integers: bool) -> bool:
+    """Return True if all names and texts in a JSON value are ASCII; with `integers` also if no float is a whole number."""
     for part in (rest := [value]):  # grows
         if isinstance(part, dict):
             rest += (*part, *part.values())
         elif isinstance(part, list):
             rest += part
-        elif isinstance(part, str) and not part.isascii():
+        elif (isinstance(part, str) and not part.isascii()) or (integers and _is_whole(part)):
             return False
     return True
 

@@ -11,7 +11,7 @@ from agentrl.cli.env import _tool_lines
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.server import EnvOffer
 from agentrl.data.trajectory import Json
-from agentrl.env import Message, Task, Tool, ToolCall, ToolEnv
+from agentrl.env import Message, Task, Tool, Toolbox, ToolCall, ToolEnv
 from agentrl.env.address import EnvRequest
 from agentrl.env.call_options import MAX_OUTPUT, Options, Problem
 from agentrl.env.catalog import EnvRef
@@ -132,3 +132,13 @@ def test_env_show_tells_how_a_tool_differs() -> None:
     tools = Box(SimpleNamespace(schema={"function": {}}, options=one) for one in options)
     shown: Any = SimpleNamespace(toolbox=tools)
     assert _tool_lines(shown) == ["  {}", "  {}", "    check='lenient', error='Error: {message}', max_output=9"]
+
+
+async def test_a_call_that_an_open_schema_allows_and_the_function_does_not_take_is_the_policys_mistake():
+    """It was a fault of the environment: a wrong argument left the episode unscored."""
+    open_schema = {"type": "object", "properties": {"n": {"type": ["integer", "null"]}, "x": {"type": "number"}}}
+    box = Toolbox([Tool.from_schema("count", "", open_schema, lambda n, x=0.5: [len(range(n)), x])])
+    assert (await box.call(ToolCall("count", {"n": 3.0, "x": 2.0}))).value == [3, 2.0]
+    assert type((await box.call(ToolCall("count", {"n": 3, "x": 2.0}))).value[1]) is float
+    for arguments, error in (({"n": 3, "z": 1}, "unexpected_argument"), ({}, "missing_argument"), ({"n": 3.5}, "wrong_type")):
+        assert (await box.call(ToolCall("count", arguments))).error == error
