@@ -57,10 +57,11 @@ _SHORT_UNITS = _words(
     "mm cm dm km mg kg ml mL cl dl ft in yd mi oz lb hr ms ns Hz kW cc GB MB of per sq cu an the a m/s km/h kg/m g/mL mi/h ft/s "
     "m/min L/min g/L mol/L"
 )
-_SYMBOLS = _words("mm cm dm m km mg g kg t ms s min h ml cl l in ft yd mi oz lb c f k")
+_SYMBOLS = _words("mm cm dm m km mg g kg t ms s min h ml cl l in ft yd mi oz lb c f k d wk mo yr ct usd")
 """Units that are compared: 5 km is not 5 m or 5 meters."""
 _BASES = {
     "meter": "m", "metre": "m", "gram": "g", "liter": "l", "litre": "l", "second": "s", "minute": "min", "hour": "h", "hr": "h",
+    "day": "d", "week": "wk", "month": "mo", "year": "yr", "cent": "ct", "dollar": "usd",
     "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "yard": "yd", "mile": "mi", "ounce": "oz", "pound": "lb",
 }  # fmt: skip
 _PREFIXES = ("", "milli", "centi", "deci", "kilo")
@@ -132,7 +133,7 @@ def _bare(text: str) -> str:
     while text != before:
         before = text
         text = text.strip("*").strip().removesuffix(".").removesuffix("\\").strip()
-        text = re.sub(r"^(?:\\[,;:! ]|\\quad|~)\s*|\s*(?:\\[,;:! ]|\\quad|~)$", "", text)
+        text = re.sub(r"^(?:\\[,;:! ]|\\quad|\\approx|[~≈])\s*|\s*(?:\\[,;:! ]|\\quad|~)$", "", text)
         for begin, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
             inner = text[len(begin) : -len(end)]
             if (
@@ -224,7 +225,7 @@ def _number(text: str, bare: str) -> Read | None:
 
 
 def _is_name(text: str) -> bool:
-    return re.fullmatch(r"\s*(?:\\?[A-Za-z]+'?(?:_\{?\w+\}?)?(?:\([^()]*\))?)\s*", text) is not None
+    return re.fullmatch(r"\s*(?:(?:\\angle\s*)?\\?[A-Za-z]+'?(?:_\{?\w+\}?)?(?:\([^()]*\))?)\s*", text) is not None
 
 
 def _latex(bare: str) -> str | None:
@@ -260,10 +261,11 @@ def _improper(found: re.Match[str]) -> str:
 _SPAN = r"\$\$(?P<a>.+?)\$\$|\\\[(?P<b>.+?)\\\]|(?<!\\)\$(?P<c>[^$\n]+?)(?<!\\)\$|\\\((?P<d>.+?)\\\)"
 _ATOM = (
     r"(?:\\[a-zA-Z]+(?:\{[^{}\n]*\})*|\\[%$]|[\[({][^()\[\]{}\n]{0,60}[)\]}]|[0-9π∞½⅓⅔¼¾]|[-+*/^=<>≤≥≠≈×÷·±√∛%°!|_{}()\u2212\u2013$€£¥₹⁰¹²³⁴-⁹⁻]"
-    r"|(?<![A-Za-z])(?:[a-zA-Z]|sqrt|sin|cos|tan|log|ln|pi)(?![A-Za-z'])|[.,:](?=[0-9]))"
+    r"|(?<![A-Za-z])(?:[a-zA-Z]|sqrt|sin|cos|tan|log|ln|pi)(?![A-Za-z'])|[.,:](?=[0-9])|(?<=[0-9] ):(?= [0-9]))"
 )
 _RUN = re.compile(rf"{_SPAN}|(?P<e>{_ATOM}(?:[ ]?{_ATOM})*)", re.DOTALL)
 _ANCHOR, _BOX = re.compile(r"(?i)\banswer\b"), re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
+_CHOICE = re.compile(r"(?:\s|is\b|[:=*(])*([A-Z])[)*]*(?=[.,;\s]*$|[.,;:]\s|\n)")
 _CORRECTS = re.compile(r"(?i)\b(?:wait|hmm|no|not|but|actually|rather|instead|wrong|mistake|sorry|oops|recheck)\b")
 _TIMES = re.compile(
     rf"(?:\$\$?|\\[)\]])?(?P<times>(?:{GAP}{MAGNITUDE}){{1,3}}|{GAP}(?:\\?%|per ?cent\b)| (?P<power>squared|cubed)\b)"
@@ -278,9 +280,11 @@ def answer_in(text: str) -> str | None:
         text = text[max((found.end() for found in _CORRECTS.finditer(text, 0, boxes[-1].start())), default=0) :]
         inner = str(extract_boxed_content(text, "last"))
         return inner + _magnitude(text, text.rfind(f"{inner}}}") + len(inner) + 1)
-    anchors = list(_ANCHOR.finditer(text))
-    if anchors and (found := _parts(text[anchors[-1].end() :])):
-        return found[0]
+    text = re.sub(r"(?i)<(/?)answer>", lambda tag: " " if tag[1] else "answer: ", text)
+    if anchors := list(_ANCHOR.finditer(text)):
+        after = text[anchors[-1].end() :]
+        if found := [letter[1]] if (letter := _CHOICE.match(after)) else _parts(after):
+            return found[0]
     found = _parts(text)
     return found[-1] if found else None
 
@@ -459,7 +463,7 @@ def right(wanted: Read, text: str, strict: bool) -> bool:
     if not said.name and "=" not in wanted.text and named and all(_is_name(_bare(side)) for side in named):
         said = read(last) or said
     if isinstance(said.value, sympy.Expr) and "\\approx" in text.replace("≈", "\\approx"):
-        sides = map(read, text.replace("≈", "\\approx").split("\\approx"))
+        sides = (read(side) for side in text.replace("≈", "\\approx").split("\\approx") if not _is_name(_bare(side)))
         said = next((side for side in sides if side is not None and is_settled(side, wanted)), said)
     return is_settled(said, wanted) and equal(wanted, said, strict)
 
