@@ -203,10 +203,7 @@ class Options:
     changes no state. `by`: the caller, the policy or the environment's simulated user (docs/users.md); each sees only its own
     tools, and the policy is never responsible for a timeout of a user tool.
 
-    `check` selects the argument check; the policy is shown the tool's schema in any case. "strict": against that schema.
-    "lenient": only whether Python could make the call; unknown or missing argument names are answered with Python's message.
-    Values are passed on unchanged ("5" stays "5", and 5 is accepted for a float), except for parameters whose annotation is no
-    JSON type: their values are converted if possible. "off": no check and no conversion.
+    `check` selects the argument check (docs/environments.md: "Shown, checked"); the policy always sees the tool's schema.
 
     `on_error`: "stop" ends the episode unscored if the function raises anything but ToolError; with "answer" the policy reads the
     exception's text, as it always does for ToolError. Default: "stop" if `check` is "strict", else "answer", since unchecked

@@ -426,9 +426,8 @@ def tool(
         @tool(timeout=5, on_timeout="answer")
         def run(code: str) -> str: ...
 
-    An async function is awaited on the event loop; a plain one runs in a thread (so it may block) unless
-    `inline=True`. A thread cannot be killed: after a timeout it keeps running and its result is ignored; once 256 calls of one
-    tool are in that state, no more are started (HungError). Use `process=True` for functions that may hang.
+    An async function is awaited on the event loop; a plain one runs in a thread (so it may block) unless `inline=True`. A thread
+    cannot be killed, so use `process=True` for functions that may hang.
     The docstring becomes the description; `Annotated[..., Hidden()]` parameters are filled in by the environment.
     Raises TypeError for an unknown option, and for `process=True` on a function that a child process cannot import;
     annotations are resolved at first use, so types may be defined further down.

@@ -377,7 +377,8 @@ def _take_own_names(rest: list[tuple[Any, Any, Any]], root: Mapping[str, Any], c
             continue
         if isinstance(value, float):
             kinds = str([part.get("type") for part in parts])
-            holder[place] = int(value) if _is_whole(value) and "integer" in kinds and "number" not in kinds else value
+            whole = value.is_integer() and abs(value) < 2**53 and "integer" in kinds and "number" not in kinds
+            holder[place] = int(value) if whole else value
             continue
         made: dict[str, Any] | list[Any]
         if isinstance(value, dict):
@@ -395,18 +396,14 @@ def _take_own_names(rest: list[tuple[Any, Any, Any]], root: Mapping[str, Any], c
                 rest.append((made, key, {"anyOf": below}))
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-
-
 def _is_plain(value: Any, integers: bool) -> bool:
-    """Return True if all names and texts in a JSON value are ASCII; with `integers` also if no float is a whole number."""
+    """Return True if all names and texts in a JSON value are ASCII; with `integers` also if it has no float."""
     for part in (rest := [value]):  # grows
         if isinstance(part, dict):
             rest += (*part, *part.values())
         elif isinstance(part, list):
             rest += part
-        elif (isinstance(part, str) and not part.isascii()) or (integers and _is_whole(part)):
+        elif (isinstance(part, str) and not part.isascii()) or (integers and isinstance(part, float)):
             return False
     return True
 
