@@ -265,7 +265,8 @@ _ATOM = (
 )
 _RUN = re.compile(rf"{_SPAN}|(?P<e>{_ATOM}(?:[ ]?{_ATOM})*)", re.DOTALL)
 _ANCHOR, _BOX = re.compile(r"(?i)\banswer\b"), re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
-_CHOICE = re.compile(r"(?:\s|is\b|[:=*(])*([A-Z])[)*]*(?=[.,;\s]*$|[.,;:]\s|\n)")
+_CHOICE = re.compile(r"(?:\s|is\b|[:=*(])*([A-Z])[)*]*(?=[.;\s]*$|[.;:]\s|\n)")
+_WORDS = re.compile(r"[A-Za-z]+(?:[ '-][A-Za-z]+)*")
 _CORRECTS = re.compile(r"(?i)\b(?:wait|hmm|no|not|but|actually|rather|instead|wrong|mistake|sorry|oops|recheck)\b")
 _TIMES = re.compile(
     rf"(?:\$\$?|\\[)\]])?(?P<times>(?:{GAP}{MAGNITUDE}){{1,3}}|{GAP}(?:\\?%|per ?cent\b)| (?P<power>squared|cubed)\b)"
@@ -274,13 +275,17 @@ _BETWEEN = re.compile(r"\s*(?:,\s*)?(?:and|or)\s*")
 
 
 def answer_in(text: str) -> str | None:
-    """Return the part of a text that is its answer: in a box, else the first after "answer", else the last; or None."""
+    """Return the part of a text that is its answer: in a box, else in a tag, else the first after "answer", else the last; or
+    None."""
     if boxes := list(_BOX.finditer(text)):
         # Boxes next to each other are one answer, unless the text between them takes the first ones back.
         text = text[max((found.end() for found in _CORRECTS.finditer(text, 0, boxes[-1].start())), default=0) :]
         inner = str(extract_boxed_content(text, "last"))
         return inner + _magnitude(text, text.rfind(f"{inner}}}") + len(inner) + 1)
-    text = re.sub(r"(?i)<(/?)answer>", lambda tag: " " if tag[1] else "answer: ", text)
+    _, tag, after = text.rpartition("<answer>")
+    if tag:
+        inner = after.partition("</answer>")[0].strip()
+        return inner if _WORDS.fullmatch(inner) or read(inner) else next(iter(_parts(inner)), None)
     if anchors := list(_ANCHOR.finditer(text)):
         after = text[anchors[-1].end() :]
         if found := [letter[1]] if (letter := _CHOICE.match(after)) else _parts(after):
@@ -487,7 +492,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     text = answer_in(request["answer"])
     if text is None or not text.strip():
         return {**reply, "why": "no mathematics in it" if text is None else "an empty \\boxed{}"}
-    if re.fullmatch(r"[A-Za-z]+(?:[ '-][A-Za-z]+)*", text) and read(text) is None:
+    if _WORDS.fullmatch(text) and read(text) is None:
         text = rf"\text{{{text}}}"  # as gold has words
     said = read(text)
     reply |= {"said": text[:400], "as": None if said is None else said.as_text()}
