@@ -380,7 +380,7 @@ def _result(result: Json) -> str | list[str | Image]:
 def _calls(name: str | None = None) -> Callable[..., Any]:
     """Make the function of the tool `act`, or of the server's tool with that name."""
 
-    async def call(env: OpenEnv, **arguments: Any) -> str | list[str | Image]:
+    async def call(env: OpenEnv, /, **arguments: Any) -> str | list[str | Image]:
         return await env.act(arguments if name is None else {"type": "call_tool", "tool_name": name, "arguments": arguments})
 
     return call

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,10 +20,11 @@ from typing import Any
 import PIL.Image
 import pytest
 
-from agentrl.contrib.remote_envs.openenv import OpenEnv
+from agentrl.contrib.remote_envs.openenv import OpenEnv, _calls
 from agentrl.contrib.suites.verifiers import VerifiersEnv, _to_theirs, to_verifiers
 from agentrl.data.images import Image
 from agentrl.data.trajectory import Message, ToolCall
+from agentrl.env import Tool, Toolbox
 from agentrl.rollout.samplers import UniformSampler, pool_seeds
 from agentrl.utils.errors import DependencyError, TaskDataError
 
@@ -127,6 +129,15 @@ def test_images_of_a_verifiers_environment_are_shown_and_other_parts_refused(mon
     ):
         with pytest.raises(TaskDataError, match=f"verifiers: row {row} of train: a message has .*{says}"):
             env.make_task(row, "train")
+
+
+async def test_an_argument_of_an_openenv_tool_may_be_called_env() -> None:
+    async def act(action: Any) -> str:
+        return str(action["arguments"])
+
+    deploy = replace(Tool.from_schema("deploy", "", {"type": "object"}, _calls("deploy")), method=True)
+    box = Toolbox([deploy], owner=SimpleNamespace(act=act))
+    assert (await box.call(ToolCall("deploy", {"env": "test"}))).content == "{'env': 'test'}"
 
 
 async def test_an_openenv_server_that_ends_without_a_reward_gave_none(monkeypatch: pytest.MonkeyPatch) -> None:
