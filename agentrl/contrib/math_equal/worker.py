@@ -75,6 +75,12 @@ _UNIT = re.compile(
 )
 _UPRIGHT = re.compile(r"\\(?:mathbf\s?\{([a-z])\}|(?:text|mathrm|textrm|textit|mathit|operatorname)\s?\{([abeijn-ru-z])\})")
 """A letter that is a constant, name or vector, and no unit: 3 + 2\\mathrm{i}."""
+_UNIT_FORMS = (
+    (r"(?<=\{)\\[,;: ]\s*", ""),
+    (r"(\d(?:\s|\\[,;: ]|~)*\\(?:text|mathrm)\s?\{[^{}]*)\}\s*/\s*\\(?:text|mathrm)\s?\{[\s~]*", r"\1/"),
+    (r"(\\(?:text|mathrm)\s?\{[^{}\\^]*)\^([1-9])\}$", r"\1}^\2"),
+)
+"""Other forms of a unit: \\mathrm{\\,m}, \\mathrm{m} / \\mathrm{s}, \\mathrm{m^2}."""
 _LABEL = re.compile(rf"(?:{_TEXT}|[A-Za-z][A-Za-z ]{{2,40}}?)\s*(?:=|:|\bis\b)\s*")
 _ELLIPSIS = re.compile(r"\.\.\.|…|\\[lcvd]?dots")
 _GROUPED = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?P<between>\\[,;: ]|\{,\}|[ \u00a0\u2009\u202f])\d{3}(?:(?P=between)\d{3})*(?!\d)")
@@ -119,6 +125,8 @@ class Read:
 def read(text: str) -> Read | None:
     """Read a whole text, without dollar signs, blanks, a label before and a unit after it; None if a part cannot be read."""
     bare = _bare(_UPRIGHT.sub(r" \1\2", text))
+    for form, plain in _UNIT_FORMS:
+        bare = re.sub(form, plain, bare)
     if not bare or _ELLIPSIS.search(text):
         return None
     whole = _with_unit(bare)
