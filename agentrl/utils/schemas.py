@@ -360,14 +360,14 @@ def own_names(arguments: Any, schema: Mapping[str, Any], *, integers: bool = Fal
     whole = [arguments]
     late = _LATE.set(time.thread_time() + SCHEMA_S)  # for all patterns of names together
     try:
-        _take_own_names([(whole, 0, schema)], schema, (dict, list, float) if integers else (dict, list))
+        _take_own_names([(whole, 0, schema)], schema, integers)
     finally:
         _LATE.reset(late)
     return whole[0]
 
 
-def _take_own_names(rest: list[tuple[Any, Any, Any]], root: Mapping[str, Any], changed: tuple[type, ...]) -> None:
-    """Replace values of the types `changed` by copies with the schema's names; `rest`: (container, key, schema)."""
+def _take_own_names(rest: list[tuple[Any, Any, Any]], root: Mapping[str, Any], integers: bool) -> None:
+    """Replace values by copies as in `own_names`; `rest`: (container, key, schema)."""
     while rest:  # iterative: a policy may nest deeper than Python's stack
         holder, place, node = rest.pop()
         value, parts = holder[place], schema_parts(node, root)
@@ -377,8 +377,7 @@ def _take_own_names(rest: list[tuple[Any, Any, Any]], root: Mapping[str, Any], c
             continue
         if isinstance(value, float):
             kinds = str([part.get("type") for part in parts])
-            whole = value.is_integer() and abs(value) < 2**53 and "integer" in kinds and "number" not in kinds
-            holder[place] = int(value) if whole else value
+            holder[place] = int(value) if "integer" in kinds and "number" not in kinds and abs(value) < 2**53 else value
             continue
         made: dict[str, Any] | list[Any]
         if isinstance(value, dict):
@@ -391,21 +390,26 @@ def _take_own_names(rest: list[tuple[Any, Any, Any]], root: Mapping[str, Any], c
             made = value.copy()
         holder[place] = made
         for key, item in made.items() if isinstance(made, dict) else enumerate(made):
-            if isinstance(item, changed) or (isinstance(item, str) and not item.isascii()):
+            if isinstance(item, dict | list) or _is_spelled(item, integers):
                 below = property_schemas(parts, key) if isinstance(key, str) else _item_schemas(parts, key)
                 rest.append((made, key, {"anyOf": below}))
 
 
 def _is_plain(value: Any, integers: bool) -> bool:
-    """Return True if all names and texts in a JSON value are ASCII; with `integers` also if it has no float."""
+    """Return True if no name, text or number in a JSON value may have another spelling."""
     for part in (rest := [value]):  # grows
         if isinstance(part, dict):
             rest += (*part, *part.values())
         elif isinstance(part, list):
             rest += part
-        elif (isinstance(part, str) and not part.isascii()) or (integers and isinstance(part, float)):
+        elif _is_spelled(part, integers):
             return False
     return True
+
+
+def _is_spelled(value: Any, integers: bool) -> bool:
+    """Return True if a text or number may have another spelling: one that is not ASCII, or 3.0."""
+    return not value.isascii() if isinstance(value, str) else integers and isinstance(value, float) and value.is_integer()
 
 
 def _check_work(schemas: Mapping[int, tuple[Any, str]], targets: Mapping[tuple[int, str], Any]) -> None:
