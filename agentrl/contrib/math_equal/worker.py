@@ -404,8 +404,7 @@ def equal(wanted: Read, said: Read, strict: bool) -> bool:
     units = [_symbols(one.unit) for one in (wanted, said)]
     if all(units) and units[0] != units[1]:
         return False
-    line = isinstance(said.value, sympy.Eq) and len(getattr(wanted.value, "free_symbols", ())) > 1  # y = 2x is 2x - y = 0
-    if _is_equation(wanted.value) != _is_equation(said.value) and not (line and _is_equation(wanted.value)):
+    if _is_equation(wanted.value) != _is_equation(said.value):
         return False  # 2x = 7 is not 7
     if wanted.number is not None and said.number is not None:
         return _same_number(wanted.number, said.number)
@@ -415,7 +414,7 @@ def equal(wanted: Read, said: Read, strict: bool) -> bool:
     if not verify(wanted.value, said.value, strict=strict, timeout_seconds=0):
         return False
     pairs = [sorted(_elements(one.value), key=sympy.default_sort_key) for one in (wanted, said)]
-    return line or len(pairs[0]) != len(pairs[1]) or all(map(_close, *pairs))
+    return len(pairs[0]) != len(pairs[1]) or all(map(_close, *pairs))
 
 
 def _symbols(unit: str) -> list[str] | None:
