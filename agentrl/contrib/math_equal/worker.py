@@ -275,7 +275,7 @@ _RUN = re.compile(rf"{_SPAN}|(?P<e>{_ATOM}(?:[ ]?{_ATOM})*)", re.DOTALL)
 _ANCHOR, _BOX = re.compile(r"(?i)\banswer\b"), re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
 _CHOICE = re.compile(r"(?:\s|is\b|[:=*(])*([A-Z])[)*]*(?=[.;\s]*$|[.;:]\s|\n)")
 _WORDS = re.compile(r"[A-Za-z]+(?:[ '-][A-Za-z]+)*")
-_CORRECTS = re.compile(r"(?i)\b(?:wait|hmm|no|not|but|actually|rather|instead|wrong|mistake|sorry|oops|recheck)\b")
+_CORRECTS = re.compile(r"(?i)\b(?:wait|hmm|no|but|actually|rather|instead|wrong|mistake|sorry|oops|recheck)\b")
 _TIMES = re.compile(
     rf"(?:\$\$?|\\[)\]])?(?P<times>(?:{GAP}{MAGNITUDE}){{1,3}}|{GAP}(?:\\?%|per ?cent\b)| (?P<power>squared|cubed)\b)"
 )

@@ -276,7 +276,7 @@ WRONG = [
     (r"\boxed{5}", r"3+2\mathrm{i}"), (r"\boxed{2}", r"2\mathrm{e}"), (r"\boxed{0.15}", "3:4:5"), (r"\boxed{y=3, x=4}", "(3,4)"),
     (r"\boxed{A:B:C=1:3:2}", "A:B:C=1:2:3"), (r"\boxed{a<c<b}", "c<a<b"), (r"\boxed{y=2x-3}", "2x-y+3=0"),
     ("It is 3 : 4.", "4"), ("The answer is A, B.", "A"), (r"\boxed{5\mathrm{m^2}}", r"5\mathrm{m^3}"),
-    (r"\boxed{3\text{ hours}}", "3 days"), (r"\boxed{5 cents}", "5 dollars"),
+    (r"\boxed{3\text{ hours}}", "3 days"), (r"\boxed{5 cents}", "5 dollars"), (r"\boxed{3}, not \boxed{5}", "5"),
     (r"\boxed{Evelyn or Ann}", r"\text{Evelyn}"), (r"$\boxed{5}$ million", "5"), (r"So \boxed{3}. But no, it is \boxed{5}", "3"),
     ("I do not know", "42"), ("", "42"), (r"\boxed{3} or \boxed{4} or \boxed{5}", "4"), (r"\boxed{9/10 + 6/2}", "3.9"),
     (r"\boxed{\frac{9}{10}+\frac62}", r"\frac{39}{10}"), ("What is 9/10 + 6/2?", "3.9"), ("9/10 + 6/2", "39/10"),
