@@ -35,13 +35,8 @@ from tests.contrib.agents.parts import (
 )
 from tests.lazily import openai
 
-TURNS = [
-    says("", call("get", key="tea")),
-    says("both", call("get", key="rice"), call("put", key="tea", value="4")),
-    says("", call("get", key="nothing")),
-    says("There are 3."),
-    says("None."),
-]
+TURNS = [says("", call("get", key="tea")), says("both", call("get", key="rice"), call("put", key="tea", value="4")),
+         says("", call("get", key="nothing")), says("There are 3."), says("None.")]  # fmt: skip
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_episode_tokens": 125}, {"context": 130}, {"max_turns": 2}], ids=str)

@@ -19,13 +19,10 @@ AGENTS = Path(__file__).parent / "agents"
 ENDS = [says("", call("get", key="tea")), says("There are 3.")]
 SMOL = [says("", call("get", key="tea")), says("", call("final_answer", answer="There are 3."))]
 KINDS = {
-    "openai_agent": ("openai", {}, ENDS),
-    "anthropic_agent": ("anthropic", {}, ENDS),
-    "langgraph_agent": ("langgraph", {}, ENDS),
-    "openai_agents": ("agents", {}, ENDS),
-    "openai_agents-responses": ("agents", {"KIND": "responses"}, ENDS),
-    "smolagents_agent": ("smolagents", {}, SMOL),
-}
+    "openai_agent": ("openai", {}, ENDS), "anthropic_agent": ("anthropic", {}, ENDS),
+    "langgraph_agent": ("langgraph", {}, ENDS), "openai_agents": ("agents", {}, ENDS),
+    "openai_agents-responses": ("agents", {"KIND": "responses"}, ENDS), "smolagents_agent": ("smolagents", {}, SMOL),
+}  # fmt: skip
 pytestmark = [pytest.mark.timeout(600), proof]
 
 

@@ -32,12 +32,9 @@ RESULTS = [
     FileResult(
         "tests/a/test_x.py",
         (
-            Case("test_ok", "passed", 1.25),
-            Case("TestY::test_bad[a::b]", "failed", 0.5, "assert \x1b[31m1 == 2\x00", "call"),
-            Case("test_setup", "failed", 0.1, "boom", "setup"),
-            Case("test_skip", "skipped", 0.0, "no card"),
-            Case("test_cut", "interrupted", 2.0, "Ctrl-C"),
-            Case("test_never", "not run", 0.0, "its file was interrupted"),
+            Case("test_ok", "passed", 1.25), Case("TestY::test_bad[a::b]", "failed", 0.5, "assert \x1b[31m1 == 2\x00", "call"),
+            Case("test_setup", "failed", 0.1, "boom", "setup"), Case("test_skip", "skipped", 0.0, "no card"),
+            Case("test_cut", "interrupted", 2.0, "Ctrl-C"), Case("test_never", "not run", 0.0, "its file was interrupted"),
         ),
         2, (0, 3), 9.5, None, "out/x.log",
     ),

@@ -49,18 +49,14 @@ def sigmoid(scale: float, norm: bool) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 GATES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
-    "qwen3_moe": (softmax_all(True), {"norm_topk_prob": True}),
-    "qwen2_moe": (softmax_all(False), {"norm_topk_prob": False}),
-    "mixtral": (softmax_all(True), {}),
-    "olmoe": (softmax_all(False), {"norm_topk_prob": False}),
-    "ernie4_5_moe": (softmax_all(True), {}),
-    "granitemoe": (softmax_chosen, {}),
-    "gpt_oss": (softmax_chosen, {}),
+    "qwen3_moe": (softmax_all(True), {"norm_topk_prob": True}), "qwen2_moe": (softmax_all(False), {"norm_topk_prob": False}),
+    "mixtral": (softmax_all(True), {}), "olmoe": (softmax_all(False), {"norm_topk_prob": False}),
+    "ernie4_5_moe": (softmax_all(True), {}), "granitemoe": (softmax_chosen, {}), "gpt_oss": (softmax_chosen, {}),
     "glm4_moe": (sigmoid(2.5, True), {"routed_scaling_factor": 2.5, "norm_topk_prob": True}),
     "dots1": (sigmoid(1.5, False), {"routed_scaling_factor": 1.5, "norm_topk_prob": False}),
     "deepseek_v3": (sigmoid(2.5, True), {"routed_scaling_factor": 2.5, "norm_topk_prob": True}),
     "deepseek_v2": (softmax_all(False), {"routed_scaling_factor": 1.0}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", GATES)

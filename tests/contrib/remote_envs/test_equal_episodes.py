@@ -18,13 +18,10 @@ from tests.contrib.remote_envs.served import TOKEN, VARIABLE, Running, served
 CASES: dict[str, tuple[str, dict[str, Any], tuple[Choice, ...], tuple[str, ...]]] = {
     "more tools": ("key_value", {"calls": 3}, (), ("calculator",)),
     "faulty tools": ("key_value", {"calls": 3}, (Choice(name="tool_faults", args={"rate": 0.4, "seed": 3}),), ()),
-    "few turns": ("workspace", {}, (Choice(name="turn_limit", args={"turns": 3}),), ()),
-    "workspace": ("workspace", {}, (), ()),
-    "sql": ("sql", {}, (), ()),
-    "search": ("search", {}, (), ()),
-    "service_desk": ("service_desk", {}, (), ()),
+    "few turns": ("workspace", {}, (Choice(name="turn_limit", args={"turns": 3}),), ()), "workspace": ("workspace", {}, (), ()),
+    "sql": ("sql", {}, (), ()), "search": ("search", {}, (), ()), "service_desk": ("service_desk", {}, (), ()),
     "function_calling": ("function_calling", {}, (), ()),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -49,27 +49,16 @@ def act(node: Any, how: int, rng: random.Random) -> Any:
     new = base_of(rng, 1)
     key = rng.choice([*(node if isinstance(node, dict) else range(len(node))), "k9" if isinstance(node, dict) else 0])
     on_dict = [
-        lambda: node[key],
-        lambda: node.get(key, "none"),
-        lambda: node.__setitem__(key, new),
-        lambda: node.__delitem__(key),
-        lambda: node.pop(key, "none"),
-        lambda: node.popitem(),
-        lambda: node.setdefault(key, new),
-        lambda: node.update({key: new}, k7=1),
-        lambda: node.update(dict(node)),
-        lambda: {**node, "x": 1},
-        lambda: node | {"x": 1},
-        lambda: {"x": 1} | node,
-        lambda: node.__ior__({key: new}),
+        lambda: node[key], lambda: node.get(key, "none"), lambda: node.__setitem__(key, new), lambda: node.__delitem__(key),
+        lambda: node.pop(key, "none"), lambda: node.popitem(), lambda: node.setdefault(key, new),
+        lambda: node.update({key: new}, k7=1), lambda: node.update(dict(node)), lambda: {**node, "x": 1},
+        lambda: node | {"x": 1}, lambda: {"x": 1} | node, lambda: node.__ior__({key: new}),
         lambda: (list(node), list(node.values()), list(node.items()), list(reversed(node)), len(node), key in node),
-        lambda: node.copy(),
-        lambda: json.dumps(node),
-        lambda: (node == dict(node), repr(node), bool(node)),
+        lambda: node.copy(), lambda: json.dumps(node), lambda: (node == dict(node), repr(node), bool(node)),
         lambda: node.clear() if rng.random() < 0.2 else None,
         lambda: [value.append(3) for value in node.values() if isinstance(value, list)],
         lambda: [value.update(z=3) for value in dict(node).values() if isinstance(value, dict)],
-    ]
+    ]  # fmt: skip
     on_list = [
         lambda: node[key],
         lambda: node[key:],

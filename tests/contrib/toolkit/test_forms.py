@@ -33,24 +33,17 @@ SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes
 
 @pytest.mark.parametrize(
     ("text", "schema", "optional"),
-    [
-        ("int", {"type": "integer"}, False),
-        ("str, optional", {"type": "string"}, True),
-        ("List[int]", {"type": "array", "items": {"type": "integer"}}, False),
-        ("Optional[List[str]]", {"type": "array", "items": {"type": "string"}}, True),
-        ("List[Tuple[int, int]], optional", {"type": "array", "items": {"type": "array"}}, True),
-        ("Dict[str, List[int]]", {"type": "object"}, False),
-        ("Union[int, float]", {"type": ["integer", "number"]}, False),
-        ("Callable[[float], float]", {}, False),
-        ("typing.List[float]", {"type": "array", "items": {"type": "number"}}, False),
-        ("", {}, False),
-        ("int | None", {"type": ["integer", "null"]}, False),
-        ("list[int] | str", {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "string"}]}, False),
-        ("Literal['a', 'b']", {"type": "string", "enum": ["a", "b"]}, False),
-        ("string[]", {"type": "array", "items": {"type": "string"}}, False),
-        ("INTEGER", {"type": "integer"}, False),
-    ],
-)
+    [("int", {"type": "integer"}, False), ("str, optional", {"type": "string"}, True),
+     ("List[int]", {"type": "array", "items": {"type": "integer"}}, False),
+     ("Optional[List[str]]", {"type": "array", "items": {"type": "string"}}, True),
+     ("List[Tuple[int, int]], optional", {"type": "array", "items": {"type": "array"}}, True),
+     ("Dict[str, List[int]]", {"type": "object"}, False), ("Union[int, float]", {"type": ["integer", "number"]}, False),
+     ("Callable[[float], float]", {}, False), ("typing.List[float]", {"type": "array", "items": {"type": "number"}}, False),
+     ("", {}, False), ("int | None", {"type": ["integer", "null"]}, False),
+     ("list[int] | str", {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "string"}]}, False),
+     ("Literal['a', 'b']", {"type": "string", "enum": ["a", "b"]}, False),
+     ("string[]", {"type": "array", "items": {"type": "string"}}, False), ("INTEGER", {"type": "integer"}, False)],
+)  # fmt: skip
 def test_python_annotations_as_schema(text: str, schema: dict[str, Any], optional: bool) -> None:
     assert from_annotation(text) == (schema, optional)
 

@@ -44,15 +44,8 @@ def test_only_the_answer_alone_scores():
     for seed in range(5):
         gold = str(env.make_task(seed, "train").gold["answer"])
         trail = env.make_task(seed, "train").gold["trail"]
-        said = {
-            gold: 1,
-            f"  {gold.upper()}. ": 1,
-            f"Answer: {gold}": 1,
-            f"It is {gold}, I think": 0,
-            ", ".join([*trail, gold]): 0,
-            trail[-1]: 0,
-            gold[:-1]: 0,
-        }
+        said = {gold: 1, f"  {gold.upper()}. ": 1, f"Answer: {gold}": 1, f"It is {gold}, I think": 0,
+                ", ".join([*trail, gold]): 0, trail[-1]: 0, gold[:-1]: 0}  # fmt: skip
         for text, reward in said.items():
             env.reset(seed=seed)
             assert play(env, [Message("assistant", text)]) == (reward, True), text

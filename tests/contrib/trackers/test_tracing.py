@@ -286,18 +286,13 @@ def test_a_scrape_says_what_the_rows_say(run: Told) -> None:
 
 @pytest.mark.parametrize(
     ("key", "name", "labels", "scale"),
-    [
-        ("reward", "reward", {"env": ""}, 1),
-        ("env/a,b.c/reward", "reward", {"env": "a,b.c"}, 1),
-        ("term/exact/deep", "term", {"env": "", "id": "exact/deep"}, 1),
-        ("env/a/term/x", "term", {"env": "a", "id": "x"}, 1),
-        ("env/a/groups_failed", "groups", {"env": "a", "state": "failed"}, 1),
-        ("rollout/worker_12/lag_ms", "rollout_worker_lag_seconds", {"env": "", "i": "12"}, 1e-3),
-        ("throughput/sampled_tokens_per_s", "throughput_sampled_tokens_per_second", {"env": ""}, 1),
-        ("mixture/a/share", "mixture_share", {"env": "a"}, 1),
-        ("my plug-in's/value", "my_plug_in_s_value", {"env": ""}, 1),
-    ],
-)
+    [("reward", "reward", {"env": ""}, 1), ("env/a,b.c/reward", "reward", {"env": "a,b.c"}, 1),
+     ("term/exact/deep", "term", {"env": "", "id": "exact/deep"}, 1), ("env/a/term/x", "term", {"env": "a", "id": "x"}, 1),
+     ("env/a/groups_failed", "groups", {"env": "a", "state": "failed"}, 1),
+     ("rollout/worker_12/lag_ms", "rollout_worker_lag_seconds", {"env": "", "i": "12"}, 1e-3),
+     ("throughput/sampled_tokens_per_s", "throughput_sampled_tokens_per_second", {"env": ""}, 1),
+     ("mixture/a/share", "mixture_share", {"env": "a"}, 1), ("my plug-in's/value", "my_plug_in_s_value", {"env": ""}, 1)],
+)  # fmt: skip
 def test_a_key_of_a_row_is_a_family_with_base_units_and_labels(key: str, name: str, labels: Any, scale: float) -> None:
     found, given, factor, _ = metric_of_key(key)
     assert (found, given, factor) == (f"agentrl_row_{name}", labels, scale)

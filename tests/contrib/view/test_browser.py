@@ -600,20 +600,13 @@ def test_a_live_run_grows_under_the_reader(browser: Any, base: str, folders: Pat
 
 
 PAGES = {
-    "?runs=first~second&steps=1": "[data-metric=success] canvas",
-    "run/first": "[data-metric=success] canvas",
-    "run/first/episodes?stop=done": "[data-episode]",
-    "run/first/groups": "[data-group]",
-    "run/first/failures": "table.failures tbody tr",
-    "run/first/suspects": ".panel",
-    "run/first/steps": "table.steps tbody tr",
-    "run/first/config": ".text",
-    "run/first/episode/step_000006.7": "[data-turn='1']",
-    "run/first/episode/step_000006.10": "[data-turn='1']",
-    "run/first/episode/step_000006.4?view=tokens": ".ledger [data-t]",
-    "compare?a=first:before_000000&b=second:after_000006&task=t/heldout/0&env=numbers": ".aligned",
-    "run/none": "[role=alert]",
-}
+    "?runs=first~second&steps=1": "[data-metric=success] canvas", "run/first": "[data-metric=success] canvas",
+    "run/first/episodes?stop=done": "[data-episode]", "run/first/groups": "[data-group]",
+    "run/first/failures": "table.failures tbody tr", "run/first/suspects": ".panel", "run/first/steps": "table.steps tbody tr",
+    "run/first/config": ".text", "run/first/episode/step_000006.7": "[data-turn='1']",
+    "run/first/episode/step_000006.10": "[data-turn='1']", "run/first/episode/step_000006.4?view=tokens": ".ledger [data-t]",
+    "compare?a=first:before_000000&b=second:after_000006&task=t/heldout/0&env=numbers": ".aligned", "run/none": "[role=alert]",
+}  # fmt: skip
 
 # Each piece of text that is seen, as [text, its color, what it stands on]: the grounds of all elements below it, blended.
 SEEN = """() => {
@@ -666,17 +659,13 @@ def test_all_text_is_readable_and_no_page_is_wider_than_the_window(tab: Tab, add
 LARGE = {
     "run/large": "[data-metric=success] canvas",
     "run/large?m=" + "~".join(f"term/t{n}" for n in range(12)): "[data-metric='term/t11'] canvas",
-    "run/large/steps": "table.steps tbody tr",
-    "run/large/episodes": "[data-episode]",
-    "run/large/episodes?success=false&sort=reward": "[data-episode]",
-    "run/large/episodes?offset=99900": "[data-episode]",
-    "run/large/episodes?q=k77": "[data-episode]",
-    "run/large/groups": "[data-group]",
-    "run/large/failures": "table.failures tbody tr",
-    "run/large/suspects": ".panel",
+    "run/large/steps": "table.steps tbody tr", "run/large/episodes": "[data-episode]",
+    "run/large/episodes?success=false&sort=reward": "[data-episode]", "run/large/episodes?offset=99900": "[data-episode]",
+    "run/large/episodes?q=k77": "[data-episode]", "run/large/groups": "[data-group]",
+    "run/large/failures": "table.failures tbody tr", "run/large/suspects": ".panel",
     "run/large/episode/step_000050.7": "[data-turn='1']",
     "compare?a=large:step_000001&b=large:step_000100": "table.pairs tbody tr",
-}
+}  # fmt: skip
 
 
 @proof

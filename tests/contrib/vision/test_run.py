@@ -175,24 +175,19 @@ async def test_the_engine_samples_with_the_images_of_each_prompt(kind: str, fold
 
 @pytest.mark.parametrize(
     ("more", "why"),
-    [
-        (["engine=sglang", "engine_args={}"], r'engine = "sglang" \(use .*embedded.*vllm'),
-        (["rollout.workers=1"], "rollout.workers = 1 does not go"),
-        (["rollout.branch={}"], r"\[rollout.branch\]"),
-        (["rollout.start={}"], r"\[rollout.start\]"),
-        (["cluster.actors=2", "model.sequence_parallel=2"], "model.sequence_parallel = 2"),
-        (["cluster.actors=2", "model.tensor_parallel=2"], "model.tensor_parallel = 2"),
-        (["cluster.actors=2", "model.replicas=2"], "model.replicas = 2"),
-        (["model.lora={}", "weights.lora=adapter"], 'weights.lora = "adapter"'),
-        (["model.engine=titan"], r'model.engine = "titan" \(use .*fsdp2'),
-        (["model.compile=true"], "model.compile = true"),
-        (["model.packing=one_row"], 'model.packing = "one_row"'),
-        (["critic={}"], r"\[critic\]"),
-        (["algorithm.kl={coef=0.1,reference='moving'}"], r'algorithm.kl.reference = "moving"'),
-        (["algorithm.experience={}"], r"\[algorithm.experience\]"),
-        (["algorithm.demonstrations={}"], r"\[algorithm.demonstrations\]"),
-    ],
-)
+    [(["engine=sglang", "engine_args={}"], r'engine = "sglang" \(use .*embedded.*vllm'),
+     (["rollout.workers=1"], "rollout.workers = 1 does not go"), (["rollout.branch={}"], r"\[rollout.branch\]"),
+     (["rollout.start={}"], r"\[rollout.start\]"),
+     (["cluster.actors=2", "model.sequence_parallel=2"], "model.sequence_parallel = 2"),
+     (["cluster.actors=2", "model.tensor_parallel=2"], "model.tensor_parallel = 2"),
+     (["cluster.actors=2", "model.replicas=2"], "model.replicas = 2"),
+     (["model.lora={}", "weights.lora=adapter"], 'weights.lora = "adapter"'),
+     (["model.engine=titan"], r'model.engine = "titan" \(use .*fsdp2'), (["model.compile=true"], "model.compile = true"),
+     (["model.packing=one_row"], 'model.packing = "one_row"'), (["critic={}"], r"\[critic\]"),
+     (["algorithm.kl={coef=0.1,reference='moving'}"], r'algorithm.kl.reference = "moving"'),
+     (["algorithm.experience={}"], r"\[algorithm.experience\]"),
+     (["algorithm.demonstrations={}"], r"\[algorithm.demonstrations\]")],
+)  # fmt: skip
 def test_what_does_not_go_with_images_is_refused_by_name(more: list[str], why: str) -> None:
     check_vision(RunStart(config()))
     with pytest.raises(ConfigError, match=why):
