@@ -188,33 +188,19 @@ class TellsInTool(Sum):
 PAYS_FOR_STOPPING = {"agentrl_reward": 1, "name": "kind", "root": {"op": "max", "of": [SPEC["root"], {"use": "episode.stopped"}]}}
 
 BROKEN = [
-    (BadId, "contract", "Namespace/Name-v0"),
-    (NoUserTurn, "contract", "user's turn"),
-    (Unseeded, "same seed", "two different episodes"),
-    (HashSeeded, "same seed elsewhere", "another process"),
-    (SharedTasks, "splits apart", "of a task of train"),
-    (WrongGold, "gold scores most", "gold scored 0"),
+    (BadId, "contract", "Namespace/Name-v0"), (NoUserTurn, "contract", "user's turn"),
+    (Unseeded, "same seed", "two different episodes"), (HashSeeded, "same seed elsewhere", "another process"),
+    (SharedTasks, "splits apart", "of a task of train"), (WrongGold, "gold scores most", "gold scored 0"),
     (FreeReward, "idling scores nothing", "'do nothing' is paid in full on 12 of 12 tasks (75.8 to 100.0 % of all"),
-    (OrderMatters, "free order", "scored"),
-    (Fragile, "fuzzed calls", "ZeroDivisionError"),
-    (GlobalState, "instances apart", "runs at the same time"),
-    (ShallowFork, "fork", "changed its parent"),
-    (Forgetful, "fork", "changed its parent"),
-    (Swallows, "hang", "swallowed"),
-    (Swallows, "crash", "swallowed"),
-    (NeverTornDown, "teardown", "0 times"),
-    (TellsInInfo, "no gold shown", "the sum of"),
-    (TellsInPrompt, "no gold shown", "CANARY"),
-    (TellsInTool, "no gold shown", "gold/note 'the sum of"),
-]
+    (OrderMatters, "free order", "scored"), (Fragile, "fuzzed calls", "ZeroDivisionError"),
+    (GlobalState, "instances apart", "runs at the same time"), (ShallowFork, "fork", "changed its parent"),
+    (Forgetful, "fork", "changed its parent"), (Swallows, "hang", "swallowed"), (Swallows, "crash", "swallowed"),
+    (NeverTornDown, "teardown", "0 times"), (TellsInInfo, "no gold shown", "the sum of"),
+    (TellsInPrompt, "no gold shown", "CANARY"), (TellsInTool, "no gold shown", "gold/note 'the sum of"),
+]  # fmt: skip
 # What must break along with it, because it is the same fault seen from another side.
-ALONG = {
-    HashSeeded: {"splits apart"},
-    Unseeded: {"same seed elsewhere", "instances apart"},
-    GlobalState: {"fork"},
-    Swallows: {"hang", "crash", "teardown"},
-    TellsInInfo: {"contract"},
-}
+ALONG = {HashSeeded: {"splits apart"}, Unseeded: {"same seed elsewhere", "instances apart"}, GlobalState: {"fork"},
+         Swallows: {"hang", "crash", "teardown"}, TellsInInfo: {"contract"}}  # fmt: skip
 
 
 class Builder:

@@ -141,13 +141,10 @@ def test_tools_come_and_go_and_the_record_has_them_all() -> None:
 
 
 WRAPPED: dict[str, Any] = {
-    "turns": lambda env: TurnLimit(env, 50),
-    "own": lambda env: TextLimit(env, 100_000),
-    "subset": lambda env: ToolSubset(env, ["get", "add", "set", "list"]),
-    "faults": lambda env: ToolFaults(env, 0.0),
-    "plain": ToolWrapper,
-    "stack": lambda env: SystemPrompt(ToolFaults(TurnLimit(TextLimit(env, 10**5), 50), 0.0), "Be brief."),
-}
+    "turns": lambda env: TurnLimit(env, 50), "own": lambda env: TextLimit(env, 100_000),
+    "subset": lambda env: ToolSubset(env, ["get", "add", "set", "list"]), "faults": lambda env: ToolFaults(env, 0.0),
+    "plain": ToolWrapper, "stack": lambda env: SystemPrompt(ToolFaults(TurnLimit(TextLimit(env, 10**5), 50), 0.0), "Be brief."),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRAPPED)

@@ -170,15 +170,9 @@ def test_a_policy_is_evaluated_like_a_model() -> None:
 
 @pytest.mark.parametrize(
     ("returned", "value"),
-    [
-        (np.float32(0.5), 0.5),
-        (np.int64(1), 1.0),
-        (np.bool_(True), 1.0),
-        (True, 1.0),
-        (Fraction(1, 4), 0.25),
-        ((np.float64(0.5), "e"), 0.5),
-    ],
-)
+    [(np.float32(0.5), 0.5), (np.int64(1), 1.0), (np.bool_(True), 1.0), (True, 1.0), (Fraction(1, 4), 0.25),
+     ((np.float64(0.5), "e"), 0.5)],
+)  # fmt: skip
 def test_a_reward_function_may_return_any_kind_of_number(returned: Any, value: float) -> None:
     def worth(episode: agentrl.Trajectory) -> Any:
         return returned

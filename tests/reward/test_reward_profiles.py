@@ -235,11 +235,8 @@ GET = [tool_schema("get", key="string")]
 
 
 @pytest.mark.parametrize(("made", "answer", "value"), [
-    ([call("get", key="a")], "The answer is 7", 1.0),
-    ([call("get", key="a")], "The answer is 8", 0.1),
-    ([call("get", key=1)], "7", 0.9),
-    ([call("got", key="a")], "8", 0.0),
-    ([call("get", key="a")], " ", 0.0),
+    ([call("get", key="a")], "The answer is 7", 1.0), ([call("get", key="a")], "The answer is 8", 0.1),
+    ([call("get", key=1)], "7", 0.9), ([call("got", key="a")], "8", 0.0), ([call("get", key="a")], " ", 0.0),
 ])  # fmt: skip
 def test_format_outcome(made, answer, value):
     trajectory = episode(made, answer, task_gold={"answer": "7"}, tools=GET)

@@ -218,13 +218,8 @@ def test_the_berkeley_leaderboards_files(tmp_path: Path, version: str) -> None:
     for seed in range(5):
         assert play(env, seed) == 1.0 and play(env, seed, "") == 0.0
         kinds[env.task.id.rpartition("/")[2]] = env.task.data["kind"]
-    assert kinds == {
-        "live_irrelevance_0-0-0": "irrelevance",
-        "live_relevance_0-0-0": "relevance",
-        "parallel_0": "parallel",
-        "simple_python_0": "single",
-        "simple_python_1": "single",
-    }
+    assert kinds == {"live_irrelevance_0-0-0": "irrelevance", "live_relevance_0-0-0": "relevance", "parallel_0": "parallel",
+                     "simple_python_0": "single", "simple_python_1": "single"}  # fmt: skip
     parameters = env.task.data["tools"][0]["function"]["parameters"]
     assert parameters["type"] == "object" and parameters["properties"]["width"]["type"] == "number"
     assert parameters["properties"]["tags"] == {"type": "array", "items": {}}
@@ -332,13 +327,9 @@ def hermes_row(wrapped: bool, tools_field: bool) -> dict[str, Any]:
     response = '<tool_response>\n{"name": "lamp", "content": {"ok": true}}\n</tool_response>'
     turns = [
         ("system", "You call functions within <tools> </tools>. " + ("" if tools_field else f"<tools> {listed} </tools>")),
-        ("human", "Light!"),
-        ("gpt", call),
-        ("tool", response),
-        ("gpt", "Done."),
-        ("human", "And off and on."),
+        ("human", "Light!"), ("gpt", call), ("tool", response), ("gpt", "Done."), ("human", "And off and on."),
         ("gpt", 'Sure.\n<tool_call>\n{"name": "lamp", "arguments": {"on": false}}\n</tool_call>\n' + call),
-    ]
+    ]  # fmt: skip
     row: dict[str, Any] = {"id": "a1", "conversations": [{"from": who, "value": text} for who, text in turns]}
     return {**row, "tools": listed} if tools_field else row
 
@@ -446,12 +437,9 @@ def test_rows_of_a_file_are_split_by_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("[f()]", [("f", {})]),
-    ("[a b(x=1), c.d(y='it''s')]", [("a b", {"x": 1}), ("c.d", {"y": "its"})]),
-    ('[f(t="a \\"q\\", b)", n=-1.5, z=(1, 2))]', [("f", {"t": 'a "q", b)', "n": -1.5, "z": [1, 2]})]),
-    ("Hello [there](x)", []),
-    ("[1, 2]", []),
-    ("[]", []),
+    ("[f()]", [("f", {})]), ("[a b(x=1), c.d(y='it''s')]", [("a b", {"x": 1}), ("c.d", {"y": "its"})]),
+    ('[f(t="a \\"q\\", b)", n=-1.5, z=(1, 2))]', [("f", {"t": 'a "q", b)', "n": -1.5, "z": [1, 2]})]), ("Hello [there](x)", []),
+    ("[1, 2]", []), ("[]", []),
 ])  # fmt: skip
 def test_calls_written_in_brackets(text: str, expected: list[Any]) -> None:
     assert conversations.bracket_calls(text, "here") == expected

@@ -169,15 +169,10 @@ def test_the_figure_must_be_named_exactly_and_alone():
     gold = first_task(env, lambda task, _: task.gold["heard"]["figures"])
     ((figure,),) = env.task.gold["heard"]["figures"].values()
     said = {
-        f"That makes {figure}. Is there anything else I can do for you?": 1.0,
-        f"**{figure} EUR**": 1.0,
-        f"{figure} or 10.01": 0.0,
-        " ".join(f"{n}.{c:02d}" for n in range(80) for c in range(100)): 0.0,
-        "I do not know.": 0.0,
-        f"1{figure}": 0.0,
-        f'{{"order_id": "W9102"}}\n{figure} will be paid back': 0.0,
-        "": 0.0,
-    }
+        f"That makes {figure}. Is there anything else I can do for you?": 1.0, f"**{figure} EUR**": 1.0,
+        f"{figure} or 10.01": 0.0, " ".join(f"{n}.{c:02d}" for n in range(80) for c in range(100)): 0.0, "I do not know.": 0.0,
+        f"1{figure}": 0.0, f'{{"order_id": "W9102"}}\n{figure} will be paid back': 0.0, "": 0.0,
+    }  # fmt: skip
     for text, reward in said.items():
         assert again(env, [*gold[:-1], say(text)]) == (reward, True), text[:40]
 
@@ -215,12 +210,9 @@ def test_the_customer_confirms_only_what_was_asked():
     heard = {
         "I will return the kettle of W1234. Shall I proceed?": "W1234",
         "I will return the kettle of W9999. Shall I proceed?": None,
-        "I will return the kettle of W1234, W9999. Shall I proceed?": None,
-        "Shall I proceed with W1234?": None,
-        "Shall I proceed?": None,
-        "Can you confirm your email address?": None,
-        "I return the kettle of W1234.": None,
-    }
+        "I will return the kettle of W1234, W9999. Shall I proceed?": None, "Shall I proceed with W1234?": None,
+        "Shall I proceed?": None, "Can you confirm your email address?": None, "I return the kettle of W1234.": None,
+    }  # fmt: skip
     for text, confirmed in heard.items():
         person = CUSTOMER.Customer({"identity": "My email address is a@b.", "goals": [goal, goal]})
         reply, order = person.hear(text)

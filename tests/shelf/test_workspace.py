@@ -199,14 +199,8 @@ def test_values_are_answered_in_their_line():
     gold = first_task(env, lambda task, _: len(task.gold["talk"]["told"]) == 1)
     at = next(i for i, turn in enumerate(gold) if turn.content.startswith("ANSWER"))
     value = gold[at].content.removeprefix("ANSWER: ")
-    said = {
-        f"Here you are.\n\n**ANSWER:** {value}.": 1.0,
-        f"answer: {value}\nIs there anything else I can do for you?": 1.0,
-        value: 0.0,
-        f"ANSWER: {value} or 7": 0.0,
-        f"ANSWER: {value}\nANSWER: no": 0.0,
-        "ANSWER:": 0.0,
-    }
+    said = {f"Here you are.\n\n**ANSWER:** {value}.": 1.0, f"answer: {value}\nIs there anything else I can do for you?": 1.0,
+            value: 0.0, f"ANSWER: {value} or 7": 0.0, f"ANSWER: {value}\nANSWER: no": 0.0, "ANSWER:": 0.0}  # fmt: skip
     for text, reward in said.items():
         assert again(env, [*gold[:at], say(text), *gold[at + 1 :]])[0] == reward, text
 

@@ -107,14 +107,10 @@ def test_files_are_read_written_edited_and_found(folder: Path) -> None:
 @pytest.mark.parametrize(("tool", "arguments", "said"), [
     ("read_file", {"path": "../secret.txt"}, "leads out of the folder"),
     ("read_file", {"path": "src/../../secret.txt"}, "leads out of the folder"),
-    ("read_file", {"path": "/etc/passwd"}, "leads out of the folder"),
-    ("read_file", {"path": "link.txt"}, "no file"),
-    ("read_file", {"path": "out/secret.txt"}, "no file"),
-    ("read_file", {"path": "logo.bin"}, "is not text: 2 bytes"),
-    ("read_file", {"path": "src/main.py", "start": 5}, "has 3 lines"),
-    ("read_file", {"path": "src"}, "no file"),
-    ("write_file", {"path": "../x", "text": ""}, "leads out"),
-    ("write_file", {"path": "/x", "text": ""}, "leads out"),
+    ("read_file", {"path": "/etc/passwd"}, "leads out of the folder"), ("read_file", {"path": "link.txt"}, "no file"),
+    ("read_file", {"path": "out/secret.txt"}, "no file"), ("read_file", {"path": "logo.bin"}, "is not text: 2 bytes"),
+    ("read_file", {"path": "src/main.py", "start": 5}, "has 3 lines"), ("read_file", {"path": "src"}, "no file"),
+    ("write_file", {"path": "../x", "text": ""}, "leads out"), ("write_file", {"path": "/x", "text": ""}, "leads out"),
     ("write_file", {"path": ".", "text": ""}, "not the path of a file"),
     ("write_file", {"path": "a\0b", "text": ""}, "is not a path"),
     ("write_file", {"path": "/".join("abcdefghijklmnopq"), "text": ""}, "is not a path"),
@@ -125,10 +121,8 @@ def test_files_are_read_written_edited_and_found(folder: Path) -> None:
     ("edit_file", {"path": "src/main.py", "old": "e", "new": ""}, "occurs 3 times"),
     ("edit_file", {"path": "src/main.py", "old": "four", "new": ""}, "occurs 0 times"),
     ("edit_file", {"path": "src/main.py", "old": "one", "new": "x" * 100}, "bytes, and 100 are allowed"),
-    ("delete_file", {"path": "gone"}, "no file"),
-    ("list_files", {"folder": "../"}, "leads out"),
-    ("list_files", {"folder": "nowhere"}, "no folder"),
-    ("search_files", {"text": "x", "folder": "../.."}, "leads out"),
+    ("delete_file", {"path": "gone"}, "no file"), ("list_files", {"folder": "../"}, "leads out"),
+    ("list_files", {"folder": "nowhere"}, "no folder"), ("search_files", {"text": "x", "folder": "../.."}, "leads out"),
 ])  # fmt: skip
 def test_what_files_refuse_changes_nothing(folder: Path, tool: str, arguments: dict[str, Any], said: str) -> None:
     env = begun("files", folder=str(folder), file_bytes=100)
@@ -297,24 +291,15 @@ def test_a_database_is_queried_and_changed(database: str, tmp_path: Path) -> Non
 
 
 REFUSED = [
-    "ATTACH DATABASE '/tmp/x.db' AS x",
-    "DETACH DATABASE main",
-    "PRAGMA writable_schema = ON",
-    "SELECT load_extension('x')",
+    "ATTACH DATABASE '/tmp/x.db' AS x", "DETACH DATABASE main", "PRAGMA writable_schema = ON", "SELECT load_extension('x')",
     "INSERT INTO items VALUES (9, load_extension('x'))",
-    "INSERT INTO sqlite_master VALUES ('table', 'x', 'x', 2, 'CREATE TABLE x (y)')",
-    "CREATE TEMP TABLE t (x)",
-    "CREATE VIRTUAL TABLE t USING fts5(x)",
-    "CREATE TRIGGER t AFTER INSERT ON items BEGIN SELECT 1; END",
-    "VACUUM INTO '/tmp/x.db'",
-    "BEGIN",
-    "INSERT INTO items VALUES (1, 'twice')",
-    "INSERT INTO items VALUES (7, 'a'); DELETE FROM items",
-    "DROP TABLE sqlite_master",
-    "nonsense",
+    "INSERT INTO sqlite_master VALUES ('table', 'x', 'x', 2, 'CREATE TABLE x (y)')", "CREATE TEMP TABLE t (x)",
+    "CREATE VIRTUAL TABLE t USING fts5(x)", "CREATE TRIGGER t AFTER INSERT ON items BEGIN SELECT 1; END",
+    "VACUUM INTO '/tmp/x.db'", "BEGIN", "INSERT INTO items VALUES (1, 'twice')",
+    "INSERT INTO items VALUES (7, 'a'); DELETE FROM items", "DROP TABLE sqlite_master", "nonsense",
     "INSERT INTO items SELECT NULL, readfile('/etc/passwd')",
     "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) INSERT INTO items SELECT x, '' FROM n",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("sql", REFUSED)
@@ -584,19 +569,9 @@ def answered(name: str, **arguments: Any) -> str:
 
 
 @pytest.mark.parametrize(("expression", "answer"), [
-    ("1 + 2 * 3", "7"),
-    ("(1 + 2) * 3", "9"),
-    ("7 / 2", "3.5"),
-    ("7 // 2", "3"),
-    ("-2 ** 2", "-4"),
-    ("2 ** 10", "1024"),
-    ("10 % 4", "2"),
-    ("sqrt(16)", "4.0"),
-    ("round(1234.567, 1)", "1234.6"),
-    ("round(1234, -2)", "1200"),
-    ("round(2.5)", "2"),
-    ("max(1, 2, 3) - abs(-4)", "-1"),
-    (" 1e3 ", "1000.0"),
+    ("1 + 2 * 3", "7"), ("(1 + 2) * 3", "9"), ("7 / 2", "3.5"), ("7 // 2", "3"), ("-2 ** 2", "-4"), ("2 ** 10", "1024"),
+    ("10 % 4", "2"), ("sqrt(16)", "4.0"), ("round(1234.567, 1)", "1234.6"), ("round(1234, -2)", "1200"), ("round(2.5)", "2"),
+    ("max(1, 2, 3) - abs(-4)", "-1"), (" 1e3 ", "1000.0"),
 ])  # fmt: skip
 def test_arithmetic(expression: str, answer: str) -> None:
     assert answered("calculate", expression=expression) == answer

@@ -112,14 +112,11 @@ def call(name: str, arguments: Any, **more: Any) -> ToolResult:
 
 
 @pytest.mark.parametrize(("name", "arguments", "kind", "says"), [
-    ("gte", {}, "unknown_tool", "did you mean 'get'"),
-    ("zzz", {}, "unknown_tool", "known: get, refuse"),
-    ("get", {}, "missing_argument", "'key'"),
-    ("get", {"key": 3}, "wrong_type", "expected string, got integer 3"),
+    ("gte", {}, "unknown_tool", "did you mean 'get'"), ("zzz", {}, "unknown_tool", "known: get, refuse"),
+    ("get", {}, "missing_argument", "'key'"), ("get", {"key": 3}, "wrong_type", "expected string, got integer 3"),
     ("get", {"key": None}, "wrong_type", "got null"),
     ("get", {"key": "a", "deptj": 1}, "unexpected_argument", "did you mean 'depth'"),
-    ("get", None, "malformed_call", "not valid JSON"),
-    ("refuse", {}, "tool_error", "the shop is closed"),
+    ("get", None, "malformed_call", "not valid JSON"), ("refuse", {}, "tool_error", "the shop is closed"),
     ("slow", {}, "timeout", "0.02 s"),
 ])  # fmt: skip
 def test_every_error_is_structured_and_says_what_was_wrong(name: str, arguments: Any, kind: str, says: str) -> None:
