@@ -46,13 +46,10 @@ def test_every_block_of_a_page_is_what_it_says(page: Path) -> None:
     ("sh", "agentrl trian a.toml", "invalid choice: 'trian'"),
     ("sh", "agentrl eval key_value --modle m", "unrecognized arguments"),
     ("sh", "agentrl train quickstart rollout.max_turn=3", "no config key rollout.max_turn"),
-    ("sh", "make tets", "make has no target tets"),
-    ("sh", "pip install 'agentrl[vlm]'", "there is no extra vlm"),
-    ("sh", "agnetrl train a.toml", "what is agnetrl?"),
-    ("toml", "[rollout]\nmax_turn = 3", "did you mean 'rollout.max_turns'"),
+    ("sh", "make tets", "make has no target tets"), ("sh", "pip install 'agentrl[vlm]'", "there is no extra vlm"),
+    ("sh", "agnetrl train a.toml", "what is agnetrl?"), ("toml", "[rollout]\nmax_turn = 3", "did you mean 'rollout.max_turns'"),
     ("json", '{"agentrl_reward": 1, "name": "a", "root": {"use": "number.clos"}}', "number.close"),
-    ("json", '{"a": 1,}', "JSONDecodeError"),
-    ("python", "f(", "SyntaxError"),
+    ("json", '{"a": 1,}', "JSONDecodeError"), ("python", "f(", "SyntaxError"),
 ])  # fmt: skip
 def test_what_is_wrong_in_a_block_is_found(language: str, text: str, wrong: str) -> None:
     [problem] = problems(Block(Path("docs/README.md"), 7, language, "", text, ""))

@@ -59,17 +59,11 @@ def test_a_pool_that_the_parent_used(purpose: Any) -> None:
 
 
 LOCKS = {
-    "tools": lambda: TOOLS._lock,
-    "background": lambda: threads._lock,
-    "branch": lambda: branch._LOCK,
-    "foreign": lambda: foreign._LOCK,
-    "inplace": lambda: inplace._LOCK,
-    "suite": lambda: suite._LOCK,
-    "python_source": lambda: python_source._LOCK,
-    "litellm": lambda: litellm_calls._IMPORTING,
-    "redaction": lambda: redaction._lock,
-    "math_equal": lambda: math_leaf.IDLE.mutex,
-}
+    "tools": lambda: TOOLS._lock, "background": lambda: threads._lock, "branch": lambda: branch._LOCK,
+    "foreign": lambda: foreign._LOCK, "inplace": lambda: inplace._LOCK, "suite": lambda: suite._LOCK,
+    "python_source": lambda: python_source._LOCK, "litellm": lambda: litellm_calls._IMPORTING,
+    "redaction": lambda: redaction._lock, "math_equal": lambda: math_leaf.IDLE.mutex,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOCKS)

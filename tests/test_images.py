@@ -104,13 +104,10 @@ def test_a_photo_whose_orientation_cannot_be_read_stays_as_it_is() -> None:
 @pytest.mark.parametrize(("data", "why"), [
     (b"", "0 bytes that do not decode: no PNG, JPEG, WebP or GIF"),
     (b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"/>', "SVG and other XML are not taken"),
-    (b"\n<?xml version='1.0'?><svg/>", "SVG and other XML are not taken"),
-    (file_of(picture())[:-34], "do not decode"),
-    (file_of(picture(), "JPEG")[:300], "do not decode"),
-    (file_of(picture(), "TIFF"), "no PNG, JPEG, WebP or GIF"),
+    (b"\n<?xml version='1.0'?><svg/>", "SVG and other XML are not taken"), (file_of(picture())[:-34], "do not decode"),
+    (file_of(picture(), "JPEG")[:300], "do not decode"), (file_of(picture(), "TIFF"), "no PNG, JPEG, WebP or GIF"),
     (png_header(60_000, 60_000), "far more than 16777216 pixels"),
-    (png_header(4097, 4096), "4097 x 4096 pixels, and at most 16777216 are taken"),
-    (png_header(100, 100), "do not decode"),
+    (png_header(4097, 4096), "4097 x 4096 pixels, and at most 16777216 are taken"), (png_header(100, 100), "do not decode"),
     (file_of(picture(size=(201, 1))), "201 x 1 pixels: no side may be more than 200 times the other"),
     (file_of(picture()) + bytes(MOST_BYTES), f"bytes, and at most {MOST_BYTES} are taken"),
 ])  # fmt: skip

@@ -151,14 +151,8 @@ print(threads_for(1e9), placement.this_machine().cpus)
 
 
 @pytest.mark.parametrize(("parameters", "cores", "processes", "said", "threads"), [
-    (174_000, 8, 1, None, 1),
-    (135e6, 8, 1, None, 8),
-    (135e6, 8, 3, None, 2),
-    (math.inf, 2, 4, None, 1),
-    (135e6, None, 2, None, 4),
-    (174_000, 2, 1, "3", 3),
-    (135e6, 8, 1, "1", 1),
-    (135e6, 8, 1, "", 8),
+    (174_000, 8, 1, None, 1), (135e6, 8, 1, None, 8), (135e6, 8, 3, None, 2), (math.inf, 2, 4, None, 1),
+    (135e6, None, 2, None, 4), (174_000, 2, 1, "3", 3), (135e6, 8, 1, "1", 1), (135e6, 8, 1, "", 8),
 ])  # fmt: skip
 def test_threads_by_size_and_cores(
     parameters: float, cores: int | None, processes: int, said: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
@@ -191,11 +185,8 @@ def test_which_processors_are_faster_in_bfloat16(said: str, prefers: bool, monke
 
 
 @pytest.mark.parametrize(("amx", "cuda", "tiny", "dtype", "found"), [
-    (False, False, False, "auto", "float32"),
-    (True, False, False, "auto", "bfloat16"),
-    (True, False, True, "auto", "float32"),
-    (False, True, True, "auto", "bfloat16"),
-    (True, False, False, "float32", "float32"),
+    (False, False, False, "auto", "float32"), (True, False, False, "auto", "bfloat16"), (True, False, True, "auto", "float32"),
+    (False, True, True, "auto", "bfloat16"), (True, False, False, "float32", "float32"),
     (False, False, False, "bfloat16", "bfloat16"),
 ])  # fmt: skip
 def test_the_type_by_device_and_size(

@@ -182,13 +182,9 @@ async def test_a_server_that_does_not_start_says_so_without_its_keys() -> None:
 
 
 @pytest.mark.parametrize(("text", "stays"), [
-    ("model.tokenizer = 'Qwen/Qwen3-0.6B'", True),
-    ("optim.max_tokens = 100000", True),
-    ("https://example.com/a:b@c", True),
-    ("a bearer of good news", True),
-    ("skating-rinks-are-closed-today", True),
-    ("Authorization: Bearer abcdefgh12345678", False),
-    ("https://u:secretpw@h/x", False),
+    ("model.tokenizer = 'Qwen/Qwen3-0.6B'", True), ("optim.max_tokens = 100000", True), ("https://example.com/a:b@c", True),
+    ("a bearer of good news", True), ("skating-rinks-are-closed-today", True),
+    ("Authorization: Bearer abcdefgh12345678", False), ("https://u:secretpw@h/x", False),
     ("hf_abcdefghijklmnopqrstuvwx", False),
 ], ids=range(8))  # fmt: skip
 def test_what_looks_like_a_secret(text: str, stays: bool) -> None:

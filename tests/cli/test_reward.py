@@ -331,16 +331,12 @@ def test_a_bad_row_in_a_worker_is_named(tmp_path, reward):
 
 
 @pytest.mark.parametrize(("argv", "message"), [
-    (["lint", "key_valu"], "key_value"),
-    (["lint", "none.json"], "cannot be read"),
-    (["lint", "key_value", "--env", "agentrl/KeyVal-v0"], "KeyValue"),
-    (["lint", "rewards/judge.json", "calls=2"], "--env"),
-    (["lint", "key_value", "--env", KEY_VALUE, "calls="], "calls"),
-    (["lint", "key_value", "cals=2"], "calls"),
+    (["lint", "key_valu"], "key_value"), (["lint", "none.json"], "cannot be read"),
+    (["lint", "key_value", "--env", "agentrl/KeyVal-v0"], "KeyValue"), (["lint", "rewards/judge.json", "calls=2"], "--env"),
+    (["lint", "key_value", "--env", KEY_VALUE, "calls="], "calls"), (["lint", "key_value", "cals=2"], "calls"),
     (["score", "key_value", "none.jsonl", "calls=2"], "calls=2: key_value replays no gold calls"),
     (["score", "bfcl_multi_turn", "none.jsonl", "--env", KEY_VALUE, "cals=2"], "calls"),
-    (["score", "key_value", "none.jsonl"], "cannot be read"),
-    (["explain", "key_value", "t.jsonl", "--row", 2], "has 1 rows"),
+    (["score", "key_value", "none.jsonl"], "cannot be read"), (["explain", "key_value", "t.jsonl", "--row", 2], "has 1 rows"),
 ])  # fmt: skip
 def test_mistakes_on_the_command_line(argv, message, here, reward):
     record(here / "t.jsonl", episode("7"))

@@ -161,18 +161,14 @@ def test_hostile_text_is_written_out(home: Path, agentrl: Agentrl) -> None:
 
 
 @pytest.mark.parametrize("args, message", [
-    (["show", "runs/c"], "there is no such folder"),
-    (["show", "run"], "did you mean 'runs'"),
-    (["show", "."], "expected a run folder"),
-    (["show", "runs.toml"], "runs.toml: expected a run folder"),
-    (["show", "runs"], "there are runs in it: runs/a, runs/b"),
-    (["show", "runs/a", "--step", "9"], "there are episodes of 1"),
+    (["show", "runs/c"], "there is no such folder"), (["show", "run"], "did you mean 'runs'"),
+    (["show", "."], "expected a run folder"), (["show", "runs.toml"], "runs.toml: expected a run folder"),
+    (["show", "runs"], "there are runs in it: runs/a, runs/b"), (["show", "runs/a", "--step", "9"], "there are episodes of 1"),
     (["show", "runs/a", "--episode", "9"], "expected FILE.ROW"),
     (["show", "runs/a", "--episode", "step_000001.7"], "expected FILE.ROW"),
     (["show", "runs/a", "--episode", "step_000002.1"], "trajectories/step_000002.jsonl is not there"),
     (["runs", "list", "nowhere"], "nowhere: there is no such folder"),
-    (["runs", "compare", "runs/a", "runs/x"], "there is no such folder"),
-    (["view", "runs/x"], "there is no such folder"),
+    (["runs", "compare", "runs/a", "runs/x"], "there is no such folder"), (["view", "runs/x"], "there is no such folder"),
 ])  # fmt: skip
 def test_mistakes(home: Path, agentrl: Agentrl, args: list[str], message: str) -> None:
     (home / "runs.toml").write_text("")

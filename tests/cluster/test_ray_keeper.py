@@ -92,11 +92,8 @@ def test_the_keeper_ends_its_own_ray_alone_and_only_when_its_driver_is_dead(slee
 
 
 @pytest.mark.parametrize(("told", "said"), [
-    ("", ""),
-    ("lost; go on with this\n", "lost; go on with this\n"),
-    ("lost\nlost; go on with that\n", "lost; go on with that\n"),
-    ("lost\n \n", ""),
-    ("lost\n\n", ""),
+    ("", ""), ("lost; go on with this\n", "lost; go on with this\n"),
+    ("lost\nlost; go on with that\n", "lost; go on with that\n"), ("lost\n \n", ""), ("lost\n\n", ""),
 ])  # fmt: skip
 def test_the_keeper_says_what_a_driver_that_ends_without_a_word_had_told_it(told: str, said: str) -> None:
     words = [sys.executable, "-I", "-c", SAYS, told, ray_keeper.__file__, f"{MARK}={uuid.uuid4().hex}"]

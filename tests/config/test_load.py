@@ -208,12 +208,8 @@ def read(assignment: str) -> Any:
 
 @pytest.mark.parametrize("source", ["file", "command line", "Python"])
 @pytest.mark.parametrize(("key", "value", "mended"), [
-    ("trackers", ["x"], [{"name": "x"}]),
-    ("trackers", "x", [{"name": "x"}]),
-    ("tools.sets", "notes", ["notes"]),
-    ("algorithm.loss", "ppo_clip", {"name": "ppo_clip"}),
-    ("env.params", "calls=4", {"calls": 4}),
-    ("rollout.groups", [8], 8),
+    ("trackers", ["x"], [{"name": "x"}]), ("trackers", "x", [{"name": "x"}]), ("tools.sets", "notes", ["notes"]),
+    ("algorithm.loss", "ppo_clip", {"name": "ppo_clip"}), ("env.params", "calls=4", {"calls": 4}), ("rollout.groups", [8], 8),
     ("sft", True, {}),
 ])  # fmt: skip
 def test_a_near_value_of_the_right_form_is_proposed(file: Path, source: str, key: str, value: Any, mended: Any) -> None:

@@ -24,17 +24,10 @@ ENVS = (
     " limits={max_turns=1, max_turn_tokens=6}, eval={tasks=3, weight=3.0}, advantage={name='rloo'}, system='Be brief.'}]"
 )
 SMALL = [
-    "model.init.layers=1",
-    "model.init.hidden=16",
-    "optim.schedule=constant",
-    "eval.every=1",
-    "checkpoint.every=1",
-    "rollout.mixture.name=by_tokens",
-    "rollout.groups=4",
-    "rollout.group_size=3",
-    "rollout.max_episode_tokens=700",
+    "model.init.layers=1", "model.init.hidden=16", "optim.schedule=constant", "eval.every=1", "checkpoint.every=1",
+    "rollout.mixture.name=by_tokens", "rollout.groups=4", "rollout.group_size=3", "rollout.max_episode_tokens=700",
     "rollout.filter_zero_variance=true",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

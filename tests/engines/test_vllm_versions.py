@@ -18,15 +18,9 @@ from agentrl.utils.errors import DependencyError
 
 @pytest.mark.parametrize(
     ("found", "said"),
-    [
-        ("0.32.5.post1+cu130", None),
-        (None, None),
-        ("dev", None),
-        ("0.31.2", r"vLLM 0.31.2 is older than .* install 0.32"),
-        ("0.33.0", r"vLLM 0.33.0 is newer than .* install 0.32"),
-        ("1.0", "vLLM 1.0 is newer"),
-    ],
-)
+    [("0.32.5.post1+cu130", None), (None, None), ("dev", None), ("0.31.2", r"vLLM 0.31.2 is older than .* install 0.32"),
+     ("0.33.0", r"vLLM 0.33.0 is newer than .* install 0.32"), ("1.0", "vLLM 1.0 is newer")],
+)  # fmt: skip
 def test_a_version_that_was_never_tried_is_refused(found: str | None, said: str | None) -> None:
     with nullcontext() if said is None else pytest.raises(DependencyError, match=said):
         version.check_version(found)

@@ -18,17 +18,14 @@ line="$(basename "$0")$(printf ' %q' "$@")"
 printf '%s\n' "$line" >> "$LOG"  # in one write: the two ends of a pipe run at the same time
 """
 STAND_INS = {
-    "srun": "",
-    "scontrol": '[ "$1" != show ] || printf "n1\\nn2\\n"',
-    "timeout": "",
-    "ray": '[ "$1" != get-auth-token ] || printf sesame',
-    "ssh": "cat > /dev/null",
+    "srun": "", "scontrol": '[ "$1" != show ] || printf "n1\\nn2\\n"', "timeout": "",
+    "ray": '[ "$1" != get-auth-token ] || printf sesame', "ssh": "cat > /dev/null",
     "python": 'case "$*" in *secrets*) echo sesame;; *own_address*) echo 10.0.0.1;; esac',
     "agentrl": (
         'trap \'echo told >> "$LOG"; exit 130\' TERM; echo ready >> "$LOG"; '
         '[ -z "$SLOW" ] || { sleep 20 & wait; }; exit ${CODE:-0}'
     ),
-}
+}  # fmt: skip
 
 
 class Shell:

@@ -135,14 +135,9 @@ def test_a_value_is_checked_for_one_second_in_all(monkeypatch):
 
 @pytest.mark.parametrize(
     ("items", "unique"),
-    [
-        ([1, 1.0], False),
-        ([1, True], True),
-        ([{"a": 1, "b": [0]}, {"b": [0], "a": 1.0}], False),
-        ([[False], [0]], True),
-        ([], True),
-    ],
-)
+    [([1, 1.0], False), ([1, True], True), ([{"a": 1, "b": [0]}, {"b": [0], "a": 1.0}], False), ([[False], [0]], True),
+     ([], True)],
+)  # fmt: skip
 def test_unique_items_are_those_of_json_schema(items, unique):
     """The values that JSON Schema calls equal: https://json-schema.org/draft/2020-12/json-schema-core section 4.2.2."""
     assert (first_fault(checked_validator({"uniqueItems": True}), items) is None) == unique

@@ -128,19 +128,16 @@ def test_another_sampler_does_not_take_up_a_checkpoint(renderer: Renderer) -> No
 
 
 SAMPLERS: list[tuple[str, dict[str, Any], str]] = [
-    ("weigthed", {}, "did you mean"),
-    ("by_progress", {"buckets": [{"calls": 2}]}, "unknown name 'by_progress'"),
-    ("staged", {}, "'stages' is required"),
-    ("staged", {"stages": []}, "stages is empty"),
+    ("weigthed", {}, "did you mean"), ("by_progress", {"buckets": [{"calls": 2}]}, "unknown name 'by_progress'"),
+    ("staged", {}, "'stages' is required"), ("staged", {"stages": []}, "stages is empty"),
     ("staged", {"stages": [{"calls": 2}], "treshold": 0.5}, "did you mean 'threshold'"),
     ("staged", {"stages": [{"calls": 2}], "threshold": 1.5}, "less than or equal to 1"),
     ("staged", {"stages": [{"calls": 2}], "review": 1.0}, "argument review = 1.0: Input should be less than 1"),
     ("staged", {"stages": [{"calls": 2}, {"calls": 99}]}, "env.params = {'calls': 99}"),
-    ("staged", {"stages": [{"cals": 2}]}, "cals"),
-    ("success_weighted", {}, "set one of args.buckets"),
+    ("staged", {"stages": [{"cals": 2}]}, "cals"), ("success_weighted", {}, "set one of args.buckets"),
     ("success_weighted", {"pool": 3, "buckets": [{"calls": 2}]}, "set one of args.buckets"),
     ("success_weighted", {"buckets": [{"calls": 2}, {"calls": 2}]}, "the same"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("more", "said"), [

@@ -14,15 +14,8 @@ from tests.contrib.remote_envs.served import TOKEN, VARIABLE
 from tests.e2e.inside import config_of
 from tests.e2e.runs import forked, numbers, rows
 
-TINY = [
-    "model.init={layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}",
-    "checkpoint.every=1",
-    "rollout.groups=2",
-    "rollout.group_size=4",
-    "rollout.max_turns=3",
-    "optim.schedule=constant",
-    "health.lint=false",
-]
+TINY = ["model.init={layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}", "checkpoint.every=1", "rollout.groups=2",
+        "rollout.group_size=4", "rollout.max_turns=3", "optim.schedule=constant", "health.lint=false"]  # fmt: skip
 WAYS = ("ctrl-c", "killed after a checkpoint", "killed before a checkpoint", "killed between its parts")
 
 

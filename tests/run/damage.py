@@ -86,22 +86,15 @@ def _others(path: Path, other: Path) -> None:
 
 
 KINDS: dict[str, Callable[[Path, Path], None]] = {
-    "missing": _missing,
-    "empty": _bytes(lambda data: b""),
-    "cut in half": _bytes(lambda data: data[: len(data) // 2]),
-    "a flipped bit": _bytes(_flip),
-    "garbage at its end": _bytes(lambda data: data + b"\0\xff\xfe{[garbage"),
-    "other JSON": _bytes(lambda data: b'["x", 1]\n'),
-    "zeros": _bytes(lambda data: bytes(len(data))),
-    "deep JSON": _bytes(lambda data: b"[" * 100_000 + b"\n"),
-    "unreadable": lambda path, other: path.chmod(0),
+    "missing": _missing, "empty": _bytes(lambda data: b""), "cut in half": _bytes(lambda data: data[: len(data) // 2]),
+    "a flipped bit": _bytes(_flip), "garbage at its end": _bytes(lambda data: data + b"\0\xff\xfe{[garbage"),
+    "other JSON": _bytes(lambda data: b'["x", 1]\n'), "zeros": _bytes(lambda data: bytes(len(data))),
+    "deep JSON": _bytes(lambda data: b"[" * 100_000 + b"\n"), "unreadable": lambda path, other: path.chmod(0),
     "read-only": lambda path, other: path.chmod(0o555 if path.is_dir() else 0o444),
-    "a folder": _replaced(lambda path: path.mkdir()),
-    "a file": _replaced(lambda path: path.write_bytes(b"x")),
-    "a link to itself": _replaced(lambda path: path.symlink_to(path.name)),
-    "a pipe": _replaced(os.mkfifo),
+    "a folder": _replaced(lambda path: path.mkdir()), "a file": _replaced(lambda path: path.write_bytes(b"x")),
+    "a link to itself": _replaced(lambda path: path.symlink_to(path.name)), "a pipe": _replaced(os.mkfifo),
     "another run's": _others,
-}
+}  # fmt: skip
 _OF_FOLDERS = ("missing", "unreadable", "read-only", "a file", "a link to itself", "another run's")
 DENIED = ("unreadable", "read-only")
 

@@ -202,15 +202,9 @@ def test_a_critic_and_a_reward_model_are_looked_at_too(folder: Path, tiny: str, 
 def test_what_a_checkpoint_may_hold_beside_the_model_is_counted(folder: Path) -> None:
     shell = pretrained.meta_model(config_from({"env": {"id": "key_value"}, "model": {"path": str(folder)}}, []).model)
     own = {name: Header("BF16", tuple(tensor.shape)) for name, tensor in shell.state_dict().items()}
-    extra = [
-        "model.layers.0.self_attn.rotary_emb.inv_freq",
-        "mtp.layers.0.mlp.up_proj.weight",
-        "model.visual.blocks.0.attn.weight",
-        "vision_tower.a.weight",
-        "multi_modal_projector.b",
-        "score.weight",
-        "v_head.summary.weight",
-    ]
+    extra = ["model.layers.0.self_attn.rotary_emb.inv_freq", "mtp.layers.0.mlp.up_proj.weight",
+             "model.visual.blocks.0.attn.weight", "vision_tower.a.weight", "multi_modal_projector.b", "score.weight",
+             "v_head.summary.weight"]  # fmt: skip
     found = check_tensors(shell, own | {name: Header("BF16", (1,)) for name in extra})
     assert sorted(line.split(" tensors")[0] for line in found) == ["1", "1", "2", "3"]
     # a tied output head may be stored or not; layers behind the last one predict several tokens if the config says so

@@ -66,13 +66,8 @@ def test_a_task_knows_its_horizon_and_one_without_gold_has_none() -> None:
 
 
 def test_a_row_has_success_reward_and_length_of_each_horizon_and_unscored_members_are_in_no_mean() -> None:
-    members = [
-        episode(3, True, turns=2, tokens=4),
-        episode(3, False, turns=4, tokens=8),
-        episode(3, None, turns=1, tokens=3),
-        episode(6, False),
-        episode(None, True),
-    ]
+    members = [episode(3, True, turns=2, tokens=4), episode(3, False, turns=4, tokens=8), episode(3, None, turns=1, tokens=3),
+               episode(6, False), episode(None, True)]  # fmt: skip
     row = episodes_row([Group(0, 0, members)], {}, False)
     of3 = {key.split("/")[2]: row[key] for key in row if key.startswith("horizon/3/")}
     assert of3 == {

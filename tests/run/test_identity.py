@@ -128,13 +128,9 @@ def test_a_folder_of_an_older_version_is_not_gone_on_with(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("override", "difference"), [
-    ("rollout.group_size=8", "rollout.group_size was 4, is 8"),
-    ("env.id=python", 'env.id was "key_value", is "python"'),
-    ("algorithm.loss.name=cispo", 'algorithm.loss.name was "ppo_clip", is "cispo"'),
-    ("seed=3", "seed was 0, is 3"),
-    ("steps=90", None),
-    ("cluster.actors=2", None),
-    ("reward.judge.calls=5", None),
+    ("rollout.group_size=8", "rollout.group_size was 4, is 8"), ("env.id=python", 'env.id was "key_value", is "python"'),
+    ("algorithm.loss.name=cispo", 'algorithm.loss.name was "ppo_clip", is "cispo"'), ("seed=3", "seed was 0, is 3"),
+    ("steps=90", None), ("cluster.actors=2", None), ("reward.judge.calls=5", None),
 ])  # fmt: skip
 def test_a_run_goes_on_by_its_own_config(
     override: str, difference: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -12,14 +12,10 @@ from agentrl.run.plan import Planner, RunPlan, lines
 from tests.conftest import Agentrl
 
 BASE: dict[str, Any] = {
-    "env": {"id": "key_value"},
-    "engine": "embedded",
-    "model": {"init": {}, "packing": "packed"},
+    "env": {"id": "key_value"}, "engine": "embedded", "model": {"init": {}, "packing": "packed"},
     "rollout": {"groups": 3, "group_size": 5, "max_turns": 4, "max_turn_tokens": 10, "max_episode_tokens": 30},
-    "optim": {"micro_tokens": 100},
-    "cluster": {"backend": "inline"},
-    "steps": 7,
-}
+    "optim": {"micro_tokens": 100}, "cluster": {"backend": "inline"}, "steps": 7,
+}  # fmt: skip
 
 
 def plan(*overrides: str) -> RunPlan:

@@ -149,12 +149,9 @@ def one_letter(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "where"), [
-    (swap, "rows.jsonl"),
-    (lambda path: path.write_text(path.read_text() * 2), "rows.jsonl"),
+    (swap, "rows.jsonl"), (lambda path: path.write_text(path.read_text() * 2), "rows.jsonl"),
     (lambda path: path.write_text(path.read_text().splitlines(keepends=True)[0]), "folder"),
-    (lambda path: (path.parent / "more.jsonl").write_text("{}\n"), "folder"),
-    (one_letter, "nested"),
-    (one_letter, "variable"),
+    (lambda path: (path.parent / "more.jsonl").write_text("{}\n"), "folder"), (one_letter, "nested"), (one_letter, "variable"),
     (swap, "mixed"),
 ])  # fmt: skip
 def test_data_that_an_argument_names_may_not_change(

@@ -225,31 +225,15 @@ def judged(run: Path) -> None:
 
 
 SHOWN: dict[str, Any] = {
-    "own judge": judged,
-    "own judge, workers": judged,
-    "moving reference": followed,
-    "experience": kept_and_shown,
-    "staged": in_a_stage,
-    "weighted mixture": shares_moved,
-    "user rounds": rounds_played,
-    "branches": branched,
-    "rotation": rotated,
-    "samplers": learned_by_each,
-    "start": begun_later,
-    "remote": played_elsewhere,
-    "workers": by_workers,
-}
+    "own judge": judged, "own judge, workers": judged, "moving reference": followed, "experience": kept_and_shown,
+    "staged": in_a_stage, "weighted mixture": shares_moved, "user rounds": rounds_played, "branches": branched,
+    "rotation": rotated, "samplers": learned_by_each, "start": begun_later, "remote": played_elsewhere, "workers": by_workers,
+}  # fmt: skip
 
 
 MAY = ["steps=3", "eval.every=2", "trajectories_every=1", "keep={trajectories=9}", "rollout.max_episodes=8"]
-MAY_NOT = {
-    "rollout.groups": "16",
-    "rollout.group_size": "8",
-    "optim.name": "sgd",
-    "seed": "9",
-    "rollout.temperature": "0.9",
-    "env.params.calls": "3",
-}
+MAY_NOT = {"rollout.groups": "16", "rollout.group_size": "8", "optim.name": "sgd", "seed": "9", "rollout.temperature": "0.9",
+           "env.params.calls": "3"}  # fmt: skip
 
 
 @proof

@@ -112,12 +112,9 @@ def test_what_differs_from_the_run_is_said_and_is_in_the_report(tmp_path: Path) 
     more = ["-n", "7", "-k", "2", "--seed", "3", "env.params.calls=9", "eval.temperature=0.5"]
     plan = plan_of("--run", str(folder.path), *more)
     assert plan.about["run"]["differs"] == [
-        "env.params.calls was [3, 4], is 9",
-        "eval.temperature was 1.0, is 0.5",
-        "seed was 0, is 3",
-        "tasks were 100, are 7",
+        "env.params.calls was [3, 4], is 9", "eval.temperature was 1.0, is 0.5", "seed was 0, is 3", "tasks were 100, are 7",
         "2 episodes per task, not 1",
-    ]
+    ]  # fmt: skip
     assert plan.notes[:-1] == [f"different from the run: {line}" for line in plan.about["run"]["differs"]]
     assert plan.notes[-1] == (
         "its tasks are not those of the run's own evaluations (100 of heldout), so its figures are not paired with theirs; for "
@@ -157,14 +154,8 @@ def test_a_model_of_a_run_without_the_run_is_warned_about_with_each_key_and_the_
 def test_models_have_folders_of_their_own_by_names_that_are_safe(here: Path) -> None:
     for name in ("one/final", "one/checkpoints/step_000004", "two/final"):
         (here / name).mkdir(parents=True)
-    models = [
-        "one/final",
-        "one/checkpoints/step_000004",
-        "two/final",
-        "api:openai/gpt-4.1-mini",
-        "Qwen/Qwen3-0.6B",
-        "../../etc/x",
-    ]
+    models = ["one/final", "one/checkpoints/step_000004", "two/final", "api:openai/gpt-4.1-mini", "Qwen/Qwen3-0.6B",
+              "../../etc/x"]  # fmt: skip
     asked = [word for model in models for word in ("--model", model)]
     found = [str(plan.folder) for plan in read_plans(_parse(["eval", "key_value", *asked]))]
     names = ["one_final", "one_step_000004", "two_final", "api_openai_gpt-4.1-mini", "Qwen_Qwen3-0.6B", "etc_x"]

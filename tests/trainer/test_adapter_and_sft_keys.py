@@ -59,10 +59,7 @@ def test_sft_lr_is_the_first_step_of_embeddings_and_vectors_and_matrix_lr_that_o
 
 
 @pytest.mark.parametrize(("change", "matrices", "others"), [
-    ({"lr": 2e-4}, 1.0, 0.2),
-    ({"matrix_lr": 3e-3}, 0.3, 1.0),
-    ({"warmup": 4}, 0.25, 0.25),
-    ({"min_steps": 3}, 1.0, 1.0),
+    ({"lr": 2e-4}, 1.0, 0.2), ({"matrix_lr": 3e-3}, 0.3, 1.0), ({"warmup": 4}, 0.25, 0.25), ({"min_steps": 3}, 1.0, 1.0),
 ])  # fmt: skip
 def test_a_key_of_sft_scales_the_first_step_of_its_weights(
     tiny: str, usual: Any, change: dict[str, Any], matrices: float, others: float

@@ -237,11 +237,8 @@ async def test_the_best_stays(tiny: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("keys", "left"), [
-    ({"keep_best": 0}, [4]),
-    ({"keep_best": 1}, [1, 4]),
-    ({"keep_best": 2}, [1, 3, 4]),
-    ({"keep_best": 1, "best": "reward"}, [2, 4]),
-    ({"keep_best": 0, "keep": 2}, [3, 4]),
+    ({"keep_best": 0}, [4]), ({"keep_best": 1}, [1, 4]), ({"keep_best": 2}, [1, 3, 4]),
+    ({"keep_best": 1, "best": "reward"}, [2, 4]), ({"keep_best": 0, "keep": 2}, [3, 4]),
 ])  # fmt: skip
 async def test_every_key_of_keeping_changes_what_is_left(
     tiny: str, tmp_path: Path, keys: dict[str, Any], left: list[int]

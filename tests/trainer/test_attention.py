@@ -31,15 +31,11 @@ ROWS = [[0, 0, 0, 11], [11, 11, 11, 12], [12, 12, 12, 31]]
 TREES = [[0, 0, 0, 7], [0, 7, 7, 18], [0, 7, 18, 22], [22, 22, 22, 25], [25, 25, 25, 30], [25, 30, 30, 31]]
 """Spans of key tokens from, to, and of a row's own from, to: rows alone, and prefixes with what follows them."""
 FORMS = {
-    "plain": AttentionForm(0.4),
-    "plain by blocks, as on a GPU": AttentionForm(0.4),
-    "window": AttentionForm(0.4, window=5),
-    "chunks": AttentionForm(0.4, chunk=5),
-    "cap": AttentionForm(0.4, cap=1.5),
-    "sinks": AttentionForm(0.4, sinks=torch.empty(0)),
-    "all": AttentionForm(0.4, window=4, cap=2.0, sinks=torch.empty(0)),
+    "plain": AttentionForm(0.4), "plain by blocks, as on a GPU": AttentionForm(0.4), "window": AttentionForm(0.4, window=5),
+    "chunks": AttentionForm(0.4, chunk=5), "cap": AttentionForm(0.4, cap=1.5),
+    "sinks": AttentionForm(0.4, sinks=torch.empty(0)), "all": AttentionForm(0.4, window=4, cap=2.0, sinks=torch.empty(0)),
     "one key": AttentionForm(0.4, window=1, sinks=torch.empty(0)),
-}
+}  # fmt: skip
 
 
 class LayerOf(torch.nn.Module):

@@ -17,16 +17,10 @@ from tests.run.test_chat_template import NO_TOOLS
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'agentrl[gguf]'")
 LAYERS, HIDDEN, HEADS, KV_HEADS = 2, 32, 4, 2
 NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

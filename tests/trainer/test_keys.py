@@ -35,20 +35,15 @@ OPTIM: dict[str, dict[str, Any]] = {
     "schedule, cosine": {"schedule": "cosine"},
 }
 ALGORITHM: dict[str, dict[str, Any]] = {
-    "aggregate, sum": {"aggregate": "seq_mean_token_sum"},
-    "aggregate, mean": {"aggregate": "seq_mean_token_mean"},
+    "aggregate, sum": {"aggregate": "seq_mean_token_sum"}, "aggregate, mean": {"aggregate": "seq_mean_token_mean"},
     "aggregate and length_norm": {"aggregate": "seq_mean_token_sum_norm", "length_norm": 7, "entropy_bonus": 0.1},
-    "epochs": {"epochs": 3},
-    "minibatch": {"minibatch": 3},
-    "minibatch of one": {"minibatch": 1},
-    "entropy_bonus": {"entropy_bonus": 0.3},
-    "proximal": {"proximal": "recompute"},
+    "epochs": {"epochs": 3}, "minibatch": {"minibatch": 3}, "minibatch of one": {"minibatch": 1},
+    "entropy_bonus": {"entropy_bonus": 0.3}, "proximal": {"proximal": "recompute"},
     "loss.args": {"loss": Choice(name="ppo_clip", args={"clip_low": 0.1, "clip_high": 0.5, "dual_clip": 1.5})},
-    "kl.coef": {"kl": KlConfig(coef=2.0)},
-    "kl.kind": {"kl": KlConfig(coef=2.0, kind="k2")},
+    "kl.coef": {"kl": KlConfig(coef=2.0)}, "kl.kind": {"kl": KlConfig(coef=2.0, kind="k2")},
     "kl.kind, straight": {"kl": KlConfig(coef=2.0, kind="k3+")},
     "kl.where": {"kl": KlConfig(coef=2.0, where="reward"), "proximal": "recompute"},
-}
+}  # fmt: skip
 MASKED: dict[str, dict[str, Any]] = {
     "": {},
     ", grpo": {"advantage": Choice(name="grpo"), "aggregate": "seq_mean_token_mean"},
@@ -186,14 +181,8 @@ def test_micro_tokens_bounds_every_micro_batch_and_changes_no_weight(
 
 # -- the critic ------------------------------------------------------------------------------------
 
-CRITIC: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "lr": {"lr": 3e-3},
-    "clip": {"clip": 0.005},
-    "clip, none": {"clip": None},
-    "epochs": {"epochs": 3},
-    "aggregate": {},
-}
+CRITIC: dict[str, dict[str, Any]] = {"nothing": {}, "lr": {"lr": 3e-3}, "clip": {"clip": 0.005}, "clip, none": {"clip": None},
+                                     "epochs": {"epochs": 3}, "aggregate": {}}  # fmt: skip
 
 
 def valued(batch: TensorDict, seed: int) -> TensorDict:

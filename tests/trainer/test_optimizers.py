@@ -163,12 +163,9 @@ DATA, ADAPTER, SCRATCH = "data.path=['x']", "model.lora.rank=4", ["~model.path",
 @pytest.mark.parametrize(("words", "rates"), [
     (["critic={}", "sft={}"], {"optim": 1e-6, "critic": 1e-5, "sft": 1e-5}),
     (["critic={}", "sft={}", ADAPTER], {"optim": 1e-5, "critic": 1e-4, "sft": 1e-4}),
-    (["critic={}", "sft={}", *SCRATCH], {"optim": 1e-3, "critic": 1e-3, "sft": 3e-3}),
-    ([DATA], {"optim": 1e-5}),
-    ([DATA, ADAPTER], {"optim": 1e-4}),
-    ([DATA, "data.loss=dpo"], {"optim": 1e-6}),
-    ([DATA, "data.loss=reward"], {"optim": 1e-5}),
-    ([DATA, *SCRATCH], {"optim": 3e-3}),
+    (["critic={}", "sft={}", *SCRATCH], {"optim": 1e-3, "critic": 1e-3, "sft": 3e-3}), ([DATA], {"optim": 1e-5}),
+    ([DATA, ADAPTER], {"optim": 1e-4}), ([DATA, "data.loss=dpo"], {"optim": 1e-6}),
+    ([DATA, "data.loss=reward"], {"optim": 1e-5}), ([DATA, *SCRATCH], {"optim": 3e-3}),
     (["optim.lr=0.5", "critic.lr=0.25", "sft.lr=0.125"], {"optim": 0.5, "critic": 0.25, "sft": 0.125}),
 ])  # fmt: skip
 def test_rates_that_are_left_open_are_those_of_what_is_trained(words: list[str], rates: dict[str, float]) -> None:
