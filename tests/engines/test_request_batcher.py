@@ -79,14 +79,10 @@ async def test_a_caller_that_left_before_the_call_is_not_sent() -> None:
     assert sum(actor.calls) <= 2 and gone.cancelled()
 
 
-@pytest.mark.parametrize(
-    ("breaks", "heard"),
-    [
-        (RayActorError(), "The actor experienced"),
-        (ZeroDivisionError("unforeseen"), "unforeseen"),
-        (None, "stopped before all requests"),
-    ],
-)
+@pytest.mark.parametrize(("breaks", "heard"), [
+    (RayActorError(), "The actor experienced"), (ZeroDivisionError("unforeseen"), "unforeseen"),
+    (None, "stopped before all requests"),
+])  # fmt: skip
 async def test_a_call_that_breaks_off_fails_all_that_wait_and_none_that_were_answered(
     breaks: Exception | None, heard: str
 ) -> None:

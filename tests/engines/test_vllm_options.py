@@ -87,16 +87,11 @@ def test_the_table_of_memory_counts_the_cache_where_it_is(cuda: bool, qwen3_8b: 
 
 
 @installed
-@pytest.mark.parametrize(
-    ("keys", "gib", "fits"),
-    [
-        ([], 20, True),  # 18.4 GiB less 15.3 GiB of weights leave 3.1, and a sequence of 16,384 takes 2.25
-        ([], 18, False),
-        (["vllm.max_model_len=8192"], 18, True),
-        (["vllm.tensor_parallel=2"], 18, True),
-        (["vllm.args={gpu_memory_utilization=0.5}"], 24, False),
-    ],
-)
+@pytest.mark.parametrize(("keys", "gib", "fits"), [
+    ([], 20, True),  # 18.4 GiB less 15.3 GiB of weights leave 3.1, and a sequence of 16,384 takes 2.25
+    ([], 18, False), (["vllm.max_model_len=8192"], 18, True), (["vllm.tensor_parallel=2"], 18, True),
+    (["vllm.args={gpu_memory_utilization=0.5}"], 24, False),
+])  # fmt: skip
 def test_a_gpu_too_small_for_one_sequence_beside_the_weights_is_refused(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, keys: list[str], gib: int, fits: bool
 ) -> None:
@@ -137,20 +132,15 @@ def test_a_cpu_gets_what_its_sequences_take(qwen3_8b: str) -> None:
 SMALL = r"vllm.kv_cache_mib = \d+ holds {} tokens.* may have 16,384 .*at least {},"
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        (["vllm.kv_cache_mib=256"], SMALL.format("1,820", "2,304")),
-        (["vllm.kv_cache_mib=2303"], SMALL.format("16,376", "2,304")),
-        (["vllm.kv_cache_mib=2304"], None),
-        (["vllm.kv_cache_mib=1152", "vllm.tensor_parallel=2"], None),  # a rank has half of the KV heads
-        (["vllm.kv_cache_mib=2304", "model.dtype=float32"], SMALL.format("8,192", "4,608")),
-        (["vllm.kv_cache_mib=1152", "vllm.args={kv_cache_dtype='fp8'}"], None),
-        (["vllm.kv_cache_mib=256", "vllm.max_model_len=1820"], None),
-        (["vllm.tensor_parallel=8"], None),
-        (["vllm.tensor_parallel=3"], "vllm.tensor_parallel = 3 does not divide the model's 32 attention heads"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "said"), [
+    (["vllm.kv_cache_mib=256"], SMALL.format("1,820", "2,304")),
+    (["vllm.kv_cache_mib=2303"], SMALL.format("16,376", "2,304")), (["vllm.kv_cache_mib=2304"], None),
+    (["vllm.kv_cache_mib=1152", "vllm.tensor_parallel=2"], None),  # a rank has half of the KV heads
+    (["vllm.kv_cache_mib=2304", "model.dtype=float32"], SMALL.format("8,192", "4,608")),
+    (["vllm.kv_cache_mib=1152", "vllm.args={kv_cache_dtype='fp8'}"], None),
+    (["vllm.kv_cache_mib=256", "vllm.max_model_len=1820"], None), (["vllm.tensor_parallel=8"], None),
+    (["vllm.tensor_parallel=3"], "vllm.tensor_parallel = 3 does not divide the model's 32 attention heads"),
+])  # fmt: skip
 def test_caches_ranks_and_replicas_that_cannot_be_are_refused_with_the_numbers(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, keys: list[str], said: str | None
 ) -> None:
@@ -193,23 +183,20 @@ def test_it_can_sleep_on_a_gpu_only(cuda: bool, qwen3_8b: str) -> None:
 
 
 @installed
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (
-            "{gpu_memory_utilisation=0.5}",
-            r"vllm.args.gpu_memory_utilisation: vLLM [\d.]+\S* has no .*mean 'gpu_memory_utilization'\?",
-        ),
-        ("{gpu_memory_utilization='half'}", r"vllm.args.gpu_memory_utilization = 'half': vLLM expects float: .*valid number"),
-        ("{num_gpu_blocks_override=1.5}", "vLLM expects int | None: .*valid integer"),
-        ("{scheduling_policy='lifo'}", r"vLLM expects Literal\['fcfs', 'priority'\]: .*'fcfs' or 'priority'"),
-        ("{enable_expert_parallel=1}", "vLLM expects bool: .*valid boolean"),
-        ("{tensor_parallel_size=2}", "vllm.args.tensor_parallel_size: set vllm.tensor_parallel instead"),
-        ("{dtype='bfloat16'}", "set model.dtype instead"),
-        ("{logits_processors=[]}", "vllm.args.logits_processors cannot be set: they make the log probabilities exact"),
-        ("{enable_chunked_prefill=true}", "CPU build crashes"),
-    ],
-)
+@pytest.mark.parametrize(("args", "said"), [
+    (
+        "{gpu_memory_utilisation=0.5}",
+        r"vllm.args.gpu_memory_utilisation: vLLM [\d.]+\S* has no .*mean 'gpu_memory_utilization'\?",
+    ),
+    ("{gpu_memory_utilization='half'}", r"vllm.args.gpu_memory_utilization = 'half': vLLM expects float: .*valid number"),
+    ("{num_gpu_blocks_override=1.5}", "vLLM expects int | None: .*valid integer"),
+    ("{scheduling_policy='lifo'}", r"vLLM expects Literal\['fcfs', 'priority'\]: .*'fcfs' or 'priority'"),
+    ("{enable_expert_parallel=1}", "vLLM expects bool: .*valid boolean"),
+    ("{tensor_parallel_size=2}", "vllm.args.tensor_parallel_size: set vllm.tensor_parallel instead"),
+    ("{dtype='bfloat16'}", "set model.dtype instead"),
+    ("{logits_processors=[]}", "vllm.args.logits_processors cannot be set: they make the log probabilities exact"),
+    ("{enable_chunked_prefill=true}", "CPU build crashes"),
+])  # fmt: skip
 def test_an_argument_that_vllm_does_not_take_is_refused(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, args: str, said: str
 ) -> None:

@@ -97,19 +97,15 @@ def test_same_names_on_two_shelves_do_not_mix(here: Path, tmp_path: Path, monkey
     assert "envs" not in sys.modules and "words" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: find_env("key_valu"), "did you mean 'key_value'"),
-        (lambda: find_env("agentrl/KeyValu-v0"), "'agentrl/KeyValue-v0'"),
-        (lambda: EnvRef("key_value", {"cals": 3}).build(), "no parameter 'cals'; did you mean 'calls'"),
-        (lambda: EnvRef("key_value", {"keys": []}).build(), "parameter keys = []: Input should be a valid integer"),
-        (lambda: EnvRef("key_value", {"max_value": "9"}).build(), "parameter max_value = '9': Input should be a valid integer"),
-        (lambda: find_reward("no_such"), "no reward spec 'no_such'"),
-        (lambda: find_config("no_such"), "no config 'no_such'"),
-        (lambda: find_tools("no_such"), "no tool set 'no_such'"),
-    ],
-)
+@pytest.mark.parametrize(("call", "says"), [
+    (lambda: find_env("key_valu"), "did you mean 'key_value'"),
+    (lambda: find_env("agentrl/KeyValu-v0"), "'agentrl/KeyValue-v0'"),
+    (lambda: EnvRef("key_value", {"cals": 3}).build(), "no parameter 'cals'; did you mean 'calls'"),
+    (lambda: EnvRef("key_value", {"keys": []}).build(), "parameter keys = []: Input should be a valid integer"),
+    (lambda: EnvRef("key_value", {"max_value": "9"}).build(), "parameter max_value = '9': Input should be a valid integer"),
+    (lambda: find_reward("no_such"), "no reward spec 'no_such'"), (lambda: find_config("no_such"), "no config 'no_such'"),
+    (lambda: find_tools("no_such"), "no tool set 'no_such'"),
+])  # fmt: skip
 def test_a_miss_names_the_nearest(call: object, says: str) -> None:
     with pytest.raises(CatalogError) as caught:
         call()  # type: ignore[operator]

@@ -302,23 +302,19 @@ CIRCLE: list[Any] = []
 CIRCLE.append(CIRCLE)
 
 
-@pytest.mark.parametrize(
-    ("hook", "answer", "said"),
-    [
-        ("gold_turns", "hi", "returned 'hi', expected a list (each a Message)"),
-        ("gold_turns", ["hi"], "returned ['hi'], expected a list (each a Message)"),
-        ("gold_turns", None, "returned None, expected a list (each a Message)"),
-        ("gold_turns", later, "returned a coroutine, expected a list (each a Message)"),
-        ("hidden", None, "returned None, expected a dict"),
-        ("horizon", "3", "returned '3', expected a whole number or None"),
-        ("family", 3, "returned 3, expected a text"),
-        ("user_models", None, "returned None, expected a list (each a UserModel)"),
-        ("gold_user", "bob", "returned 'bob', expected a User or None"),
-        ("state", {"seen": {1}}, "is no JSON value: a set has no order ({1})"),
-        ("state", object(), "is no JSON value: a object has no JSON form"),
-        ("state", CIRCLE, "is no JSON value: it contains itself, or is nested too deep"),
-    ],
-)
+@pytest.mark.parametrize(("hook", "answer", "said"), [
+    ("gold_turns", "hi", "returned 'hi', expected a list (each a Message)"),
+    ("gold_turns", ["hi"], "returned ['hi'], expected a list (each a Message)"),
+    ("gold_turns", None, "returned None, expected a list (each a Message)"),
+    ("gold_turns", later, "returned a coroutine, expected a list (each a Message)"),
+    ("hidden", None, "returned None, expected a dict"),
+    ("horizon", "3", "returned '3', expected a whole number or None"), ("family", 3, "returned 3, expected a text"),
+    ("user_models", None, "returned None, expected a list (each a UserModel)"),
+    ("gold_user", "bob", "returned 'bob', expected a User or None"),
+    ("state", {"seen": {1}}, "is no JSON value: a set has no order ({1})"),
+    ("state", object(), "is no JSON value: a object has no JSON form"),
+    ("state", CIRCLE, "is no JSON value: it contains itself, or is nested too deep"),
+])  # fmt: skip
 def test_a_hook_that_answers_with_another_type_is_named(hook: str, answer: Any, said: str) -> None:
     """Whoever asks it: a horizon of None was taken from wrong gold turns, and a set failed when the episode was stored."""
     odd: Any = type("Odd", (Notes,), {hook: answer if answer is later else lambda self, *args: answer})()

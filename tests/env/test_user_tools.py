@@ -99,14 +99,11 @@ def test_a_user_that_only_calls_is_cut_and_the_episode_is_scored() -> None:
     assert opens.trajectory.stop is StopReason.ENV_ERROR
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "error", "stop"),
-    [
-        ("press", {"button": "broken"}, EnvError, StopReason.ENV_ERROR),
-        # late = "policy" is refused to a user's tool: it would make an outage a reward.
-        ("wait", {}, ToolTimeoutError, StopReason.TOOL_TIMEOUT),
-    ],
-)
+@pytest.mark.parametrize(("name", "arguments", "error", "stop"), [
+    ("press", {"button": "broken"}, EnvError, StopReason.ENV_ERROR),
+    # late = "policy" is refused to a user's tool: it would make an outage a reward.
+    ("wait", {}, ToolTimeoutError, StopReason.TOOL_TIMEOUT),
+])  # fmt: skip
 def test_a_users_tool_that_fails_leaves_the_episode_unscored(
     name: str, arguments: dict[str, Any], error: type[Exception], stop: StopReason
 ) -> None:

@@ -225,30 +225,24 @@ def test_a_report_says_why_some_episodes_are_unscored() -> None:
     assert found.reward == 1.0 and "2 episodes are unscored" in repr(found) and "KeyError: 'no'" in repr(found)
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (
-            lambda: agentrl.evaluate(guess, Pick, reward=SPEC, overrides=["steps=2"]),
-            "evaluate: overrides = ['steps=2'] is a list",
-        ),
-        (lambda: agentrl.rollout(guess, Pick, params="most=3"), "rollout: params = 'most=3' is a str; expected a dict or None"),
-        (lambda: agentrl.evaluate(guess, Pick, n="3"), "evaluate: n = '3' is a str; expected a whole number or None"),
-        (lambda: agentrl.evaluate(3, Pick), "evaluate: model = 3 is a int; expected a text or a path or a function"),
-        (lambda: agentrl.train(["quickstart"]), "train: config = ['quickstart'] is a list"),
-        (lambda: agentrl.train("quickstart", on_step=3), "train: on_step = 3 is a int; expected a function or None"),
-        (lambda: agentrl.train("quickstart", callbacks=[fails]), "expected a list (each a Callback)"),  # type: ignore[list-item]
-        (lambda: agentrl.session("quickstart", folder=3), "session: folder = 3 is a int; expected a text or a path or None"),
-        (lambda: agentrl.load_run(3), "load_run: path = 3 is a int; expected a text or a path"),
-        (lambda: agentrl.give(3, "three"), "give: value = 3; expected a class, a function"),
-        (lambda: agentrl.give(fails, "f", needs="proximal"), "give: needs = 'proximal' is a str; expected a list"),
-        (lambda: agentrl.make(3), "env = 3: expected an environment's id, its class"),
-        (lambda: agentrl.make(Pick, reward=3), "reward = 3: expected a spec's name or path"),
-        (lambda: agentrl.evaluate(guess, Pick()), "Give the class Pick itself, its parameters as params={...}"),
-        (lambda: agentrl.evaluate(guess, agentrl.make(Pick, reward=SPEC)), "Give the class Pick itself"),
-        (lambda: agentrl.train({"name": "x", "env": Pick()}), "Give the class Pick itself"),
-    ],
-)
+@pytest.mark.parametrize(("call", "said"), [
+    (lambda: agentrl.evaluate(guess, Pick, reward=SPEC, overrides=["steps=2"]), "evaluate: overrides = ['steps=2'] is a list"),
+    (lambda: agentrl.rollout(guess, Pick, params="most=3"), "rollout: params = 'most=3' is a str; expected a dict or None"),
+    (lambda: agentrl.evaluate(guess, Pick, n="3"), "evaluate: n = '3' is a str; expected a whole number or None"),
+    (lambda: agentrl.evaluate(3, Pick), "evaluate: model = 3 is a int; expected a text or a path or a function"),
+    (lambda: agentrl.train(["quickstart"]), "train: config = ['quickstart'] is a list"),
+    (lambda: agentrl.train("quickstart", on_step=3), "train: on_step = 3 is a int; expected a function or None"),
+    (lambda: agentrl.train("quickstart", callbacks=[fails]), "expected a list (each a Callback)"),  # type: ignore[list-item]
+    (lambda: agentrl.session("quickstart", folder=3), "session: folder = 3 is a int; expected a text or a path or None"),
+    (lambda: agentrl.load_run(3), "load_run: path = 3 is a int; expected a text or a path"),
+    (lambda: agentrl.give(3, "three"), "give: value = 3; expected a class, a function"),
+    (lambda: agentrl.give(fails, "f", needs="proximal"), "give: needs = 'proximal' is a str; expected a list"),
+    (lambda: agentrl.make(3), "env = 3: expected an environment's id, its class"),
+    (lambda: agentrl.make(Pick, reward=3), "reward = 3: expected a spec's name or path"),
+    (lambda: agentrl.evaluate(guess, Pick()), "Give the class Pick itself, its parameters as params={...}"),
+    (lambda: agentrl.evaluate(guess, agentrl.make(Pick, reward=SPEC)), "Give the class Pick itself"),
+    (lambda: agentrl.train({"name": "x", "env": Pick()}), "Give the class Pick itself"),
+])  # fmt: skip
 def test_an_argument_of_a_wrong_type_is_named(call: Callable[[], Any], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         call()

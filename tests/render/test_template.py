@@ -466,15 +466,10 @@ def test_a_template_that_does_not_end_is_refused_with_its_line(chatml_tokenizer,
     assert sys.gettrace() is traced
 
 
-@pytest.mark.parametrize(
-    ("template", "tokens", "eos", "end"),
-    [
-        (QWEN25, IM, "<|endoftext|>", "<|endoftext|>"),
-        (CHATML_TEMPLATE, IM, "<|endoftext|>", "<|endoftext|>"),
-        (FAMILIES["llama3"][0], FAMILIES["llama3"][1], "<|eot_id|>", "<|eom_id|>"),
-    ],
-    ids=["base model", "base model, ChatML", "Llama 3.1"],
-)
+@pytest.mark.parametrize(("template", "tokens", "eos", "end"), [
+    (QWEN25, IM, "<|endoftext|>", "<|endoftext|>"), (CHATML_TEMPLATE, IM, "<|endoftext|>", "<|endoftext|>"),
+    (FAMILIES["llama3"][0], FAMILIES["llama3"][1], "<|eot_id|>", "<|eom_id|>"),
+], ids=["base model", "base model, ChatML", "Llama 3.1"])  # fmt: skip
 @pytest.mark.parametrize("place", ["generation config", "config", "text config"])
 def test_a_turn_also_ends_with_the_models_own_tokens(template, tokens, eos, end, place, tmp_path):
     made = build_tokenizer([*tokens, end], template, eos=eos)

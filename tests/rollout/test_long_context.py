@@ -101,15 +101,10 @@ def summed_up(shown: list[Message], summary: str) -> list[Message]:
     return [*opening, Message("user", HEAD + summary), *shown[last:]]
 
 
-@pytest.mark.parametrize(
-    ("context", "kept", "reserve", "room"),
-    [
-        (Truncate(keep=4), without_old_output, 0, CONTEXT if PROOFS else 3200),
-        (KeepRecent(turns=6), last_six, 0, CONTEXT),
-        (Compact(summary_tokens=40, prompt=SUM_UP, keep=2), summed_up, 40 + len(SUM_UP), CONTEXT),
-    ],
-    ids=["truncate", "keep_recent", "compact"],
-)
+@pytest.mark.parametrize(("context", "kept", "reserve", "room"), [
+    (Truncate(keep=4), without_old_output, 0, CONTEXT if PROOFS else 3200), (KeepRecent(turns=6), last_six, 0, CONTEXT),
+    (Compact(summary_tokens=40, prompt=SUM_UP, keep=2), summed_up, 40 + len(SUM_UP), CONTEXT),
+], ids=["truncate", "keep_recent", "compact"])  # fmt: skip
 async def test_gold_that_outgrows_the_context_many_times(
     context: ContextPolicy, kept: Callable[[list[Message], str], list[Message]], reserve: int, room: int, renderer: Renderer
 ) -> None:

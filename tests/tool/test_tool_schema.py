@@ -81,18 +81,14 @@ def test_a_plain_function_in_openai_format() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Sum.\n\nArgs:\n    key: the name\n    other: no\n\nReturns:\n    key: not this",
-        "Sum.\n\nParameters\n----------\nkey : str\n    the name\nother : int\n    no\n\nReturns\n-------\nx",
-        "Sum.\n\n:param key: the name\n:param other: no\n:returns: nothing",
-        "Args:\n\tkey (dict(str, int)): the name\n\tother: no\n\nSum.",
-        "Sum.\n\nArgs:\n  key: the\n    name\n\nKeyword Args:\n  other: no",
-        "Sum.\n\nParameters\n---\nkey : str\n    the name\n\nSee Also\n---\nx\n\nOther Parameters\n---\nn, other\n    no",
-    ],
-    ids=["google", "numpy", "sphinx", "tabs", "two spaces", "numpy's sections"],
-)
+@pytest.mark.parametrize("text", [
+    "Sum.\n\nArgs:\n    key: the name\n    other: no\n\nReturns:\n    key: not this",
+    "Sum.\n\nParameters\n----------\nkey : str\n    the name\nother : int\n    no\n\nReturns\n-------\nx",
+    "Sum.\n\n:param key: the name\n:param other: no\n:returns: nothing",
+    "Args:\n\tkey (dict(str, int)): the name\n\tother: no\n\nSum.",
+    "Sum.\n\nArgs:\n  key: the\n    name\n\nKeyword Args:\n  other: no",
+    "Sum.\n\nParameters\n---\nkey : str\n    the name\n\nSee Also\n---\nx\n\nOther Parameters\n---\nn, other\n    no",
+], ids=["google", "numpy", "sphinx", "tabs", "two spaces", "numpy's sections"])  # fmt: skip
 def test_descriptions_from_three_docstring_styles(text: str) -> None:
     def f(key: str, other: int = 0) -> None: ...
 

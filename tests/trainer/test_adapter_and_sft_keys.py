@@ -71,14 +71,12 @@ def test_a_key_of_sft_scales_the_first_step_of_its_weights(
         assert torch.allclose(tensor, share * plain[name], rtol=2e-3, atol=2e-7), name
 
 
-@pytest.mark.parametrize(
-    ("change", "factors"),
-    [  # up to 1 at step warmup - 1, then a cosine to 0.1 at step min_steps
-        ({"warmup": 2, "min_steps": 6}, [0.5, 1.0, 1.0, 0.8682, 0.55, 0.2318, 0.1, 0.1]),
-        ({"warmup": 0, "min_steps": 2}, [1.0, 0.55, 0.1, 0.1]),
-        ({"warmup": 4, "min_steps": 6}, [0.25, 0.5, 0.75, 1.0, 1.0, 0.55, 0.1]),
-    ],
-)
+@pytest.mark.parametrize(("change", "factors"), [
+    # up to 1 at step warmup - 1, then a cosine to 0.1 at step min_steps
+    ({"warmup": 2, "min_steps": 6}, [0.5, 1.0, 1.0, 0.8682, 0.55, 0.2318, 0.1, 0.1]),
+    ({"warmup": 0, "min_steps": 2}, [1.0, 0.55, 0.1, 0.1]),
+    ({"warmup": 4, "min_steps": 6}, [0.25, 0.5, 0.75, 1.0, 1.0, 0.55, 0.1]),
+])  # fmt: skip
 def test_sft_warmup_and_min_steps_are_where_the_rate_rises_and_where_it_ends(
     tiny: str, change: dict[str, Any], factors: list[float]
 ) -> None:

@@ -157,15 +157,11 @@ def test_old_files_are_read_too(tmp_path: Path) -> None:
         FsdpEngine(path, ModelConfig(), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda held: held.pop("model.norm.weight"), r"no weights for model\.norm\.weight \(1 missing\)"),
-        (lambda held: held.update({"model.norm.weight": torch.ones(31)}), r"model\.norm\.weight has shape \(31,\) .* \(32,\)"),
-        (lambda held: held.update({"lm_head.weight": torch.ones(401, 32)}), r"ties .*weight to another tensor"),
-    ],
-    ids=["missing", "other shape", "not tied"],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda held: held.pop("model.norm.weight"), r"no weights for model\.norm\.weight \(1 missing\)"),
+    (lambda held: held.update({"model.norm.weight": torch.ones(31)}), r"model\.norm\.weight has shape \(31,\) .* \(32,\)"),
+    (lambda held: held.update({"lm_head.weight": torch.ones(401, 32)}), r"ties .*weight to another tensor"),
+], ids=["missing", "other shape", "not tied"])  # fmt: skip
 def test_what_is_refused(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         path = saved(tmp_path, FAMILIES["qwen3"](), max_shard_size="1GB")

@@ -155,15 +155,13 @@ async def test_what_the_turns_before_earned_is_in_a_branchs_reward_and_on_a_toke
         assert float(rewards.sum()) == pytest.approx(trajectory.reward) and not rewards[~sampled].any()
 
 
-@pytest.mark.parametrize(
-    ("config", "turns"),
-    [(BranchConfig(at="entropy", roots=1), [4, 1]), (BranchConfig(at="entropy", roots=1, width=2), [4, 4]),
-     (BranchConfig(at="failure", roots=1), [2, 5]), (BranchConfig(at="depth", roots=1), [3, 5]),
-     (BranchConfig(at="depth", roots=1, width=2), [4, 4]), (BranchConfig(at="depth", roots=1, turns=[3, 6]), [3, 6]),
-     (BranchConfig(at="depth", roots=1, turns=[3, 9]), [3]), (BranchConfig(at="depth", roots=1, turns=[9, 3]), [3]),
-     (BranchConfig(at="depth", roots=1, turns=[1, 3], width=2), [1, 3, 1])],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "turns"), [
+    (BranchConfig(at="entropy", roots=1), [4, 1]), (BranchConfig(at="entropy", roots=1, width=2), [4, 4]),
+    (BranchConfig(at="failure", roots=1), [2, 5]), (BranchConfig(at="depth", roots=1), [3, 5]),
+    (BranchConfig(at="depth", roots=1, width=2), [4, 4]), (BranchConfig(at="depth", roots=1, turns=[3, 6]), [3, 6]),
+    (BranchConfig(at="depth", roots=1, turns=[3, 9]), [3]), (BranchConfig(at="depth", roots=1, turns=[9, 3]), [3]),
+    (BranchConfig(at="depth", roots=1, turns=[1, 3], width=2), [1, 3, 1]),
+], ids=str)  # fmt: skip
 async def test_where_an_episode_branches(config: BranchConfig, turns: list[int]) -> None:
     """Eight turns; turn 4 was the least expected, then turns 0 and 1; turns 2 and 5 call what is not there."""
     said = store(*range(8), at=[-3.0, -2.0, -0.1, -0.1, -4.0, -1.0, -0.2, -0.2])

@@ -537,15 +537,12 @@ def test_an_episode_without_an_advantage_is_kept_for_the_supervised_term_alone(t
 # -- what is refused -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sections", "named"),
-    [
-        ({"rollout": {"max_staleness": 8}}, r"max_age = 8.*rollout\.max_staleness = 8.*at least 9"),
-        ({"algorithm": {"loss": "reinforce"}}, r'"reinforce" has no ratio'),
-        ({"algorithm": {"proximal": "recompute"}}, r'proximal = "recompute".*nothing corrects'),
-        ({"algorithm": {"advantage": "gae"}, "critic": {}}, r'"gae" is of a critic'),
-    ],
-)
+@pytest.mark.parametrize(("sections", "named"), [
+    ({"rollout": {"max_staleness": 8}}, r"max_age = 8.*rollout\.max_staleness = 8.*at least 9"),
+    ({"algorithm": {"loss": "reinforce"}}, r'"reinforce" has no ratio'),
+    ({"algorithm": {"proximal": "recompute"}}, r'proximal = "recompute".*nothing corrects'),
+    ({"algorithm": {"advantage": "gae"}, "critic": {}}, r'"gae" is of a critic'),
+])  # fmt: skip
 def test_what_could_not_be_right_is_refused_by_name(sections: dict[str, Any], named: str) -> None:
     def made(term: str) -> Any:
         given = sections.get("algorithm", {})

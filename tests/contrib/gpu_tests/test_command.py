@@ -126,14 +126,11 @@ tests/b/test_z.py: 1 not run
     assert [(file["verdict"], len(file["tests"])) for file in told["files"]] == [("failed", 6), ("not run", 1)]
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "problem", "interrupted", "code"),
-    [
-        (["passed", "skipped", "xfailed", "xpassed"], None, False, 0), (["passed", "failed"], None, False, 1),
-        (["passed", "not run"], None, False, 1), (["passed"], "ended with exit code 3", False, 1),
-        (["passed"], None, True, 130), ([], None, False, 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("outcomes", "problem", "interrupted", "code"), [
+    (["passed", "skipped", "xfailed", "xpassed"], None, False, 0), (["passed", "failed"], None, False, 1),
+    (["passed", "not run"], None, False, 1), (["passed"], "ended with exit code 3", False, 1),
+    (["passed"], None, True, 130), ([], None, False, 1),
+])  # fmt: skip
 def test_exit_codes(outcomes: list[str], problem: str | None, interrupted: bool, code: int) -> None:
     cases = tuple(Case(str(number), outcome) for number, outcome in enumerate(outcomes))
     assert exit_code([FileResult("a.py", cases, seconds=1.0, problem=problem)], interrupted) == code

@@ -247,15 +247,12 @@ def test_cards_that_cannot_be_read_are_an_error(smi: Smi, monkeypatch: pytest.Mo
         read_cards()
 
 
-@pytest.mark.parametrize(
-    ("asked", "visible", "found"),
-    [
-        (None, None, [0, 1, 2]), ([2, 0, 2], None, [0, 2]), (None, "2,0", [2, 0]), (None, "", []), (None, "-1", []),
-        (None, "1,7,0", [1]), (None, "GPU-bbcc-3, GPU-aa", [2, 0]), (None, "GPU-bb", []), ([0], "0,1", [0]),
-        ([3], None, "there is no card 3; there are 0, 1, 2"), ([2], "0,1", "card 2 is hidden by CUDA_VISIBLE_DEVICES=0,1"),
-        (None, "MIG-1", "a part of a card"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("asked", "visible", "found"), [
+    (None, None, [0, 1, 2]), ([2, 0, 2], None, [0, 2]), (None, "2,0", [2, 0]), (None, "", []), (None, "-1", []),
+    (None, "1,7,0", [1]), (None, "GPU-bbcc-3, GPU-aa", [2, 0]), (None, "GPU-bb", []), ([0], "0,1", [0]),
+    ([3], None, "there is no card 3; there are 0, 1, 2"), ([2], "0,1", "card 2 is hidden by CUDA_VISIBLE_DEVICES=0,1"),
+    (None, "MIG-1", "a part of a card"),
+])  # fmt: skip
 def test_the_cards_to_use_are_those_asked_for_among_those_shown(
     asked: list[int] | None, visible: str | None, found: list[int] | str
 ) -> None:

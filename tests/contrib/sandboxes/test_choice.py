@@ -66,27 +66,20 @@ def test_the_config_forces_either_and_arguments_are_the_local_one_s() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        (
-            "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1",
-            "bwrap cannot make namespaces here: bwrap: setting up",
-        ),
-        pytest.param(
-            f'case " $* " in *" --disable-userns "*) echo "bwrap: Unknown option" >&2; exit 1;; esac\nexec {BWRAP} "$@"',
-            "it is older than 0.8, so a command could make namespaces of its own",
-            marks=real,
-        ),
-        pytest.param(
-            f'case " $* " in *" --seccomp "*) echo "bwrap: prctl(PR_SET_SECCOMP)" >&2; exit 1;; esac\nexec {BWRAP} "$@"',
-            "bwrap cannot make namespaces here: bwrap: prctl(PR_SET_SECCOMP)",
-            marks=real,
-        ),
-        (None, "the program bwrap is not installed"),
-    ],
-    ids=["no user namespaces", "an old one", "no filter", "none"],
-)
+@pytest.mark.parametrize(("script", "reason"), [
+    ("echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1", "bwrap cannot make namespaces here: bwrap: setting up"),
+    pytest.param(
+        f'case " $* " in *" --disable-userns "*) echo "bwrap: Unknown option" >&2; exit 1;; esac\nexec {BWRAP} "$@"',
+        "it is older than 0.8, so a command could make namespaces of its own",
+        marks=real,
+    ),
+    pytest.param(
+        f'case " $* " in *" --seccomp "*) echo "bwrap: prctl(PR_SET_SECCOMP)" >&2; exit 1;; esac\nexec {BWRAP} "$@"',
+        "bwrap cannot make namespaces here: bwrap: prctl(PR_SET_SECCOMP)",
+        marks=real,
+    ),
+    (None, "the program bwrap is not installed"),
+], ids=["no user namespaces", "an old one", "no filter", "none"])  # fmt: skip
 def test_one_that_does_not_keep_what_is_promised_is_not_chosen(
     script: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -146,13 +146,10 @@ def test_right_code_is_paid_wrong_code_is_not_and_a_fault_of_the_tests_is_null(n
     assert found.value == owed, found.evidence["root"]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import time\ndef add(a, b):\n    if a: time.sleep(100)\n    return 0",
-        pytest.param("def add(a, b):\n    while a: pass\n    return 0", marks=proof),
-    ],
-)
+@pytest.mark.parametrize("code", [
+    "import time\ndef add(a, b):\n    if a: time.sleep(100)\n    return 0",
+    pytest.param("def add(a, b):\n    while a: pass\n    return 0", marks=proof),
+])  # fmt: skip
 def test_code_that_hangs_fails_that_test_and_the_others_go_on(code):
     began = time.monotonic()
     found = grade(TESTS, code, limits=GradeLimits(1.0, 20.0))
@@ -168,13 +165,10 @@ def test_code_that_ends_three_times_is_started_anew_each_time():
     assert (found.passed, found.count) == (4, 7) and set(found.why) == {"test_n[1]", "test_n[3]", "test_n[5]"}, found
 
 
-@pytest.mark.parametrize(
-    ("tests", "word"),
-    [
-        ("def test_a(: pass", "no Python"), ("x = 1", "no test in the tests"), (3, "must be Python code"),
-        ("import nowhere_to_be_found\ndef test_a(): pass", "cannot be run"), ("class TestNothing: pass", "no test in the tests"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tests", "word"), [
+    ("def test_a(: pass", "no Python"), ("x = 1", "no test in the tests"), (3, "must be Python code"),
+    ("import nowhere_to_be_found\ndef test_a(): pass", "cannot be run"), ("class TestNothing: pass", "no test in the tests"),
+])  # fmt: skip
 def test_tests_that_are_none_are_null_and_say_so(tests, word):
     found = scored(block(RIGHT), tests)
     assert found.value is None and word in found.evidence["root"]["unscored"], found.evidence

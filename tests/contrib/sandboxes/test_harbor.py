@@ -221,29 +221,26 @@ def test_a_script_that_the_tests_run_does_not_write_their_verdict(cheat: str, pr
     assert played(env, write, "Done.", seed=OWN["fix-script"]) == (0.0, True), verdict(env)
 
 
-@pytest.mark.parametrize(
-    ("test", "reward", "reason"),
-    [
-        ('echo 1 > "$LOGS_DIR/reward.json"; echo 0 > "$LOGS_DIR/reward.txt"', 0.0, None),
-        ('echo 0.25 > "$LOGS_DIR/reward.txt"', 0.25, None),
-        ('echo 1 > "$LOGS_DIR/reward.txt"; echo \'{"reward": 0.5, "speed": 3}\' > "$LOGS_DIR/reward.json"', 0.5, None),
-        ('echo \'{"only": 0.75}\' > "$LOGS_DIR/reward.json"', 0.75, None),
-        ('echo \'{"reward": 0.5, "notes": "fine", "ok": true}\' > "$LOGS_DIR/reward.json"', 0.5, None),
-        ('echo 0.25 > "$LOGS_DIR/reward.txt"; echo \'{"passed": 3, "of": 4}\' > "$LOGS_DIR/reward.json"', 0.25, None),
-        ('echo \'{"notes": "fine"}\' > "$LOGS_DIR/reward.json"', 0.0, "reward.json is no verdict: it has no number"),
-        ('echo yes > "$LOGS_DIR/reward.txt"', 0.0, "reward.txt is no verdict"),
-        ('echo nan > "$LOGS_DIR/reward.txt"', 0.0, "reward.txt is no verdict"),
-        ('printf "1%0400d" 0 > "$LOGS_DIR/reward.json"', 0.0, "reward.json is no verdict: int too large"),
-        ('head -c 60000 /dev/zero | tr "\\0" "[" > "$LOGS_DIR/reward.json"', 0.0, "reward.json is no verdict: maximum recursion"),
-        ("exit 1", 0.0, "the tests left no verdict"),
-        ('echo 1 > "$LOGS_DIR/reward.txt.part"; sleep 60', 0.0, "the tests were ended (wall"),
-        ('echo 1 > "$LOGS_DIR/reward.txt"; sleep 60', 0.0, "the tests were ended (wall"),
-        *(
-            (f'echo 1 > "$LOGS_DIR/reward.txt"; {end}', 0.0, "the tests were ended")
-            for end in ("kill -9 $$", "kill -TERM $$", "sh -c 'kill -9 $PPID'")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("test", "reward", "reason"), [
+    ('echo 1 > "$LOGS_DIR/reward.json"; echo 0 > "$LOGS_DIR/reward.txt"', 0.0, None),
+    ('echo 0.25 > "$LOGS_DIR/reward.txt"', 0.25, None),
+    ('echo 1 > "$LOGS_DIR/reward.txt"; echo \'{"reward": 0.5, "speed": 3}\' > "$LOGS_DIR/reward.json"', 0.5, None),
+    ('echo \'{"only": 0.75}\' > "$LOGS_DIR/reward.json"', 0.75, None),
+    ('echo \'{"reward": 0.5, "notes": "fine", "ok": true}\' > "$LOGS_DIR/reward.json"', 0.5, None),
+    ('echo 0.25 > "$LOGS_DIR/reward.txt"; echo \'{"passed": 3, "of": 4}\' > "$LOGS_DIR/reward.json"', 0.25, None),
+    ('echo \'{"notes": "fine"}\' > "$LOGS_DIR/reward.json"', 0.0, "reward.json is no verdict: it has no number"),
+    ('echo yes > "$LOGS_DIR/reward.txt"', 0.0, "reward.txt is no verdict"),
+    ('echo nan > "$LOGS_DIR/reward.txt"', 0.0, "reward.txt is no verdict"),
+    ('printf "1%0400d" 0 > "$LOGS_DIR/reward.json"', 0.0, "reward.json is no verdict: int too large"),
+    ('head -c 60000 /dev/zero | tr "\\0" "[" > "$LOGS_DIR/reward.json"', 0.0, "reward.json is no verdict: maximum recursion"),
+    ("exit 1", 0.0, "the tests left no verdict"),
+    ('echo 1 > "$LOGS_DIR/reward.txt.part"; sleep 60', 0.0, "the tests were ended (wall"),
+    ('echo 1 > "$LOGS_DIR/reward.txt"; sleep 60', 0.0, "the tests were ended (wall"),
+    *(
+        (f'echo 1 > "$LOGS_DIR/reward.txt"; {end}', 0.0, "the tests were ended")
+        for end in ("kill -9 $$", "kill -TERM $$", "sh -c 'kill -9 $PPID'")
+    ),
+])  # fmt: skip
 def test_how_a_verdict_is_read(tmp_path: Path, test: str, reward: float, reason: str | None) -> None:
     seconds = 0.5 if "sleep" in test else 20.0  # a busy machine takes its time
     settings = f'[metadata.agentrl]\nfiles_only = true\nsplit = "train"\n[verifier]\ntimeout_sec = {seconds}\n'

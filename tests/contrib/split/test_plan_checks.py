@@ -21,27 +21,24 @@ def run_of(folder: Path, family: str, sizes: dict[str, Any], *overrides: str) ->
     return config_from(sections, list(overrides))
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes", "overrides", "message"),
-    [
-        ("qwen3", DENSE, ["tensor_parallel=5"], "tensor_parallel = 5 does not divide cluster.actors = 12"),
-        ("qwen3", DENSE, ["tensor_parallel=4"], "tensor_parallel = 4 does not divide the model's 6 attention heads"),
-        ("qwen3", DENSE, ["tensor_parallel=2"], "tensor_parallel = 2 does not divide the model's 3 key heads"),
-        ("qwen3", {**DENSE, "intermediate_size": 97}, ["tensor_parallel=3"], r"mlp.gate_proj.weight of shape \(97, 48\)"),
-        ("qwen3", DENSE, ["tensor_parallel=3", "sequence_parallel=8"], "parallel = 8 does not divide cluster.actors = 12"),
-        ("qwen3", DENSE, ["tensor_parallel=3", "sequence_parallel=6"], "sequence_parallel x model.tensor_parallel = 18 does not"),
-        ("qwen3", DENSE, ["tensor_parallel=3", "replicas=12"], "replicas x model.tensor_parallel = 36 does not"),
-        ("qwen3", DENSE, ["tensor_parallel=3", "compile=true"], "compile = true does not work with model.tensor_parallel"),
-        ("qwen3", DENSE, ["tensor_parallel=3", "offload=always"], 'offload = "always" does not work'),
-        ("qwen3", DENSE, ["expert_parallel=2"], "no expert-parallel plan for the family 'qwen3'"),
-        ("gpt2", {"n_embd": 48, "n_head": 6}, ["tensor_parallel=3"], "no tensor-parallel plan for the family 'gpt2'"),
-        ("deepseek_v3", {}, ["tensor_parallel=2", "expert_parallel=2"], "'deepseek_v3': no test has shown .* families: arcee"),
-        ("qwen3_moe", {**DENSE, **EXPERTS}, ["tensor_parallel=3"], "give each rank whole experts: set model.expert_parallel"),
-        ("qwen3_moe", {**DENSE, **EXPERTS}, ["expert_parallel=4"], "expert_parallel = 4 does not divide the model's 6 experts"),
-        ("qwen3_moe", {**DENSE, **EXPERTS, "moe_intermediate_size": 7, "hidden_size": 49}, ["expert_parallel=3"], "over 4 ranks"),
-        ("qwen3_moe", {**DENSE, **EXPERTS}, ["expert_parallel=3", "replicas=2"], "replicas does not work with model.expert"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "sizes", "overrides", "message"), [
+    ("qwen3", DENSE, ["tensor_parallel=5"], "tensor_parallel = 5 does not divide cluster.actors = 12"),
+    ("qwen3", DENSE, ["tensor_parallel=4"], "tensor_parallel = 4 does not divide the model's 6 attention heads"),
+    ("qwen3", DENSE, ["tensor_parallel=2"], "tensor_parallel = 2 does not divide the model's 3 key heads"),
+    ("qwen3", {**DENSE, "intermediate_size": 97}, ["tensor_parallel=3"], r"mlp.gate_proj.weight of shape \(97, 48\)"),
+    ("qwen3", DENSE, ["tensor_parallel=3", "sequence_parallel=8"], "parallel = 8 does not divide cluster.actors = 12"),
+    ("qwen3", DENSE, ["tensor_parallel=3", "sequence_parallel=6"], "sequence_parallel x model.tensor_parallel = 18 does not"),
+    ("qwen3", DENSE, ["tensor_parallel=3", "replicas=12"], "replicas x model.tensor_parallel = 36 does not"),
+    ("qwen3", DENSE, ["tensor_parallel=3", "compile=true"], "compile = true does not work with model.tensor_parallel"),
+    ("qwen3", DENSE, ["tensor_parallel=3", "offload=always"], 'offload = "always" does not work'),
+    ("qwen3", DENSE, ["expert_parallel=2"], "no expert-parallel plan for the family 'qwen3'"),
+    ("gpt2", {"n_embd": 48, "n_head": 6}, ["tensor_parallel=3"], "no tensor-parallel plan for the family 'gpt2'"),
+    ("deepseek_v3", {}, ["tensor_parallel=2", "expert_parallel=2"], "'deepseek_v3': no test has shown .* families: arcee"),
+    ("qwen3_moe", {**DENSE, **EXPERTS}, ["tensor_parallel=3"], "give each rank whole experts: set model.expert_parallel"),
+    ("qwen3_moe", {**DENSE, **EXPERTS}, ["expert_parallel=4"], "expert_parallel = 4 does not divide the model's 6 experts"),
+    ("qwen3_moe", {**DENSE, **EXPERTS, "moe_intermediate_size": 7, "hidden_size": 49}, ["expert_parallel=3"], "over 4 ranks"),
+    ("qwen3_moe", {**DENSE, **EXPERTS}, ["expert_parallel=3", "replicas=2"], "replicas does not work with model.expert"),
+])  # fmt: skip
 def test_what_cannot_be_split_is_refused(
     tmp_path: Path, family: str, sizes: dict[str, Any], overrides: list[str], message: str
 ) -> None:

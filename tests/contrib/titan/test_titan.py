@@ -140,16 +140,12 @@ def test_a_config_with_the_one_engine_trains_as_with_the_other(tmp_path: Path) -
     assert {float(value) for name, value in resumed.state().items() if name.endswith(".step")} == {2.0}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "qwen2"}, "has models for qwen3, qwen3_moe, llama, not for qwen2"),
-        ({"attention_bias": True}, r"attention_bias = True .* supports \(False,\)"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'dynamic'"),
-        ({"use_sliding_window": True}, "use_sliding_window = True"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"model_type": "qwen2"}, "has models for qwen3, qwen3_moe, llama, not for qwen2"),
+    ({"attention_bias": True}, r"attention_bias = True .* supports \(False,\)"),
+    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'dynamic'"),
+    ({"use_sliding_window": True}, "use_sliding_window = True"), ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+])  # fmt: skip
 def test_what_its_models_lack_is_refused_before_a_run(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = tmp_path / "m"
     Qwen3Config(**SIZES).save_pretrained(path)

@@ -321,19 +321,14 @@ def test_an_episode_takes_the_memory_of_what_it_reads() -> None:
         branch(BASE)["none"]
 
 
-@pytest.mark.parametrize(
-    "before, after, found",
-    [
-        ({"a": 1, "b": [1, 2]}, {"a": 1, "b": [1, 2]}, []),
-        ({"a": 1}, {"a": 2}, [("/a", "changed", 1, 2)]),
-        ({"a": 1}, {"b": None}, [("/a", "removed", 1, None), ("/b", "added", None, None)]),
-        ({"x": [{"k": 1}, 2]}, {"x": [{"k": 3}]}, [("/x/0/k", "changed", 1, 3), ("/x/1", "removed", 2, None)]),
-        ({"a/b": {"~": True}}, {"a/b": {"~": 1}}, [("/a~1b/~0", "changed", True, 1)]),
-        ([1], {"a": 1}, [("/", "changed", [1], {"a": 1})]),
-        ({"a": {"x": 1, "y": 2}}, {}, [("/a", "removed", {"x": 1, "y": 2}, None)]),
-        ([1], [1, 2], [("/1", "added", None, 2)]),
-        ([1, 2, 3], [1], [("/1", "removed", 2, None), ("/2", "removed", 3, None)]),
-    ],
-)
+@pytest.mark.parametrize("before, after, found", [
+    ({"a": 1, "b": [1, 2]}, {"a": 1, "b": [1, 2]}, []), ({"a": 1}, {"a": 2}, [("/a", "changed", 1, 2)]),
+    ({"a": 1}, {"b": None}, [("/a", "removed", 1, None), ("/b", "added", None, None)]),
+    ({"x": [{"k": 1}, 2]}, {"x": [{"k": 3}]}, [("/x/0/k", "changed", 1, 3), ("/x/1", "removed", 2, None)]),
+    ({"a/b": {"~": True}}, {"a/b": {"~": 1}}, [("/a~1b/~0", "changed", True, 1)]),
+    ([1], {"a": 1}, [("/", "changed", [1], {"a": 1})]),
+    ({"a": {"x": 1, "y": 2}}, {}, [("/a", "removed", {"x": 1, "y": 2}, None)]), ([1], [1, 2], [("/1", "added", None, 2)]),
+    ([1, 2, 3], [1], [("/1", "removed", 2, None), ("/2", "removed", 3, None)]),
+])  # fmt: skip
 def test_where_two_states_differ(before: Any, after: Any, found: list[Any]) -> None:
     assert [tuple(item.values()) for item in differences(before, after)] == found

@@ -267,14 +267,11 @@ def test_results_stand_in_the_order_of_their_calls(said: list[dict[str, Any]], o
         assert len({call.id for call in calls}) == len(calls)
 
 
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [
-        (turn("gs", {"name": "sett", "content": "2"}, ids="--"), "(sett) that answers no call before it"),
-        (turn("gg", {"tool_call_id": "y", "content": "2"}), "none of call 0 ('get')"),
-        (turn("gg", {"tool_call_id": "q", "content": "2"}), "(q) that answers no call before it"),
-    ],
-)
+@pytest.mark.parametrize(("said", "why"), [
+    (turn("gs", {"name": "sett", "content": "2"}, ids="--"), "(sett) that answers no call before it"),
+    (turn("gg", {"tool_call_id": "y", "content": "2"}), "none of call 0 ('get')"),
+    (turn("gg", {"tool_call_id": "q", "content": "2"}), "(q) that answers no call before it"),
+])  # fmt: skip
 def test_a_result_that_would_be_shown_as_another_s_is_refused(said: list[dict[str, Any]], why: str) -> None:
     with pytest.raises(BadRowError, match="messages") as problem:
         openai_chat({"messages": said, "tools": [GET, SET]})
@@ -328,18 +325,15 @@ NULLABLE = {
 """Nulls that are meant, and those that are not, at each depth."""  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("written", "lines", "table"),
-    [
-        ({"need": None}, {"need": None}, {"need": None}),
-        ({"need": 1, "may": None}, {"need": 1, "may": None}, {"need": 1}),
-        ({"need": None, "may": None, "text": None}, {"need": None}, {"need": None}),
-        ({"need": None, "other": None}, {"need": None}, {"need": None}),
-        ({"deep": {"x": None, "y": None}}, {"deep": {"x": None}}, {"deep": {"x": None}}),
-        ({"list": [{"x": None}, {"x": 1, "y": None}]}, {"list": [{"x": None}, {"x": 1}]}, {"list": [{"x": None}, {"x": 1}]}),
-        ({"free": {"k": None}}, {"free": {"k": None}}, {"free": {}}),
-    ],
-)
+@pytest.mark.parametrize(("written", "lines", "table"), [
+    ({"need": None}, {"need": None}, {"need": None}),
+    ({"need": 1, "may": None}, {"need": 1, "may": None}, {"need": 1}),
+    ({"need": None, "may": None, "text": None}, {"need": None}, {"need": None}),
+    ({"need": None, "other": None}, {"need": None}, {"need": None}),
+    ({"deep": {"x": None, "y": None}}, {"deep": {"x": None}}, {"deep": {"x": None}}),
+    ({"list": [{"x": None}, {"x": 1, "y": None}]}, {"list": [{"x": None}, {"x": 1}]}, {"list": [{"x": None}, {"x": 1}]}),
+    ({"free": {"k": None}}, {"free": {"k": None}}, {"free": {}}),
+])  # fmt: skip
 def test_a_null_in_arguments_is_kept_where_the_tool_takes_it(written: Any, lines: Any, table: Any) -> None:
     assert without_padding(written, NULLABLE) == lines and without_padding(written, NULLABLE, table=True) == table
 

@@ -192,47 +192,22 @@ def test_a_hidden_schema_is_told_by_a_tool() -> None:
 # -- what a query may not do -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "sql",
-    [
-        "INSERT INTO customers VALUES (999, 'x', 'y', 1)",
-        "UPDATE customers SET name = 'x'",
-        "DELETE FROM orders",
-        "DROP TABLE orders",
-        "CREATE TABLE t (x)",
-        "CREATE TEMP TABLE t AS SELECT * FROM orders",
-        "CREATE VIEW v AS SELECT 1",
-        "ATTACH DATABASE 'agentrl_evil.db' AS e",
-        "VACUUM INTO 'agentrl_evil.db'",
-        "PRAGMA query_only = OFF",
-        "PRAGMA writable_schema = ON",
-        "SELECT * FROM pragma_database_list",
-        "SELECT load_extension('x')",
-        "SELECT writefile('agentrl_evil', 'x')",
-        "SELECT readfile('/etc/passwd')",
-        "SELECT fts3_tokenizer('x')",
-        "SELECT randomblob(1000000000)",
-        "SELECT zeroblob(1000000000)",
-        "SELECT printf('%1000000000d', 1)",
-        "SELECT 'a' GLOB '*a*a*a*a*'",
-        "BEGIN",
-        "EXPLAIN DELETE FROM orders",
-        "SELECT 1; DELETE FROM orders",
-        "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT COUNT(*) FROM c",
-        "WITH x AS (SELECT 1) DELETE FROM orders",
-        "",
-        "-- nothing",
-        "\0",
-        "SELECT '\ud800'",
-        # Nor is what answers too much, or asks at too great a length.
-        "SELECT group_concat(a.name || b.name) FROM customers a, customers b, orders",
-        "SELECT replace(replace(replace(name, 'a', 'aaaaaaaaaaaaaaaaaaaa'), 'a', 'aaaaaaaaaaaaaaaaaaaaaaaaa'), 'a', "
-        "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa') FROM customers",
-        "SELECT " + "(" * 200 + "1" + ")" * 200 + " + 1" * 200,
-        "SELECT '" + "x" * 5000 + "'",
-        " UNION ".join(["SELECT 1"] * 40),
-    ],
-)
+@pytest.mark.parametrize("sql", [
+    "INSERT INTO customers VALUES (999, 'x', 'y', 1)", "UPDATE customers SET name = 'x'", "DELETE FROM orders",
+    "DROP TABLE orders", "CREATE TABLE t (x)", "CREATE TEMP TABLE t AS SELECT * FROM orders", "CREATE VIEW v AS SELECT 1",
+    "ATTACH DATABASE 'agentrl_evil.db' AS e", "VACUUM INTO 'agentrl_evil.db'", "PRAGMA query_only = OFF",
+    "PRAGMA writable_schema = ON", "SELECT * FROM pragma_database_list", "SELECT load_extension('x')",
+    "SELECT writefile('agentrl_evil', 'x')", "SELECT readfile('/etc/passwd')", "SELECT fts3_tokenizer('x')",
+    "SELECT randomblob(1000000000)", "SELECT zeroblob(1000000000)", "SELECT printf('%1000000000d', 1)",
+    "SELECT 'a' GLOB '*a*a*a*a*'", "BEGIN", "EXPLAIN DELETE FROM orders", "SELECT 1; DELETE FROM orders",
+    "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT COUNT(*) FROM c",
+    "WITH x AS (SELECT 1) DELETE FROM orders", "", "-- nothing", "\0", "SELECT '\ud800'",
+    # Nor is what answers too much, or asks at too great a length.
+    "SELECT group_concat(a.name || b.name) FROM customers a, customers b, orders",
+    "SELECT replace(replace(replace(name, 'a', 'aaaaaaaaaaaaaaaaaaaa'), 'a', 'aaaaaaaaaaaaaaaaaaaaaaaaa'), 'a', "
+    "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa') FROM customers", "SELECT " + "(" * 200 + "1" + ")" * 200 + " + 1" * 200,
+    "SELECT '" + "x" * 5000 + "'", " UNION ".join(["SELECT 1"] * 40),
+])  # fmt: skip
 def test_only_reading_is_allowed(sql: str, here: Path) -> None:
     with pytest.raises(ToolError):
         sqlite.query(IMAGE, sql, LIMITS)

@@ -113,32 +113,24 @@ def test_a_file_with_a_misspelt_split_in_its_name_is_named(tmp_path: Path, caplo
 NAMELESS = {"data": {"q": "?"}, "gold": {"a": 1}}
 
 
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ([row(1), '{"id": '], ":2: not JSON"),
-        ([row(1), {"id": "t2", "data": {}}], ":2: field (the row): 'gold' is a required property"),
-        ([row(1, weight=0)], ":1: field weight"),
-        ([row(1, weight="a")], ":1: field weight"),
-        ([row(1, weight=float("nan"))], ":1: field weight: expected a finite number, got nan"),
-        ([row(1, idx=1, weigth=3)], ":1: field weigth is not read; did you mean 'weight'?"),
-        ([row(1, Split="test")], ":1: field Split is not read; did you mean 'split'?"),  # the row was trained on
-        ([{**row(1), "data": 3}], ":1: field data: 3 is not of type 'object'"),
-        (["[1, 2]"], ":1: field (the row)"),
-        ([json.dumps([row(n) for n in range(99)])], "... is not of type 'object'"),
-        (['{"data": {"q": "a"}, "data": {"q": "b"}, "gold": {}}'], ":1: not JSON: key 'data' is given twice"),
-        ([{**row(1), "gold": {"a": [float("nan")]}}], ":1: nan is not a JSON number"),
-        ([{**row(1), "data": {"q": 10**400}}], "00000000000000 is not a JSON number"),
-        (
-            [f'{{"data": {{"q": {"[" * 300}{"]" * 300}}}, "gold": {{}}}}'],
-            ":1: ValueError: it contains itself, or is nested too deep",
-        ),
-        ([row(1), row(2), {**row(1), "data": {"q": "other"}}], ":3: field id: 't1' is also the id of"),
-        ([NAMELESS, row(2), NAMELESS], "bad.jsonl:1. Remove one, or give each an id of its own"),
-        ([row(1, split="train"), {**row(1, split="test"), "id": "x"}], ":2: field data: this heldout task is also"),
-        ([], "no rows"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "says"), [
+    ([row(1), '{"id": '], ":2: not JSON"),
+    ([row(1), {"id": "t2", "data": {}}], ":2: field (the row): 'gold' is a required property"),
+    ([row(1, weight=0)], ":1: field weight"), ([row(1, weight="a")], ":1: field weight"),
+    ([row(1, weight=float("nan"))], ":1: field weight: expected a finite number, got nan"),
+    ([row(1, idx=1, weigth=3)], ":1: field weigth is not read; did you mean 'weight'?"),
+    ([row(1, Split="test")], ":1: field Split is not read; did you mean 'split'?"),  # the row was trained on
+    ([{**row(1), "data": 3}], ":1: field data: 3 is not of type 'object'"), (["[1, 2]"], ":1: field (the row)"),
+    ([json.dumps([row(n) for n in range(99)])], "... is not of type 'object'"),
+    (['{"data": {"q": "a"}, "data": {"q": "b"}, "gold": {}}'], ":1: not JSON: key 'data' is given twice"),
+    ([{**row(1), "gold": {"a": [float("nan")]}}], ":1: nan is not a JSON number"),
+    ([{**row(1), "data": {"q": 10**400}}], "00000000000000 is not a JSON number"),
+    ([f'{{"data": {{"q": {"[" * 300}{"]" * 300}}}, "gold": {{}}}}'], ":1: ValueError: it contains itself, or is nested too deep"),
+    ([row(1), row(2), {**row(1), "data": {"q": "other"}}], ":3: field id: 't1' is also the id of"),
+    ([NAMELESS, row(2), NAMELESS], "bad.jsonl:1. Remove one, or give each an id of its own"),
+    ([row(1, split="train"), {**row(1, split="test"), "id": "x"}], ":2: field data: this heldout task is also"),
+    ([], "no rows"),
+])  # fmt: skip
 def test_a_bad_row_names_file_line_and_field(rows: list[Any], says: str, tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", rows)
     with pytest.raises(TaskDataError) as caught:

@@ -31,23 +31,19 @@ END = b"Connection: close\r\n\r\n"
 TWO_HOSTS = (403, b"one Host") if find_spec("httptools") else (400, b"Invalid HTTP request")
 
 
-@pytest.mark.parametrize(
-    ("request_", "status", "said"),
-    [
-        (b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n" + END, 403, b"its own address only (Host)"),
-        # uvicorn's parser refuses two of them itself if httptools is not there.
-        (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Host: localhost\r\n" + END, *TWO_HOSTS),
-        (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Origin: http://evil.example\r\n" + END, 403, b"pages of other sites"),
-        (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Sec-Fetch-Site: cross-site\r\n" + END, 403, b"pages of other sites"),
-        (b"POST /metrics HTTP/1.1\r\n" + HOST + b"Content-Length: 1000000000\r\n" + END, 413, b"more than 1024 bytes"),
-        (b"POST /metrics HTTP/1.1\r\n" + HOST + b"Content-Length: 0\r\n" + END, 405, b"only GET and HEAD"),
-        (b"GET /../../etc/passwd HTTP/1.1\r\n" + HOST + END, 404, b"/metrics"),
-        (b"GET /metrics?name[]=%00 HTTP/1.1\r\n" + HOST + END, 200, b"agentrl_episodes_total"),
-        (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Accept: \xff\xfe;q=1e999,,;\r\n" + END, 200, b"agentrl_episodes_total"),
-        (b"HEAD /metrics HTTP/1.1\r\n" + HOST + END, 200, b""),
-    ],
-    ids=range(10),
-)  # fmt: skip
+@pytest.mark.parametrize(("request_", "status", "said"), [
+    (b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n" + END, 403, b"its own address only (Host)"),
+    # uvicorn's parser refuses two of them itself if httptools is not there.
+    (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Host: localhost\r\n" + END, *TWO_HOSTS),
+    (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Origin: http://evil.example\r\n" + END, 403, b"pages of other sites"),
+    (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Sec-Fetch-Site: cross-site\r\n" + END, 403, b"pages of other sites"),
+    (b"POST /metrics HTTP/1.1\r\n" + HOST + b"Content-Length: 1000000000\r\n" + END, 413, b"more than 1024 bytes"),
+    (b"POST /metrics HTTP/1.1\r\n" + HOST + b"Content-Length: 0\r\n" + END, 405, b"only GET and HEAD"),
+    (b"GET /../../etc/passwd HTTP/1.1\r\n" + HOST + END, 404, b"/metrics"),
+    (b"GET /metrics?name[]=%00 HTTP/1.1\r\n" + HOST + END, 200, b"agentrl_episodes_total"),
+    (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Accept: \xff\xfe;q=1e999,,;\r\n" + END, 200, b"agentrl_episodes_total"),
+    (b"HEAD /metrics HTTP/1.1\r\n" + HOST + END, 200, b""),
+], ids=range(10))  # fmt: skip
 def test_a_request_is_answered_or_refused_by_name(endpoint: MetricsEndpoint, request_: bytes, status: int, said: bytes) -> None:
     with socket.create_connection(("127.0.0.1", httpx.URL(endpoint.url).port), timeout=10.0) as link:
         link.sendall(request_)

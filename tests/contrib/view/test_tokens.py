@@ -101,17 +101,13 @@ def test_text_by_the_runs_tokenizer_also_of_characters_of_several_tokens(tmp_pat
     assert found["text"][-2:] == ["", "ü"] and found["text_problem"] is None
 
 
-@pytest.mark.parametrize(
-    "at, value, cause",
-    [
-        (("turns", 0, "index"), [1], "TypeError: unhashable"),
-        (("turns", 0, "seconds"), "x", "TypeError: unsupported operand"),
-        (("messages", 0), {}, "KeyError: 'role'"),
-        (("ledgers", 0, "spans", 0, 0), 10**30, "OverflowError: Python int too large"),
-        (("ledgers", 0, "spans", 0, 0), 10**10, "ValueError: ledger columns differ in length: 10000000005 tokens in spans, 8 to"),
-        (("task", "seed"), {"a": 1}, "TypeError: int()"),
-    ],
-)
+@pytest.mark.parametrize("at, value, cause", [
+    (("turns", 0, "index"), [1], "TypeError: unhashable"),
+    (("turns", 0, "seconds"), "x", "TypeError: unsupported operand"), (("messages", 0), {}, "KeyError: 'role'"),
+    (("ledgers", 0, "spans", 0, 0), 10**30, "OverflowError: Python int too large"),
+    (("ledgers", 0, "spans", 0, 0), 10**10, "ValueError: ledger columns differ in length: 10000000005 tokens in spans, 8 to"),
+    (("task", "seed"), {"a": 1}, "TypeError: int()"),
+])  # fmt: skip
 def test_a_damaged_row_is_named_and_hides_no_other(tmp_path: Path, at: tuple[Any, ...], value: Any, cause: str) -> None:
     folder = run_folder(tmp_path / "r", {"step_000001": [episode(1, 0), episode(2, 0)]})
     path = folder.trajectories / "step_000001.jsonl"

@@ -159,15 +159,12 @@ async def test_published_weights_and_tokens_that_stand_for_images(
     assert len(every) > 0.8 * vocabulary and not every & set(vision.special)
 
 
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        (["vllm.tensor_parallel=2"], "vllm.tensor_parallel = 2: a model that takes images is not split"),
-        (["vllm.args={limit_mm_per_prompt={image=1}}"], "vllm.args.limit_mm_per_prompt: the model takes images"),
-        (["vllm.args={mm_processor_kwargs={max_pixels=99}}"], "vllm.args.mm_processor_kwargs: the model takes images"),
-        (["vllm.args={hf_overrides={architectures=['A']}}"], "vllm.args.hf_overrides.architectures: the model takes images"),
-    ],
-)
+@pytest.mark.parametrize(("more", "why"), [
+    (["vllm.tensor_parallel=2"], "vllm.tensor_parallel = 2: a model that takes images is not split"),
+    (["vllm.args={limit_mm_per_prompt={image=1}}"], "vllm.args.limit_mm_per_prompt: the model takes images"),
+    (["vllm.args={mm_processor_kwargs={max_pixels=99}}"], "vllm.args.mm_processor_kwargs: the model takes images"),
+    (["vllm.args={hf_overrides={architectures=['A']}}"], "vllm.args.hf_overrides.architectures: the model takes images"),
+])  # fmt: skip
 async def test_what_does_not_go_with_images_is_refused_by_name(more: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         EngineChoice(config(*more), "vllm").maker().check()
