@@ -79,12 +79,16 @@ def test_the_more_is_queued_everywhere_the_longer_a_group_stays_together() -> No
         assert places(loaded({"A": queued, "B": 10000}, {"A": 640}), [need("m", 700, 10.0, "g")], "AB") == place
 
 
-def test_dropped_caches_draw_no_members() -> None:
+def test_dropped_caches_draw_no_members_and_a_session_moves_for_less() -> None:
     for dropped, place in ((False, "A"), (True, "B")):
-        router = loaded({"A": 1000, "B": 0}, {"A": 640})
+        router, home = loaded({"A": 1000, "B": 0}, {"A": 640}), RequestRouter[str]()
+        home.end(home.begin(need("s", 90), ["A"]), 10)
+        home.begin(need("other", 140, 10.0), ["A"])
         if dropped:
             router.forget()
+            home.forget()
         assert places(router, [need("m", 640, 10.0, "g")], "AB") == place
+        assert places(home, [need("s", 120, 29.0)], "AB") == place  # 150 is more than the session's own 149
 
 
 def test_a_request_that_ends_where_its_session_was_caches_nothing_where_it_is() -> None:
@@ -94,16 +98,6 @@ def test_a_request_that_ends_where_its_session_was_caches_nothing_where_it_is() 
     router.end(first, 30)
     router.begin(need("s", 130, 10.0), ["B"])
     assert queue(router, "B") == 60 + 140
-
-
-def test_after_caches_were_dropped_a_session_moves_for_less() -> None:
-    for dropped, home in ((False, "A"), (True, "B")):
-        router: RequestRouter[str] = RequestRouter()
-        router.end(router.begin(need("s", 90), ["A"]), 10)
-        router.begin(need("other", 140, 10.0), ["A"])
-        if dropped:
-            router.forget()
-        assert places(router, [need("s", 120, 29.0)], "AB") == home  # 150 is more than the session's own 149
 
 
 def test_the_expected_length_follows_what_requests_sampled() -> None:

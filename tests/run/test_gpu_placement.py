@@ -108,24 +108,20 @@ def started(config: TrainConfig) -> tuple[list[tuple[str, str]], list[tuple[str,
 
 WIDE = ["cluster.actors=2", "cluster.pools.train.per_node=2", "cluster.pools.train.gpus=2.0", "vllm.replicas=2",
         "cluster.pools.sample.per_node=2", "cluster.pools.sample.gpus=2.0", "vllm.tensor_parallel=2"]  # fmt: skip
-FILLED = [(WIDE, ["0,1", "2,3"], ["4,5", "6,7"]), pytest.param([], [*"0123"], [*"4567"], marks=proof)]
+CARDS = [
+    # All eight cards of a node, two for a process or one: none waits for another's, and no card has two.
+    ("split_4_4", WIDE, ["0,1", "2,3"], ["4,5", "6,7"]), pytest.param("split_4_4", [], [*"0123"], [*"4567"], marks=proof),
+    # Two actors without a pool, each with a card of its own, and one replica over both.
+    ("colocated_8", ["cluster.actors=2", "vllm.replicas=1"], ["0", "1"], ["0,1"]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("more", "actors", "replicas"), FILLED)
-def test_pools_that_fill_a_node_are_where_actors_and_replicas_run(
-    address: str, models: dict[str, str], idle: None, more: list[str], actors: list[str], replicas: list[str]
+@pytest.mark.parametrize(("name", "more", "actors", "replicas"), CARDS)
+def test_actors_and_replicas_are_on_one_node_with_these_cards(
+    address: str, models: dict[str, str], idle: None, name: str, more: list[str], actors: list[str], replicas: list[str]
 ) -> None:
-    """All eight cards of a node, two for a process or one: none waits for another's, and no card has two."""
-    training, sampling = started(placed("split_4_4", address, models, *more))
+    training, sampling = started(placed(name, address, models, *more))
     assert [cards for _, cards in training] == actors and [cards for _, cards in sampling] == replicas
-    assert len({node for node, _ in training + sampling}) == 1
-
-
-def test_a_colocated_replica_sees_the_cards_of_its_ranks(address: str, models: dict[str, str], idle: None) -> None:
-    """Two actors without a pool, each with a card of its own, and one replica over both."""
-    two = ["cluster.actors=2", "vllm.replicas=1"]
-    training, sampling = started(placed("colocated_8", address, models, *two))
-    assert [cards for _, cards in training] == ["0", "1"] and [cards for _, cards in sampling] == ["0,1"]
     assert len({node for node, _ in training + sampling}) == 1
 
 

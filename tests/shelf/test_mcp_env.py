@@ -166,25 +166,18 @@ def test_a_server_that_answers_differently_cannot_be_forked(clock: dict[str, Any
     env.close()
 
 
-def test_a_state_tool_that_dies_is_never_a_reward(clock: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "seconds", "said"), [("die", 30, "die"), ("wait", 0.2, r"wait.*not finished within 0\.2 s")])
+def test_a_state_tool_that_dies_or_is_late_is_never_a_reward(clock: dict[str, Any], name: str, seconds: float, said: str) -> None:
     """It is part of the environment: if it breaks, nobody failed the task."""
-    env = make_env("mcp", **clock, state_tool="die")
+    env = make_env("mcp", **clock, state_tool=name)
     env.reset(seed=0)
-    with pytest.raises(EnvError, match="die"):
+    env.timeout = seconds  # type: ignore[attr-defined]
+    began = time.monotonic()
+    with pytest.raises(EnvError, match=said):
         env.step("late")
+    assert time.monotonic() - began < 4, "the server waits for 5 s"
     assert env.trajectory.stop is StopReason.ENV_ERROR and env.trajectory.reward is None and not env.is_open
     assert not env.trajectory.terminated
-
-
-def test_a_state_that_is_not_told_in_time_is_a_fault(clock: dict[str, Any]) -> None:
-    env = make_env("mcp", **clock, state_tool="wait")
-    env.reset(seed=0)
-    env.timeout = 0.2  # type: ignore[attr-defined]
-    began = time.monotonic()
-    with pytest.raises(EnvError, match=r"wait.*not finished within 0\.2 s"):
-        env.step("late")
-    assert time.monotonic() - began < 4, "the server takes 5 s"
-    assert env.trajectory.stop is StopReason.ENV_ERROR and env.trajectory.reward is None and not env.is_open
 
 
 def test_a_late_call_is_the_policys_doing_where_the_parameter_says_so(clock: dict[str, Any]) -> None:
