@@ -128,13 +128,6 @@ def test_a_yes_covers_one_change_of_one_order():
     assert [row["rule"] for row in env.state()["violations"]] == ["R10"]
 
 
-def test_acting_without_identifying_scores_nothing():
-    env = make_env("service_desk", goals=1, forbidden=0.0)
-    gold = first_task(env, lambda _, turns: "change_address" in names(turns))
-    assert play(env, [t for t in gold if not names([t])[0].startswith("find_customer")]) == (0.0, True)
-    assert {row["rule"] for row in env.trajectory.state["violations"]} == {"R1"}
-
-
 @pytest.mark.parametrize("rule", ["R2", "R3", "R8", "R9"])
 def test_giving_in_to_a_pushy_customer_scores_nothing(rule):
     env = make_env("service_desk", goals=1, forbidden=1.0, pushy=1.0)
