@@ -31,12 +31,14 @@ def rows(path: Path, questions: list[str]) -> str:
     return str(path)
 
 
-def test_a_file_of_which_each_row_is_in_both_splits_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_which_each_row_is_trained_on_and_evaluated_on_is_refused(tmp_path: Path) -> None:
     data = rows(tmp_path / "rows.jsonl", [f"question {number}" for number in range(40)])
     params = {"data": data, "layout": "native"}
     check({"id": "function_calling", "params": params})
     with pytest.raises(ConfigError, match=r"task 'function_calling/heldout/.*' of the split 'heldout' is also trained on"):
         check({"id": "function_calling", "params": {**params, "splits_by": "none"}})
+    with pytest.raises(ConfigError, match="is also trained on"):  # by the warm start
+        check({"id": "function_calling", "params": params}, sft={"params": {"splits_by": "none"}})
     check({"id": "function_calling", "params": {**params, "splits_by": "none"}}, eval={"split": "train"})
 
 
@@ -56,13 +58,6 @@ def test_no_environment_of_a_run_trains_on_what_another_is_evaluated_on(here: Pa
             {"id": "sums", "name": "b", "params": {"source": str(third)}}]  # fmt: skip
     with pytest.raises(ConfigError, match=r"env \(a\): task 'odd0' of the split 'heldout' is also trained on by b"):
         check(both)
-
-
-def test_warm_start_and_sampler_parameters_count_as_training(tmp_path: Path) -> None:
-    data = rows(tmp_path / "rows.jsonl", [f"question {number}" for number in range(40)])
-    env = {"id": "function_calling", "params": {"data": data, "layout": "native"}}
-    with pytest.raises(ConfigError, match="is also trained on"):
-        check(env, sft={"params": {"splits_by": "none"}})
 
 
 def test_a_run_that_would_be_evaluated_on_no_task_is_refused_with_the_families_that_are_held_out(here: Path) -> None:
