@@ -15,8 +15,8 @@ from agentrl.utils.errors import EngineError, ModelError, PromptTooLongError
 
 _MARGIN = 8
 """Characters at the start of a decoded window that may differ from the whole text (parts of a character, a space)."""
-_GRAMMARS = 64
-"""Number of compiled grammars that are cached."""
+DEAD_END = "grammar: no token of the vocabulary writes what it asks for next. Ask for other text, or use another tokenizer"
+"""Error of a request whose grammar allows no token."""
 
 
 def check_request(token_ids: Sequence[int], sampling: Sampling, context: int, vocab: int) -> None:
@@ -38,7 +38,7 @@ class LazyTokenizer:
         self._path, self._trust = model_path, trust
         self._tokenizer: Any = None
         self._pieces: Any = None
-        self._matcher = lru_cache(_GRAMMARS)(self._compile)
+        self._matcher = lru_cache(64)(self._compile)
 
     def refusal(self, sampling: Sampling) -> str:
         """Return the result of `Engine.refusal`. Loads the tokenizer and compiles the grammar."""
@@ -53,7 +53,10 @@ class LazyTokenizer:
             return ""
         if importlib.util.find_spec("llguidance") is None:
             return "grammar: it needs llguidance: pip install 'agentrl[server]'"
-        wrong: str = self._matcher(sampling.grammar).get_error()
+        try:
+            wrong: str = self._matcher(sampling.grammar).get_error()
+        except ValueError as problem:
+            wrong = f"llguidance does not read this model's tokenizer: {problem}"
         return wrong and f"grammar: {' '.join(wrong.split())}"
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -101,20 +104,20 @@ class Constraint:
 
     def mask(self) -> npt.NDArray[np.bool_]:
         """Return the mask [vocab] of the allowed next ids: those that fit the grammar, and the stop tokens if the text may end
-        here."""
+        here. If none fits (a vocabulary without a character), stop tokens, else all: a step of many requests must not fail."""
         mask = np.zeros(self._vocab, dtype=np.bool_)
         if not self._matcher.is_stopped():
             bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
             mask[: len(bits)] = bits[: self._vocab]
             mask[self._ends] = False
-        if self._matcher.is_accepting():
+        if self._matcher.is_accepting() or not mask.any():
             mask[self._stops] = True
-        return mask
+        return mask if mask.any() else ~mask
 
-    def take(self, token_id: int) -> None:
-        """Advance by a token. Raises EngineError if it was not allowed."""
-        if token_id not in self._stops and not self._matcher.consume_token(token_id):
-            raise EngineError(f"grammar: token {token_id} was drawn and does not fit: {self._matcher.get_error()}")
+    def take(self, token_id: int) -> bool:
+        """Advance by a drawn token. Returns False if it does not fit: then none did."""
+        ends = token_id in self._stops and self._matcher.is_accepting()
+        return bool(ends or self._matcher.consume_token(token_id))
 
     @property
     def over(self) -> bool:

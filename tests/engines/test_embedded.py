@@ -6,17 +6,24 @@ from functools import partial
 
 import pytest
 import pytest_asyncio
+from llguidance import LLMatcher
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 import agentrl.engines.embedded.embedded_engine as embedded_engine
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.engines.token_text import DEAD_END
 from agentrl.engines.weights.host_routes import MemorySender
+from agentrl.render.chatml import CHATML_TEMPLATE
 from agentrl.rollout.engine import Sampling
 from agentrl.utils.errors import EngineError, ModelError, ResourceError
 from tests.engines.contract import UNUSED, EngineContract, off, prompt_of
 from tests.engines.engine_models import build_model, changed, load, parameters
 from tests.engines.text_contract import TextContract
 from tests.publishing import publish
+from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
 from tests.trainer.tiny_families import FAMILIES, VOCAB, tiny_model
 
 
@@ -49,6 +56,28 @@ async def engine(model_folder, passes, started):
 
 class TestEmbedded(EngineContract, TextContract):
     tolerance, context, unused = 1e-5, 2048, UNUSED
+
+
+async def test_a_grammar_that_the_vocabulary_cannot_write_fails_its_own_request(started, tmp_path):
+    """It failed every request of the batch."""
+    letters = build_tokenizer(CONTROL_TOKENS, CHATML_TEMPLATE, alphabet=[chr(number) for number in range(33, 127)])
+    letters.save_pretrained(folder := build_model(tmp_path))
+    engine, e_acute = await started(folder), LLMatcher.grammar_from_json_schema('{"const": "\u00e9"}')
+    other, *ends = await asyncio.gather(
+        engine.generate(prompt_of(9), Sampling(20, seed=1), "other"),
+        *(engine.generate(prompt_of(9), Sampling(20, stop_token_ids=ids, grammar=e_acute), f"{ids}") for ids in ((), (1,))),
+        return_exceptions=True,
+    )
+    assert len(other.token_ids) == 20
+    assert [str(end) for end in ends] == [DEAD_END] * 2
+
+
+def test_a_tokenizer_that_no_grammar_can_be_of_is_refused_by_name(tmp_path):
+    """It raised, in every rollout worker too, which ask at their start."""
+    backend = Tokenizer(WordLevel({"a": 0, "b": 1, "[UNK]": 2}, "[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="b").save_pretrained(build_model(tmp_path))
+    refusal = EmbeddedEngine(str(tmp_path)).refusal(Sampling(1, grammar='start: "a"'))
+    assert refusal.startswith("grammar: llguidance does not read this model's tokenizer: ")
 
 
 async def _episodes(engine, count, turns=3, tokens=20):

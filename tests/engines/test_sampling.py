@@ -42,6 +42,18 @@ def test_no_token_of_probability_zero_is_ever_drawn():
         assert ids.item() in (1, 3) and abs(logprobs.item() - torch.tensor(0.5).log().item()) < 1e-6
 
 
+def test_a_grammar_draws_in_proportion_where_float32_holds_no_probability_of_what_it_allows():
+    """The last id was drawn, whatever fitted."""
+    logits, one = torch.tensor([[130.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]), torch.ones(2)
+    fitting = torch.tensor([[False, True, True, False], [True, True, True, True]])
+    drawn = [
+        draw_tokens(logits, one, torch.zeros(2), one, torch.full((2,), at, dtype=torch.float64), fitting=fitting)
+        for at in (0.0, 0.72, 0.74, 1.0 - 2**-53)
+    ]
+    assert [ids.tolist() for ids, _ in drawn] == [[1, 0], [1, 2], [2, 2], [2, 3]]
+    assert [logprobs[0].item() for _, logprobs in drawn] == [-129.0, -129.0, -130.0, -130.0]
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.integers(0, 2**32), st.integers(0, 12), st.floats(0.05, 1.0))
 def test_the_kept_set_is_the_smallest_that_reaches_p(seed, k, p):

@@ -15,8 +15,8 @@ CORPUS = [
 ] * 4
 
 
-def build_tokenizer(special_tokens, template, *, bos=None, eos="<|im_end|>"):
-    """A byte-level BPE that knows every text; `special_tokens` become added tokens."""
+def build_tokenizer(special_tokens, template, *, bos=None, eos="<|im_end|>", alphabet=()):
+    """A byte-level BPE that knows every text, or that of its `alphabet`; `special_tokens` become added tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -28,7 +28,7 @@ def build_tokenizer(special_tokens, template, *, bos=None, eos="<|im_end|>"):
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=list(special_tokens),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(alphabet or pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)

@@ -19,7 +19,7 @@ from torch import Tensor
 from agentrl.engines.embedded.embedded_model import EmbeddedModel
 from agentrl.engines.embedded.kv_cache import CachedSequence as Sequence
 from agentrl.engines.embedded.kv_cache import PrefixIndex, Slots, Span, common_prefix
-from agentrl.engines.token_text import Constraint, StopStrings
+from agentrl.engines.token_text import DEAD_END, Constraint, StopStrings
 from agentrl.rollout.engine import Finish, Generation, OnTokens, Sampling
 from agentrl.utils.errors import EngineError
 
@@ -50,6 +50,9 @@ def draw_tokens(
     allowed = logp if unused is None else logp.index_fill(1, unused, float("-inf"))
     if fitting is not None:
         allowed = allowed.masked_fill(~fitting, float("-inf"))
+        # Of tokens that are all this unlikely, exp would leave none. Other rows keep their bits.
+        top = allowed.amax(dim=-1, keepdim=True)
+        allowed = allowed - torch.where((top < -64) & top.isfinite(), top, 0.0)
     drawable = torch.exp(allowed)
     if bool(((top_k > 0) | (top_p < 1)).any()):
         drawable.masked_fill_(~kept_set(allowed, top_k, top_p), 0.0)
@@ -193,6 +196,10 @@ class Batcher:
                 self._poisoned = True
                 self.fail(request, EngineError(f"the output of weights version {self.version} is not finite"))
                 continue
+            constraint = request.constraint
+            if constraint is not None and not constraint.take(token):
+                self.fail(request, EngineError(DEAD_END))
+                continue
             request.tokens.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self.version)
@@ -203,12 +210,8 @@ class Batcher:
                 self.finish(request, "stop")
             elif request.stops is not None and request.stops.completes(token):
                 self.finish(request, "stop_string")
-            else:
-                if request.constraint is not None:
-                    request.constraint.take(token)
-                    full = full or (request.constraint.over and not ends)
-                if full:
-                    self.finish(request, "length")
+            elif full or (constraint is not None and constraint.over and not ends):
+                self.finish(request, "length")
         self.sampled_tokens += len(drawn.ready)
 
     def finish(self, request: Request, reason: Finish) -> None:
