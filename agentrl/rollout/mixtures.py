@@ -6,6 +6,7 @@ mixture over all, both saved in the checkpoint."""
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -362,7 +363,7 @@ class MixedTasks:
     def _shares(self) -> dict[str, float]:
         weights = {name: weight_at(weight, self._step) for name, weight in self.weights.items()}
         shares = call_method(self._label, Mixture.shares, self.mixture, weights)
-        if shares.keys() != self.weights.keys() or min(shares.values()) < 0 or not sum(shares.values()):
+        if shares.keys() != self.weights.keys() or min(shares.values()) < 0 or not 0 < sum(shares.values()) < math.inf:
             expected = f"expected one >= 0 for each of {', '.join(self.weights)}, not all 0"
             raise ConfigError(f"{self._label} returned shares {shares!r:.80}, {expected}")
         return shares

@@ -163,6 +163,14 @@ def test_another_mixture_or_other_environments_do_not_take_up_a_checkpoint() -> 
         mixed({"a": 1.0, "b": 1.0}).load_json(mixed({"a": 1.0}).to_json())
 
 
+@pytest.mark.parametrize("share", [float("nan"), float("inf"), -1.0])
+def test_a_share_that_is_no_number_is_an_error_and_not_the_end_of_the_other_environments(share: float) -> None:
+    tasks = mixed({"a": 1.0, "b": 1.0})
+    tasks.mixture.shares = lambda weights: {"a": 1.0, "b": share}  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"rollout.mixture 'fixed' returned shares .*, expected one >= 0 for each of a, b"):
+        tasks.draw(0)
+
+
 def test_a_misspelled_mixture_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'by_tokens'"):
         make_mixture(Choice(name="by_token"))
