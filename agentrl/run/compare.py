@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,12 @@ def official(envs: Sequence[TrainConfig], episodes: Mapping[str, Sequence[Trajec
         suite = parts[0][0]
         played = [played_of(env, one) for env, of_env in parts for one in of_env]
         if rows := [asdict(row) for row in type(suite).official(played)]:
+            ids = sorted({one.task_id for one in played})
             tables[name] = {
                 "version": suite.version,
                 "split": split,
-                "tasks": len({one.task_id for one in played}),
+                "tasks": len(ids),
+                "ids": sha256(json.dumps(ids).encode()).hexdigest(),
                 "of": sum(env.task_count(WHOLE) for env, _ in parts),
                 "holdout": suite.holdout,
                 "splits": [env.split_sizes() for env, _ in parts],
@@ -79,7 +83,7 @@ def print_official(tables: Mapping[str, Any], console: Console) -> None:
 
 def side_by_side(folders: Sequence[Path]) -> dict[str, Any]:
     """Join the official tables of several evaluations, for each suite that all their reports contain. One row per metric, with
-    a value (or None) and `n` per evaluation; `same`: all are over equally many tasks of the same split and version."""
+    a value (or None) and `n` per evaluation; `same`: all are over the same tasks of the same split and version."""
     tables = [RunRecord(folder).report.get("official") or {} for folder in folders]
     joined = {}
     for suite in (name for name in tables[0] if all(name in other for other in tables)):
@@ -91,7 +95,9 @@ def side_by_side(folders: Sequence[Path]) -> dict[str, Any]:
         ]  # fmt: skip
         over = [[table[suite][key] for key in ("version", "split", "tasks")] for table in tables]
         models = [folder.absolute().name for folder in folders]
-        joined[suite] = {"models": models, "rows": rows, "over": over, "same": all(one == over[0] for one in over)}
+        ids = {found for table in tables if (found := table[suite].get("ids")) is not None}  # older reports have none
+        same = all(one == over[0] for one in over) and len(ids) < 2
+        joined[suite] = {"models": models, "rows": rows, "over": over, "same": same}
     return joined
 
 

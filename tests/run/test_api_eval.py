@@ -468,6 +468,12 @@ def test_eval_prints_and_stores_the_suites_table_and_compares_it(
     assert [name[:-1] for name in first] == ["easy", "hard", "odd"]
     more = [row["task"]["id"] for row in played("few")]
     assert set(first) < set(more) and len(more) == 5
+    # As many others are not the same tasks.
+    with Loopback(adds) as server:
+        few[4:] = [f"api.base={server.url}", "health.preflight=false", "--out", "other"]
+        assert main(["eval", "sums", *few, "-n", "5", "--seed", "2"]) == 0
+    assert {row["task"]["id"] for row in played("other")} != set(more)
+    assert "they are not over the same tasks: few: 5 tasks of all" in agentrl("eval", "--compare", "few", "other").out
     # Another source is another evaluation, which does not continue this one; what changed is named.
     (source / "data" / "extra.json").write_text("[]")
     told = agentrl("eval", "sums", *models, *words, "--out", "out", code=2)
