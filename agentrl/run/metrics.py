@@ -192,7 +192,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("engine/kv_used", "share", "share of the KV cache in use at that time (vLLM: by running "
             "requests, shared prefixes counted for each; embedded: of its memory limit)"),
         MetricInfo("engine/steps", "steps", "decoding steps of the embedded engine since its start"),
-        MetricInfo("engine/idle", "slots", "idle slots while others ran, summed over its steps (embedded engine)"),
+        MetricInfo("engine/idle", "episodes", "episodes whose cache waits for their next turn, at that time (embedded engine)"),
         MetricInfo("engine/replicas", "replicas", "replicas of vLLM that are alive"),
         MetricInfo("engine/respawns", "replicas", "restarted replicas of vLLM"),
         MetricInfo("engine/servers", "servers", "servers of SGLang that are alive"),
