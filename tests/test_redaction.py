@@ -29,13 +29,14 @@ from agentrl.contrib.remote_envs.server import EnvOffer
 from agentrl.contrib.sandboxes.contract import SANDBOXES
 from agentrl.contrib.sandboxes.sandbox_pool import provider_of
 from agentrl.contrib.users import ModelUser, UserModel
-from agentrl.data.trajectory import Message, Task, ToolCall
+from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory
 from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.env import Toolbox, ToolEnv, tool
 from agentrl.env.address import EnvRequest
 from agentrl.env.catalog import EnvRef
 from agentrl.rollout.engine import Sampling
 from agentrl.run.assembly import RunStart
+from agentrl.run.evaluate import make_report
 from agentrl.run.folder import RunFolder
 from agentrl.run.trackers import TRACKERS, check_trackers, makers
 from agentrl.utils import redaction
@@ -392,3 +393,12 @@ async def test_secrets_in_a_servers_answers_are_in_nothing_that_is_kept(tmp_path
     kept = (folder.trajectories / "step_000001.jsonl").read_text()
     assert "401: [redacted] is refused" in kept and found_in(kept) == []
     assert "it wrote: ends with" in str(dead.value) and found_in(str(dead.value) + caplog.text) == []
+
+
+def test_a_task_that_holds_a_secret_is_one_task_before_and_after_its_episodes_were_written() -> None:
+    """A resumed evaluation counted it twice, and left both out of pass@k for too few samples."""
+    remember(said := 'pg"pass1234')
+    played = [Trajectory("e", Task("t", 0, data={"password": said}), member=member, success=True) for member in (0, 1)]
+    read = Trajectory.from_json(json.loads(redact(json.dumps(played[0].to_json()))))
+    report = make_report([read, played[1]], 2)
+    assert report["tasks"] == 1 and report["pass@2"]["mean"] == 1.0

@@ -20,6 +20,7 @@ from typing import Any, Literal, SupportsIndex, TypeVar, cast, get_args, get_ori
 from agentrl.data.images import Image, by_digest
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.utils.parsing import deep_copy_json, json_form, json_text
+from agentrl.utils.redaction import redact
 
 Json = Any  # a JSON value: None, bool, int, float, str, list[Json] or dict[str, Json]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -278,7 +279,8 @@ class Trajectory:
         """Return a unique key of the task: ids may repeat over tasks, environments and seeds."""
         task = self.task
         content = [task.data, task.gold] if task.data or task.gold else [task.seed]
-        return json.dumps([self.env or self.env_id, task.id, *content], sort_keys=True, default=str)
+        # Redacted, as in a file: a resumed evaluation has both kinds of one task.
+        return redact(json.dumps([self.env or self.env_id, task.id, *content], sort_keys=True, default=str))
 
     def calls(self) -> Iterator[tuple[Turn, ToolCall, ToolResult | None]]:
         """Yield the tool calls in order with their turn and result (None if missing)."""
