@@ -196,8 +196,7 @@ class Batcher:
                 self._poisoned = True
                 self.fail(request, EngineError(f"the output of weights version {self.version} is not finite"))
                 continue
-            constraint = request.constraint
-            if constraint is not None and not constraint.take(token):
+            if (constraint := request.constraint) is not None and not constraint.take(token):
                 self.fail(request, EngineError(DEAD_END))
                 continue
             request.tokens.append(token)
