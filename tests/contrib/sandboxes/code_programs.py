@@ -21,6 +21,17 @@ OK = "def f(n): return n * 2\n"
 HANGS = "import time\ndef f(n): time.sleep(60)\n"
 LEAVES = "import os\ndef f(n): os._exit(0)\n"
 ALL = "class All(list):\n    def __contains__(self, x): return True\nclass Any:\n    def __contains__(self, x): return True\n"
+WRONG = """
+class V:
+    def __init__(self, n=0): self.n = n
+    def __add__(self, other): return self
+    def __gt__(self, other): return not isinstance(other, V) or self.n > other.n
+    __ge__ = __gt__
+    __rsub__ = __truediv__ = __add__
+    def __int__(self): return 3
+async def g(): pass
+def f(n): pass
+"""
 
 
 def calls(body: str, given: str = "") -> str:
@@ -118,6 +129,25 @@ PROGRAMS: dict[str, tuple[str, str, float | None]] = {
         "from __future__ import annotations\ndef g(a: int): pass\ndef f(): return g.__annotations__['a']",
         1.0,
     ),
+    # -- what is not supported, where a test expects the exception that Python itself would raise for it
+    **{
+        f"wrong code, not refused: {ask}": (calls(f"with pytest.raises(({kinds})): {ask}"), WRONG, owed)
+        for ask, kinds, owed in (
+            ("solution.V() + 5", "TypeError", 0.0),
+            ("5 - solution.V()", "TypeError", 0.0),
+            ("solution.V() > 5", "TypeError", 0.0),
+            ("solution.V() / solution.V()", "TypeError, ZeroDivisionError", 0.0),
+            ("int(solution.V())", "TypeError", 0.0),
+            ("__import__('asyncio').run(solution.g())", "ValueError", 0.0),
+            ("solution.f(object())", "TypeError", None),
+        )
+    },
+    "objects in order": (
+        calls("a, b = solution.V(1), solution.V(2)\nassert b > a and b >= a and sorted([b, a]) == [a, b]"),
+        WRONG,
+        1.0,
+    ),
+    "much data": (calls("assert len(solution.f(list(range(600_000)))) == 600_000"), "def f(n): return n", 1.0),
     # -- faults of the tests
     "a module that the sandbox lacks": ("import solution\nimport numpy\ndef test_it(): assert solution.f(1) == 2", OK, None),
     "a module that it lacks, in a test": (calls("import numpy\nassert solution.f(1) == 2"), OK, None),

@@ -32,6 +32,10 @@ class CodeEndedError(BaseException):
     """The process of the policy's code ended or did not answer in time; no test may expect this error."""
 
 
+class UnsupportedError(BaseException):
+    """The tests ask for what no code can do here; no test may expect this error."""
+
+
 class Code:
     """The policy's module in another process. It starts at the first call of a test, and again after it ended."""
 
@@ -148,7 +152,7 @@ class Code:
         try:
             function = self.locals[request["call"]]
             return {"value": self.encode(function(*self.decode(request["args"]), **self.decode(request["kwargs"])))}
-        except Exception as fault:
+        except (Exception, UnsupportedError) as fault:
             return {"raised": f"{type(fault).__name__}: {fault}"[:2000]}
 
     def encode(self, value: Any) -> Any:
@@ -158,7 +162,7 @@ class Code:
         if isinstance(value, CodeObject):
             return {"held": self.number(value)}
         if not callable(value):
-            raise TypeError(f"tests cannot pass a {type(value).__name__} to the code: plain data and functions only")
+            raise UnsupportedError(f"tests cannot pass a {type(value).__name__} to the code: plain data and functions only")
         self.locals.append(value)
         return {"local": len(self.locals) - 1}
 
@@ -197,6 +201,9 @@ class Code:
 
 LIBRARY = sys.stdlib_module_names - {"unittest"} | {"builtins"}
 """Modules whose exceptions are passed on as they are; those of unittest could skip a test."""
+UNSUPPORTED = """abs and ceil complex divmod float floor floordiv int invert lshift matmul mod neg or pos pow radd rand rdivmod
+    rfloordiv rlshift rmatmul rmod rmul ror round rpow rrshift rshift rsub rtruediv rxor truediv trunc xor"""
+"""Operators that no test can use on the code's objects."""
 
 
 class CodeObject:
@@ -249,19 +256,24 @@ def _ask(held: CodeObject, do: str, *args: Any, **kwargs: Any) -> Any:
     return held.__dict__[" code"].ask(do, held, *args, **kwargs)
 
 
-def _forward(name: str, both: bool = False, made: Callable[[Any], Any] = lambda value: value) -> Any:
+def _forward(name: str, refused: Callable[..., bool], made: Callable[[Any], Any] = lambda value: value) -> Any:
     def forwarded(self: CodeObject, *args: Any) -> Any:
-        return NotImplemented if both and not isinstance(args[0], CodeObject) else made(_ask(self, name, *args))
+        if refused(*args):  # Python's own TypeError would pass a test that expects the code to raise one
+            raise self.__dict__[" code"].over(f"__{name}__ of an object of the code is not supported with these operands")
+        return made(_ask(self, name, *args))
 
     return forwarded
 
 
-for _name in ("iter", "next", "getitem", "setitem", "delitem", "enter"):
-    setattr(CodeObject, f"__{_name}__", _forward(_name))
-for _name in ("lt", "le", "add", "sub", "mul"):
-    setattr(CodeObject, f"__{_name}__", _forward(_name, both=True))
+for _names, _refused in {
+    "iter next getitem setitem delitem enter": lambda *args: False,
+    "lt le gt ge add sub mul": lambda other: not isinstance(other, CodeObject),
+    UNSUPPORTED: lambda *args: True,
+}.items():
+    for _name in _names.split():
+        setattr(CodeObject, f"__{_name}__", _forward(_name, _refused))
 for _name, _made in {"len": int, "hash": int, "str": str, "repr": str}.items():
-    setattr(CodeObject, f"__{_name}__", _forward(_name, made=_made))
+    setattr(CodeObject, f"__{_name}__", _forward(_name, lambda *args: False, _made))
 
 
 def _random(item: str | float | bytes) -> list[Any]:
@@ -324,7 +336,7 @@ class Outcomes:
         if own and report.when == "collect":
             self.broken = self.broken or traceback_text
         # A test raises these regardless of the code's answers: a missing name, module or fixture.
-        kinds = (NameError, ImportError, SyntaxError)
+        kinds = (NameError, ImportError, SyntaxError, UnsupportedError)
         alone = any(isinstance(one, kinds) or type(one).__name__ == "FixtureLookupError" for one in chain)
         if not own and (report.when == "collect" or alone):
             self.fault = self.fault or traceback_text
