@@ -42,6 +42,8 @@ ROLES = {"developer": "system", "system": "system", "user": "user", "assistant":
 _READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", "tool_use_id", "call_id", "name", "tool_name", "weight", "refusal",
          "function_call", "thinking_blocks", "reasoning_details", *REASONING}  # fmt: skip
 
+_TOOL_KEY = re.compile(r"tools?(_?(def|definition|schema|spec)s?)?$", re.I)
+
 
 @dataclass(frozen=True, slots=True)
 class Chat:
@@ -87,7 +89,7 @@ def _check_unread_keys(row: Mapping[str, Any]) -> None:
 
 def _check_tools(row: Mapping[str, Any]) -> None:
     for key, value in row.items() if not row.get("tools") else ():
-        if key.lower().rstrip("s").endswith("tool") and re.search(r"""["']name["']\s*:""", str(value)):
+        if _TOOL_KEY.search(key) and re.search(r"""["']name["']\s*:""", str(value)):
             raise BadRowError(f"{key}: is not read, but looks like tools. Rename it to tools, or remove it")
 
 
@@ -217,8 +219,6 @@ def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Ch
         both = zip(sides[0].messages, sides[1].messages, strict=False)
         prompt = tuple(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))
         begun = len(prompt)
-    if sides[0].messages == sides[1].messages:
-        raise BadRowError("chosen and rejected are equal")
     made = list[Chat]()
     for key, side in zip(("chosen", "rejected"), sides, strict=True):
         trained = (False,) * len(prompt) + side.trained[begun:]

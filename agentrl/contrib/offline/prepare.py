@@ -250,6 +250,9 @@ class Preparation:
             chats: tuple[Chat, ...] = preference(row, table=table) if paired else ()
             chats = chats or (openai_chat(row, table=table) if "messages" in keys else sharegpt_chat(row),)
             ledgers = [render_chat(chat, self.renderer) for chat in chats]
+            sides = [[(one.ids(), one.sampled.tolist()) for one in side] for side in ledgers]
+            if paired and sides[0] == sides[1]:  # also if they differ in ids of calls, or in what the template drops
+                raise BadRowError("chosen and rejected are equal to the model")
             for chat in chats:
                 self.unread += chat.unread
             # Named by its content: a duplicate conversation must not be both trained on and held out.

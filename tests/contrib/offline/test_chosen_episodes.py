@@ -201,6 +201,21 @@ def test_a_pair_is_left_out_if_either_side_is_too_long(whole: Trajectory, tmp_pa
             written(tmp_path, rows, loss="dpo", longest=most)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        [({"tool_calls": [{"id": name, "function": {"name": "f", "arguments": "{}"}}]},) for name in "ab"],
+        [({"content": "!"}, {"role": "user", "content": text}) for text in "ab"],
+    ],
+    ids=["ids of calls", "what follows the answer"],
+)
+def test_a_pair_that_differs_in_nothing_that_the_model_is_shown_is_a_bad_row(more: list[Any], tmp_path: Path) -> None:
+    chosen, rejected = ([{"role": "assistant", **answer}, *after] for answer, *after in more)
+    row = {"prompt": talk(0)[:1], "chosen": chosen, "rejected": rejected, "tools": [{"name": "f"}]}
+    with pytest.raises(ConfigError, match=r"1 of 1 rows cannot be used.*\n.*chosen and rejected are equal to the model"):
+        written(tmp_path, [row], loss="dpo")
+
+
 def test_a_ledger_without_a_sampled_token_is_no_row(whole: Trajectory, tmp_path: Path) -> None:
     bare = whole.ledgers[0].fork(9)
     about, store = written(tmp_path, [replace(whole, ledgers=[bare, *whole.ledgers, bare]).to_json()])

@@ -282,7 +282,8 @@ def test_a_message_without_content_and_a_system_prompt_where_none_is_read_are_re
         with pytest.raises(BadRowError, match="system: it is not read outside of messages"):
             read({**row, "system": "Be brief."})
         assert read({**row, "system": "", "num_tools": 0, "target_tools": ["name"]}) == read(row)
-        for key, tools in (("Tools", TOOLS), ("available_tools", json.dumps(TOOLS))):  # it was learned to do without them
+        # It was learned to do without them.
+        for key, tools in (("Tools", TOOLS), ("available_tools", json.dumps(TOOLS)), ("tool_defs", TOOLS)):
             with pytest.raises(BadRowError, match=f"{key}: is not read, but looks like tools"):
                 read({**row, key: tools})
     with pytest.raises(BadRowError, match="without content and calls"):  # to end a turn at once was learned
