@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
+import string
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -137,6 +138,7 @@ def _count_generated(connection: sqlite3.Connection) -> int:
     return int(connection.execute(asked).fetchone()[0])
 
 
+_FOLD = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 _readable = partial(str, encoding="utf-8", errors="replace")
 
 
@@ -196,7 +198,7 @@ def _like(late: Callable[[], bool], pattern: Json, text: Json) -> int | None:
     """Match SQL's LIKE (case-insensitive) in time O(pattern length * text length); raise TimeoutError if `late()`."""
     if pattern is None or text is None:
         return None
-    wanted, found = str(pattern).lower(), str(text).lower()
+    wanted, found = map(_lowered, (pattern, text))
     i = j = 0
     star, mark = -1, 0
     while i < len(found):
@@ -213,6 +215,14 @@ def _like(late: Callable[[], bool], pattern: Json, text: Json) -> int | None:
         else:
             return 0
     return int(all(letter == "%" for letter in wanted[j:]))
+
+
+def _lowered(value: Json) -> str:
+    """Return a value as SQLite's LIKE compares it: as text, of which only ASCII letters are folded."""
+    if isinstance(value, float):
+        digits, *power = f"{value:.15g}".split("e")
+        value = "e".join([digits if "." in digits else f"{digits}.0", *power])
+    return str(value).translate(_FOLD)
 
 
 def _explain(problem: Exception, clock: _Clock, allowed: str = "one SELECT") -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from agentrl.contrib.toolkit import sqlite
@@ -230,8 +230,12 @@ def test_like_takes_no_exponential_time() -> None:
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(st.text("ab_%", max_size=7), st.text("abAB", max_size=7))
-def test_like_agrees_with_sqlite(pattern: str, text: str) -> None:
+@given(st.text("abé_%", max_size=7), st.text("abABÉ", max_size=7))
+@example("é", "É")
+@example("0.3", 0.1 + 0.2)
+@example("1.0e+20", 1e20)
+@example("2.%", 2.0)
+def test_like_agrees_with_sqlite(pattern: str, text: str | float) -> None:
     plain = sqlite3.connect(":memory:")
     expected = plain.execute("SELECT ? LIKE ?", (text, pattern)).fetchone()[0]
     assert sqlite._like(lambda: False, pattern, text) == expected
