@@ -9,6 +9,7 @@ in a database of limited size."""
 from __future__ import annotations
 
 import math
+import re
 import sqlite3
 import string
 import time
@@ -198,7 +199,11 @@ def _like(late: Callable[[], bool], pattern: Json, text: Json) -> int | None:
     """Match SQL's LIKE (case-insensitive) in time O(pattern length * text length); raise TimeoutError if `late()`."""
     if pattern is None or text is None:
         return None
-    wanted, found = map(_lowered, (pattern, text))
+    # SQLite writes floats with 15 digits and a point, and folds ASCII letters alone.
+    texts = (
+        re.sub(r"^-?\d+(?=e|$)", r"\g<0>.0", f"{one:.15g}") if isinstance(one, float) else str(one) for one in (pattern, text)
+    )
+    wanted, found = (one.translate(_FOLD) for one in texts)
     i = j = 0
     star, mark = -1, 0
     while i < len(found):
@@ -215,14 +220,6 @@ def _like(late: Callable[[], bool], pattern: Json, text: Json) -> int | None:
         else:
             return 0
     return int(all(letter == "%" for letter in wanted[j:]))
-
-
-def _lowered(value: Json) -> str:
-    """Return a value as SQLite's LIKE compares it: as text, of which only ASCII letters are folded."""
-    if isinstance(value, float):
-        digits, *power = f"{value:.15g}".split("e")
-        value = "e".join([digits if "." in digits else f"{digits}.0", *power])
-    return str(value).translate(_FOLD)
 
 
 def _explain(problem: Exception, clock: _Clock, allowed: str = "one SELECT") -> str:

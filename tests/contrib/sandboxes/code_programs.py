@@ -142,6 +142,11 @@ PROGRAMS: dict[str, tuple[str, str, float | None]] = {
             ("solution.f(object())", "TypeError", None),
         )
     },
+    "a list takes what an object yields": (
+        calls("xs = [1]\nxs += solution.f()\nassert xs == [1, 0]"),
+        "def f(): return range(1)",
+        1.0,
+    ),
     "objects in order": (
         calls("a, b = solution.V(1), solution.V(2)\nassert b > a and b >= a and sorted([b, a]) == [a, b]"),
         WRONG,
