@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -81,8 +81,8 @@ class TrainBatch:
         return [replace(self, part=part) for part in range(self.parts)]
 
 
-def in_turn(work: Callable[Concatenate[Trainer, P], Awaitable[R]]) -> Callable[Concatenate[Trainer, P], Coroutine[Any, Any, R]]:
-    """Run a call of a trainer after those that began before it: overlapping ones would mix their gradients."""
+def in_turn(work: Callable[Concatenate[Trainer, P], Awaitable[R]]) -> Both[Concatenate[Trainer, P], R]:
+    """Make a call of a trainer that runs after those that began before it: overlapping ones would mix their gradients."""
 
     @wraps(work)
     async def run(self: Trainer, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -95,7 +95,7 @@ def in_turn(work: Callable[Concatenate[Trainer, P], Awaitable[R]]) -> Callable[C
             finally:
                 self._holder = None
 
-    return run
+    return Both(run)
 
 
 class Trainer:
@@ -123,7 +123,6 @@ class Trainer:
 
     # -- a batch -----------------------------------------------------------------------------------
 
-    @Both
     @in_turn
     async def batch(
         self, groups: Sequence[Group], advantage: Named | Estimator | Sequence[float] | torch.Tensor | None = None
@@ -182,7 +181,6 @@ class Trainer:
 
     # -- gradients and steps -----------------------------------------------------------------------
 
-    @Both
     @in_turn
     async def forward_backward(
         self,
@@ -243,7 +241,6 @@ class Trainer:
         self.waiting, self._aggregate = waiting + 1, chosen.aggregate
         return metrics
 
-    @Both
     @in_turn
     async def optim_step(self, lr: float | None = None) -> Metrics:
         """Take an optimizer step with the accumulated gradients, clipped to `optim.max_grad_norm`.
@@ -260,14 +257,12 @@ class Trainer:
         self.waiting, self.unpublished = 0, self.unpublished + 1
         return metrics
 
-    @Both
     @in_turn
     async def drop(self) -> None:
         """Drop the accumulated gradients."""
         await self._session.actors.arun(Actor.drop_gradients)
         self.waiting = 0
 
-    @Both
     @in_turn
     async def critic_step(self, batch: TrainBatch) -> Metrics:
         """Update the critic on the batch, as in a run. Raises ConfigError without [critic]."""
@@ -277,7 +272,6 @@ class Trainer:
         with self._note_broken_weights():
             return await self._session.learner.update_critic(batch.view.batch, batch.version)
 
-    @Both
     @in_turn
     async def update(self, batch: TrainBatch) -> Metrics:
         """Do a run's complete update on the batch: critic and actor, all minibatches and epochs, the KL coefficient. Raises
@@ -291,7 +285,6 @@ class Trainer:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    @Both
     @in_turn
     async def publish(self) -> int:
         """Publish the weights to the engine under the next version; returns it. Raises StepOrderError if gradients wait."""
@@ -304,7 +297,6 @@ class Trainer:
         self.unpublished, self.resting = 0, False
         return self.version
 
-    @Both
     @in_turn
     async def save(self) -> Path:
         """Write a checkpoint of model, optimizer and schedule; returns its folder, for `load`."""
@@ -317,7 +309,6 @@ class Trainer:
         await self._session.saver.wait()
         return self._session.folder.checkpoints / f"step_{self.version:06d}"
 
-    @Both
     @in_turn
     async def load(self, folder: str | Path) -> None:
         """Load and publish weights and optimizer of a checkpoint (from `save`, or a run's `checkpoints/step_NNNNNN`). Drops
@@ -335,7 +326,6 @@ class Trainer:
         self._broken = False
         await self.publish.aio()
 
-    @Both
     @in_turn
     async def export(self, folder: str | Path) -> Path:
         """Write the weights as a folder for transformers and vLLM; returns it."""
