@@ -81,7 +81,7 @@ def thought_of(part: Any) -> str:
     return ""
 
 
-def pair_results(messages: Sequence[Message], key: str = "messages", *, strict: bool = True) -> tuple[Message, ...]:
+def pair_results(messages: Sequence[Message], *, strict: bool = True) -> tuple[Message, ...]:
     """Give each turn's results the names, ids and order of their calls.
 
     Templates without ids need this. Results are matched by id, then by name, then by order. `strict` (data sets): each result
@@ -93,7 +93,7 @@ def pair_results(messages: Sequence[Message], key: str = "messages", *, strict: 
     seen, turn = set[str](), _Turn((), [])
     for number, message in enumerate(messages):
         if message.role == "assistant":
-            turn.settle(found, key, strict)
+            turn.settle(found, strict)
             turn = _Turn(message.tool_calls, list(message.tool_calls))
             if strict:
                 for place, call in enumerate(message.tool_calls):
@@ -103,8 +103,8 @@ def pair_results(messages: Sequence[Message], key: str = "messages", *, strict: 
                 found[number] = replace(message, tool_calls=tuple(turn.calls))
         elif message.role == "tool" and not turn.take(number, message) and strict:
             answers = message.tool_call_id or message.name or "without an id"
-            raise FormError(f"{key}[{number}]", f"a tool's result ({answers}) that answers no call before it")
-    turn.settle(found, key, strict)
+            raise FormError(f"messages[{number}]", f"a tool's result ({answers}) that answers no call before it")
+    turn.settle(found, strict)
     return tuple(found)
 
 
@@ -132,14 +132,13 @@ class _Turn:
         self.places.append(place)
         return True
 
-    def settle(self, messages: list[Message], key: str, strict: bool) -> None:
+    def settle(self, messages: list[Message], strict: bool) -> None:
         """Put the results into the order of the calls, with their names and ids."""
         order = sorted(self.results)
         if strict and order and order[-1] >= len(order):
             missing = next(number for number in range(len(self.calls)) if number not in self.results)
-            raise FormError(
-                f"{key}[{self.places[0]}]", f"results of later calls, and none of call {missing} ({self.calls[missing].name!r})"
-            )
+            at, name = f"messages[{self.places[0]}]", self.calls[missing].name
+            raise FormError(at, f"results of later calls, and none of call {missing} ({name!r})")
         for place, number in zip(self.places, order, strict=True):
             call, result = self.calls[number], self.results[number]
             name = call.name if strict or not result.name else result.name

@@ -368,20 +368,20 @@ def on_mask(rows: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def zscores(values: Tensor, eps: float = 1e-8) -> Tensor:
-    """Compute (x - mean) / sqrt(unbiased variance + eps), float64 [M]; exactly 0 for equal values or a single one."""
+def zscores(values: Tensor) -> Tensor:
+    """Compute (x - mean) / sqrt(unbiased variance + 1e-8), float64 [M]; exactly 0 for equal values or a single one."""
     values = values.double()
     if len(values) < 2:
         return torch.zeros_like(values)
     above = values - values[0]  # exactly 0 for equal values, whose mean can differ from them by rounding
     apart = above - above.mean()
-    return apart * torch.rsqrt(apart.square().sum() / (len(values) - 1) + eps)
+    return apart * torch.rsqrt(apart.square().sum() / (len(values) - 1) + 1e-8)
 
 
-def whiten_masked(column: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+def whiten_masked(column: Tensor, mask: Tensor) -> Tensor:
     """Compute `zscores` of the masked tokens, 0 elsewhere: [T] -> [T]."""
     out = torch.zeros_like(column)
-    out[mask] = zscores(column[mask], eps).to(column.dtype)
+    out[mask] = zscores(column[mask]).to(column.dtype)
     return out
 
 

@@ -72,11 +72,6 @@ class StopReason(StrEnum):
         """Return True if the episode is unscored (reward None, never 0) and retried."""
         return self.blame == "infrastructure"
 
-    @classmethod
-    def _missing_(cls, value: object) -> StopReason | None:
-        # Earlier versions ended a turn with slow sampling by "max_turn_time" and scored it; that was time of the engine.
-        return cls.ENGINE_TIMEOUT if value == "max_turn_time" else None
-
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:

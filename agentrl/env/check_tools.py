@@ -115,10 +115,10 @@ def describe(task: Task) -> str:
     return f"task {task.id!r} (seed {task.seed}, {task.split})"
 
 
-def short_repr(value: Any, limit: int = 160) -> str:
-    """Return the repr of a value, cut to `limit` characters."""
+def short_repr(value: Any) -> str:
+    """Return the repr of a value, cut to 160 characters."""
     text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= 160 else text[:157] + "..."
 
 
 # Scripted policies

@@ -264,11 +264,11 @@ class RolloutStats:
     def load_json(self, state: Mapping[str, Any], version: int, complete: list[Group]) -> None:
         """Restore the counters of `to_json`. `version`: number of finished updates (if > 0, some episode was scored). `complete`:
         groups that wait for an update. Groups that were running start over, so their tokens count as thrown away."""
-        self._filtered, self._refused = state.get("filtered", 0), state.get("refused", 0)  # absent in older checkpoints
-        self._played, self.cancelled = Counter(state.get("played", {})), state.get("cancelled", 0)
+        self._filtered, self._refused = state["filtered"], state["refused"]
+        self._played, self.cancelled = Counter(state["played"]), state["cancelled"]
         self._any_scored = version > 0 or self._played["episodes_played"] > self._played["episodes_unscored"]
-        spent = state.get("spent", {})
-        self._sampled, self._thrown = spent.get("sampled", 0), Counter(spent.get("thrown", {}))
-        kept = {int(index): count for index, count in spent.get("of", {}).items()}
+        spent = state["spent"]
+        self._sampled, self._thrown = spent["sampled"], Counter(spent["thrown"])
+        kept = {int(index): count for index, count in spent["of"].items()}
         self._kept = Counter({group.index: kept.pop(group.index, 0) for group in complete})
         self._thrown[GroupState.CANCELLED.value] += sum(kept.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -210,11 +209,10 @@ class Saver(Writes):
         try:
             await self._learner.load(newest)
             state = read_json((newest / DRIVER).read_text())
-            groups = newest / GROUPS  # checkpoints of older versions have none
-            with groups.open() if groups.exists() else io.StringIO() as file:  # hold one group at a time in memory
+            with (newest / GROUPS).open() as file:  # hold one group at a time in memory
                 self._collector.load_json(state["ledger"], (Group.from_json(read_json(line)) for line in file))
             for name, hook in self._learner.hooks.items():
-                if name in state:  # checkpoints of older versions have none
+                if name in state:  # else it had none
                     call_hook(hook, UpdateHook.load_state, state[name])
         except _FORMAT_ERRORS as problem:  # its seal is intact, so the disk did not damage it
             what = f"{type(problem).__name__}: {problem}"[:200]
@@ -328,9 +326,8 @@ class Session:
 
 def warmed_up(folder: RunFolder) -> bool:
     """Return True if the warm start's model is complete. Its manifest is written last, so a model without one was cut short by
-    a kill or a full disk. Older versions wrote no manifest: their model is complete if training continued from it."""
-    whole = os.path.lexists(folder.warm_start / MANIFEST) or folder.checkpoints.is_dir()
-    return whole and (folder.warm_start / "config.json").is_file()
+    a kill or a full disk."""
+    return os.path.lexists(folder.warm_start / MANIFEST)
 
 
 def needs_warm_start(config: TrainConfig, folder: RunFolder) -> bool:
@@ -357,7 +354,7 @@ def model_folder(seed: int, model: ModelConfig, folder: RunFolder) -> str:
     assert model.init is not None
     if os.path.lexists(folder.model / MANIFEST):
         check_model(folder.model)
-    elif not (folder.model / "config.json").is_file() or not folder.checkpoints.is_dir():  # older versions wrote no manifest
+    else:
         init_model(model.init, folder.model, seed, model.chat_template)
         seal(folder.model, 0)
     return str(folder.model)

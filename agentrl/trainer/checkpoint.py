@@ -45,7 +45,7 @@ def is_whole(folder: Path) -> bool:
             # A path outside of the folder could be a device, which reads forever.
             if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
                 return False
-            if (folder / name).stat().st_size != int(said["size"] if isinstance(said, dict) else said):
+            if (folder / name).stat().st_size != int(said["size"]):
                 return False
         return True
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
@@ -53,12 +53,10 @@ def is_whole(folder: Path) -> bool:
 
 
 def check_intact(folder: Path) -> None:
-    """Compare every listed file with the manifest. Raises CheckpointError naming those that changed.
-
-    Manifests of older versions have no sums; then sizes are compared."""
+    """Compare every listed file with the manifest. Raises CheckpointError naming those that changed."""
     if not is_whole(folder):
         raise CheckpointError(f"{folder}: a file is missing or short, or the manifest is damaged")
-    files = {name: said["sha256"] for name, said in read_manifest(folder)["files"].items() if isinstance(said, dict)}
+    files = {name: said["sha256"] for name, said in read_manifest(folder)["files"].items()}
     try:
         found = _hash_files([folder / name for name in files])
     except OSError as problem:

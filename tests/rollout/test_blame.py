@@ -207,7 +207,6 @@ RULE = {  # why the episode ended, and who is to blame; infrastructure's are not
 def test_the_rule_names_every_stop() -> None:
     assert {stop.value: stop.blame for stop in StopReason} == RULE
     assert all(stop.infrastructure == (stop.blame == "infrastructure") for stop in StopReason)
-    assert StopReason("max_turn_time") is StopReason.ENGINE_TIMEOUT, "of an earlier version"
 
 
 ENDS: list[tuple[str, list[Any], str, float | None]] = [
