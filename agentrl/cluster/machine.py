@@ -108,12 +108,7 @@ def pin_gloo() -> None:
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "AGENTRL_NODE_IP": "127.0.0.2",
-}
+LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1", "AGENTRL_NODE_IP": "127.0.0.2"}
 """Variables pinned if the user has set none of them. AGENTRL_NODE_IP is the address that `start_ray` passes to Ray, which
 reads none from the environment. It is 127.0.0.2, because Ray replaces 127.0.0.1 with the machine's address, which does not
 work here; all of 127.0.0.0/8 is loopback."""

@@ -134,7 +134,7 @@ _LATER = {
         algorithm.epochs algorithm.minibatch algorithm.groups algorithm.proximal algorithm.correction algorithm.truncated
         algorithm.entropy_bonus algorithm.kl.coef algorithm.kl.target algorithm.kl.kind algorithm.kl.where algorithm.kl.horizon
         rollout.max_turns rollout.max_turn_tokens rollout.max_episode_tokens rollout.min_survivors rollout.filter_zero_variance
-        rollout.max_filtered""",
+        rollout.max_filtered"""
 }
 _TRAINING = {
     "samples from the same weights; how far it is from the trainer is measured in each step": "engine vllm.args",

@@ -497,9 +497,7 @@ def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def _batch(
-    ledgers: Sequence[TokenLedger],
-    rewards: Sequence[tuple[int, float]],
-    rows: Sequence[tuple[int, int, int, float, bool]],
+    ledgers: Sequence[TokenLedger], rewards: Sequence[tuple[int, float]], rows: Sequence[tuple[int, int, int, float, bool]]
 ) -> TensorDict:
     offsets = torch.zeros(len(ledgers) + 1, dtype=torch.int64)
     torch.cumsum(torch.tensor([len(ledger) for ledger in ledgers], dtype=torch.int64), 0, out=offsets[1:])

@@ -49,12 +49,7 @@ class FsdpEngine(BaseEngine):
     """Names of duplicate tensors of the module: a tied output embedding."""
 
     def __init__(
-        self,
-        path: str,
-        cfg: ModelConfig,
-        max_grad_norm: float,
-        role: Role = "policy",
-        device: torch.device | None = None,
+        self, path: str, cfg: ModelConfig, max_grad_norm: float, role: Role = "policy", device: torch.device | None = None
     ) -> None:
         """Load the model and shard it. With bfloat16, master weights and the reduction of gradients are float32.
 
@@ -292,10 +287,7 @@ class FsdpEngine(BaseEngine):
     @classmethod
     def check(cls, cfg: ModelConfig, ranks: int) -> None:
         parallel = cfg.tensor_parallel * cfg.expert_parallel > 1
-        for key, given in (
-            ("compile = true", cfg.compile),
-            ('offload = "always"', cfg.offload == "always"),
-        ):
+        for key, given in (("compile = true", cfg.compile), ('offload = "always"', cfg.offload == "always")):
             if parallel and given:
                 raise ConfigError(f"model.{key} does not work with model.tensor_parallel or model.expert_parallel")
         if cfg.replicas > 1 and cfg.expert_parallel > 1:

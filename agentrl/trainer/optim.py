@@ -115,11 +115,7 @@ def muon(named: Named, cfg: OptimConfig) -> Optimizers:
     return Optimizers(parts, named)
 
 
-OPTIMIZERS: dict[str, Callable[[Named, OptimConfig], Optimizers]] = {
-    "adamw": adamw,
-    "muon": muon,
-    "sgd": sgd,
-}
+OPTIMIZERS: dict[str, Callable[[Named, OptimConfig], Optimizers]] = {"adamw": adamw, "muon": muon, "sgd": sgd}
 
 
 def state_bytes(name: str, parameter: Tensor, cfg: OptimConfig) -> float:

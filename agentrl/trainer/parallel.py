@@ -135,11 +135,7 @@ class Ulysses:
 
 
 def compute_divided(
-    compute: Callable[[Tensor, Any, Tensor], tuple[Tensor, Tensor]],
-    hidden: Tensor,
-    head: Any,
-    targets: Tensor,
-    group: Ulysses,
+    compute: Callable[[Tensor, Any, Tensor], tuple[Tensor, Tensor]], hidden: Tensor, head: Any, targets: Tensor, group: Ulysses
 ) -> tuple[Tensor, Tensor]:
     """Run `compute(hidden [M, E], head, targets [M])` with the tokens divided over a group: two results [M].
 

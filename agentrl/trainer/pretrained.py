@@ -25,15 +25,7 @@ from agentrl.utils.parsing import read_json
 
 PAD = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
-SPECIAL_TOKENS = (
-    PAD,
-    "<|im_start|>",
-    END_OF_TURN,
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-)
+SPECIAL_TOKENS = (PAD, "<|im_start|>", END_OF_TURN, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 VOCABULARY = 400
 
 

@@ -61,13 +61,7 @@ class Publisher:
     """Publisher of the actors' weights to an engine. `route`: the route in use, None before the first publish."""
 
     def __init__(
-        self,
-        actors: WorkerGroup[Actor],
-        engine: Engine,
-        cfg: WeightsConfig,
-        *,
-        offload: bool = False,
-        colocated: bool = False,
+        self, actors: WorkerGroup[Actor], engine: Engine, cfg: WeightsConfig, *, offload: bool = False, colocated: bool = False
     ) -> None:
         """`offload`: offload the actors after each publish. `colocated`: the engine uses the actors' devices, so their caching
         allocators are emptied for it. Raises ConfigError for an engine that cannot be trained."""

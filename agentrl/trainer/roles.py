@@ -33,13 +33,7 @@ if TYPE_CHECKING:
 # Base classes
 
 
-def open_engine(
-    worker: Worker,
-    path: str,
-    model: ModelConfig,
-    max_grad_norm: float = 1.0,
-    role: Role = "policy",
-) -> BaseEngine:
+def open_engine(worker: Worker, path: str, model: ModelConfig, max_grad_norm: float = 1.0, role: Role = "policy") -> BaseEngine:
     """Open the engine of one rank, with a process group if needed.
 
     A single rank in float32 needs none if the engine has the trait "alone". Raises ConfigError for an unknown `model.engine`,
@@ -283,10 +277,7 @@ class Critic(TrainedRole):
 class RewardModel(ModelRole):
     """One rank of a frozen sequence classifier with one label."""
 
-    dispatch_table: ClassVar[dict[str, Strategy]] = {
-        "init_model": Broadcast(),
-        "compute_scores": RowsShard(),
-    }
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"init_model": Broadcast(), "compute_scores": RowsShard()}
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig) -> None:
         """Load the classifier from a folder or hub name. Raises ModelError if it is not a classifier."""

@@ -291,12 +291,7 @@ class ToolServer(LocalServer):
                 else:
                     await JSONResponse({"error": "there is no such episode"}, 404)(scope, receive, send)
 
-        return Starlette(
-            routes=[
-                Route("/t/{secret}/mcp", Mounted()),
-                Route("/t/{secret}/user", self._user, methods=["POST"]),
-            ]
-        )
+        return Starlette(routes=[Route("/t/{secret}/mcp", Mounted()), Route("/t/{secret}/user", self._user, methods=["POST"])])
 
     def _of(self, request: Request) -> ServedEpisode:
         """Return the request's episode. Raises AgentrlError if it has ended."""

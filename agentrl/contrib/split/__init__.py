@@ -153,14 +153,7 @@ def expert_dimension(shape: tuple[int, ...], ep: int, shards: int) -> int | None
 
 # Checks of a model's plans
 
-STYLES = {
-    "colwise",
-    "rowwise",
-    SUMMED,
-    "embedding_rowwise",
-    "colwise_gather_output",
-    "rowwise_split_input",
-}
+STYLES = {"colwise", "rowwise", SUMMED, "embedding_rowwise", "colwise_gather_output", "rowwise_split_input"}
 """Tested styles of tensor-parallel plans."""
 EXPERT_FAMILIES = {
     "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "hy_v3", "laguna", "mellum", "minimax_m2",

@@ -286,10 +286,7 @@ class HeldWorld:
     replays them in another process at its first use: correct only for worlds with fixed time and random numbers."""
 
     def __init__(
-        self,
-        pool: Foreign,
-        begin: tuple[str, Mapping[str, Json]],
-        made: tuple[tuple[str, Mapping[str, Json]], ...] = (),
+        self, pool: Foreign, begin: tuple[str, Mapping[str, Json]], made: tuple[tuple[str, Mapping[str, Json]], ...] = ()
     ) -> None:
         self.pool, self.begin, self.made = pool, begin, list(made)
         self.waits = False

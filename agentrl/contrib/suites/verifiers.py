@@ -43,11 +43,7 @@ def _to_theirs(message: Message) -> dict[str, Any]:
         row["reasoning_content"] = message.reasoning
     if message.tool_calls:
         row["tool_calls"] = [
-            {
-                "id": c.id,
-                "name": c.name,
-                "arguments": c.raw if c.arguments is None else json.dumps(c.arguments),
-            }
+            {"id": c.id, "name": c.name, "arguments": c.raw if c.arguments is None else json.dumps(c.arguments)}
             for c in message.tool_calls
         ]
     if message.role == "tool":
@@ -225,13 +221,7 @@ class VerifiersEnv(ToolEnv):
         said = AssistantMessage.model_validate({**_to_theirs(turn.message)})
         before = state["trajectory"][-1] if state["trajectory"] else None
         history = state["prompt"] if before is None else before["full"]
-        step = {
-            "prompt": history,
-            "completion": [said],
-            "reward": None,
-            "extras": {},
-            "full": [*history, said],
-        }
+        step = {"prompt": history, "completion": [said], "reward": None, "extras": {}, "full": [*history, said]}
         state["trajectory"].append(step)
         if await self.theirs.is_completed(state):
             return [], True

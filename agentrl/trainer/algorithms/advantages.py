@@ -148,10 +148,7 @@ def max_variance(batch: AdvantageInput, *, k: Annotated[int, Field(ge=2)] = 4) -
 
 @ADVANTAGES.register("pass_at_k", needs={"group", "group_over_k"})
 def pass_at_k(
-    batch: AdvantageInput,
-    *,
-    k: Annotated[int, Field(ge=1)] = 4,
-    eps: Annotated[float, Field(ge=0)] = 1e-6,
+    batch: AdvantageInput, *, k: Annotated[int, Field(ge=1)] = 4, eps: Annotated[float, Field(ge=0)] = 1e-6
 ) -> AdvantageOutput:
     """Pass@k: (mean of the maximum over k-subsets with the episode - mean over all k-subsets) / (std + eps).
 

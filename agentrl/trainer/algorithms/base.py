@@ -115,12 +115,7 @@ class Denominators:
 
 
 def aggregate(
-    loss: Tensor,
-    mask: Tensor,
-    offsets: Tensor,
-    mode: Mode,
-    denominators: Denominators,
-    episode_tokens: Tensor | None = None,
+    loss: Tensor, mask: Tensor, offsets: Tensor, mode: Mode, denominators: Denominators, episode_tokens: Tensor | None = None
 ) -> Tensor:
     """Return a part's share of the global mean loss, a scalar; the shares of all parts sum to the mean.
 
