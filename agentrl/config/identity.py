@@ -248,13 +248,8 @@ def changes_below(parts: Collection[str], before: TrainConfig, now: TrainConfig)
     return changes(then, since)
 
 
-def check_same_identity(before: Identity | None, now: Identity, of: str, folder: Path) -> None:
-    """Raise ConfigError if the identity of `folder` is missing or differs from `now`. `of`: its content in that case."""
-    if before is None:
-        raise ConfigError(
-            f"{folder}: it must be assumed to hold {of}: it was written by an older agentrl, which did not record everything "
-            "that an episode depends on; use another --out"
-        )
+def check_same_identity(before: Identity, now: Identity, of: str, folder: Path) -> None:
+    """Raise ConfigError if the identity of `folder` differs from `now`. `of`: its content in that case."""
     if found := differences(before, now):
         raise ConfigError(f"{folder}: it holds {of}: {found}; use another --out")
 

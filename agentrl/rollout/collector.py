@@ -302,8 +302,7 @@ class Collector:
         Raises ConfigError if the checkpoint was written with another sampler.
         """
         self.ledger.load_json(state, groups)
-        if "sampler" in state:  # absent in checkpoints written before samplers had a state
-            self.tasks.load_json(state["sampler"])
+        self.tasks.load_json(state["sampler"])
         complete = self.ledger.complete_groups()
         self._names = {group.index: group.env for group in complete}
         self.stats.load_json(state, self.ledger.version, complete)

@@ -216,16 +216,12 @@ class GroupLedger:
         return [e.group for e in self._entries.values() if e.group is not None]
 
     def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
-        """Restore the state of `to_json`. `groups`: result of `complete_groups`, unless an older checkpoint's state contains it.
-
-        Raises ValueError if `groups` are not those of `state`.
-        """
+        """Restore the state of `to_json`. `groups`: result of `complete_groups`. Raises ValueError if they are not of `state`."""
         self.version, self.total = state["version"], state["next"]
         self._again = list(state["again"])
         self._past = Counter({GroupState(name): count for name, count in state["past"].items()})
         rows = state["complete"]
-        whole = [Group.from_json(row) for row in rows if "trajectories" in row]
-        given = {group.index: group for group in (whole or groups)}
+        given = {group.index: group for group in groups}
         if set(given) != {row["index"] for row in rows}:
             raise ValueError(f"expected complete groups {sorted(row['index'] for row in rows)}, got {sorted(given)}")
         self._entries = {row["index"]: GroupEntry(row["index"], row["born"], row["born"]) for row in rows}

@@ -393,7 +393,7 @@ class RolloutJob:
         note, path = request.note, self.file
         if (before := stored_object(note, OTHER_OUT)) is not None:
             kind = "an evaluation" if purpose == "eval" else "a rollout"
-            check_same_identity(before.get("identity"), identity, f"{kind} of something else ({note})", request.out)
+            check_same_identity(before.get("identity") or {}, identity, f"{kind} of something else ({note})", request.out)
         elif path.exists():
             raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []

@@ -119,12 +119,12 @@ def test_all_that_differs_is_named_and_what_cannot_matter_may_differ(capsys: pyt
         assert len(server.requests) == asked
 
 
-def test_a_folder_of_an_older_version_is_not_gone_on_with(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_an_identity_is_not_gone_on_with(capsys: pytest.CaptureFixture[str]) -> None:
     with Loopback(solve) as server:
         assert evaluate(server) == 0
         Path("out/eval.json").write_text(json.dumps({"env": {"id": "key_value"}, "model": "api:openai/test"}))
         assert evaluate(server) == 2
-        refused(capsys, "out/eval.json", "an older agentrl", "another --out")
+        refused(capsys, "out/eval.json", "env.id was unset", "another --out")
 
 
 @pytest.mark.parametrize(("override", "difference"), [
