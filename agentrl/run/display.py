@@ -179,7 +179,6 @@ _PLAIN_EVERY_S = 5.0
 _PLAIN_MAX_S = 40.0
 """Maximum seconds between plain lines about one activity; the pause between them doubles up to it."""
 _BEAT_S = 1.0
-_PER_SECOND = 4
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 _CLOSED = "agentrl: the reader of this output has closed it (`| head`), so the command ends; write to a file instead, `> log`"
@@ -217,7 +216,7 @@ class Display:
 
     def __enter__(self) -> Display:
         if self._wanted:
-            self._live = Live(get_renderable=self._frame, console=self.console, refresh_per_second=_PER_SECOND, transient=True)
+            self._live = Live(get_renderable=self._frame, console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
         self._thread = threading.Thread(target=self._beats, daemon=True, name="agentrl-display")
         self._thread.start()

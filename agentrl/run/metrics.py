@@ -22,9 +22,8 @@ PHASES = {
     "heldout": "its held-out examples, before the first step, every `eval.every` steps, and after the last",
 }
 _PLAYED = ("gate", "before", "train", "eval", "after")
-_HELD = ("gate", "before", "eval", "after")
-_TRAIN = ("train",)
 _DATA = ("data", "heldout")
+_STEPS = ("train", "sft", "data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class MetricInfo:
     name: str
     unit: str
     meaning: str
-    phases: tuple[str, ...] = _TRAIN
+    phases: tuple[str, ...] = ("train",)
     per_env: bool = False
 
 
@@ -103,7 +102,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("loss", "loss", "mean over the optimizer steps of the loss; supervised: cross entropy per assistant token, in "
             "nats; of pairs: their mean", ("train", "sft", "data", "heldout")),
         MetricInfo("grad_norm", "norm", "L2 norm of the gradient before clipping, mean over the optimizer steps that were "
-            "taken", ("train", "sft", "data")),
+            "taken", _STEPS),
         MetricInfo("lr", "1", "learning rate of this update (`optim.lr` times its schedule)", ("train", "data")),
         MetricInfo("lr_factor", "1", "learning rate of the supervised step over `sft.lr`", ("sft",)),
         MetricInfo("entropy", "nats", "of the policy at the rollout's temperature, mean over computed, trained tokens"),
@@ -117,21 +116,21 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("kl_reward", "nats", "the same of the proximal policy, over all sampled tokens (`algorithm.kl.where`)"),
         MetricInfo("kl_coef", "1", "coefficient of the KL penalty (adaptive with `algorithm.kl.target`)"),
         MetricInfo("tokens_trained", "tokens", "tokens that the denominators count: sampled, and not rejected by a correction",
-            ("train", "sft", "data")),
+            _STEPS),
         MetricInfo("tokens_computed", "tokens", "of these, computed (in every epoch): without rows that cannot have a gradient"),
         MetricInfo("episodes_trained", "episodes", "episodes that the denominators count"),
         MetricInfo("minibatches", "steps", "minibatches of the update"),
         MetricInfo("optimizer_steps", "steps", "optimizer steps that were taken; a minibatch without a gradient takes none",
-            ("train", "sft", "data")),
+            _STEPS),
         MetricInfo("skipped_optimizer_steps", "steps", "steps that were skipped because a loss or gradient was not "
-            "finite", ("train", "sft", "data")),
+            "finite", _STEPS),
         MetricInfo("gpu/memory_gib", "GiB", "on GPUs: peak memory of a training process's tensors in the update, of the fullest "
-            "card", ("train", "sft", "data")),
+            "card", _STEPS),
         MetricInfo("gpu/tokens_per_s", "tokens/s", "on GPUs: tokens of trained rows, prompts included, per second of the update "
-            "and rank", ("train", "sft", "data")),
+            "and rank", _STEPS),
         MetricInfo("gpu/mfu", "share", "model FLOPs utilization, in bfloat16 on cards of known peak: FLOPs of forward and "
             "backward passes (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) over the cards' peak by data sheet; not "
-            "with shared prefixes", ("train", "sft", "data")),
+            "with shared prefixes", _STEPS),
         MetricInfo("skipped_steps", "0 or 1", "1: nothing was trained, because a number in the batch was not finite"),
         MetricInfo("transcripts_skipped", "transcripts", "teacher transcripts that were too long, since the start", ("sft",)),
         MetricInfo("prefix_ratio", "1", "tokens of the computed rows per token that went through the model"),
@@ -237,7 +236,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("time/update_s", "s", "advantages and updates of all roles"),
         MetricInfo("time/publish_s", "s", "publishing the weights to the engine"),
         MetricInfo("time/data_s", "s", "a step on data", ("data",)),
-        MetricInfo("time/eval_s", "s", "the evaluation", _HELD),
+        MetricInfo("time/eval_s", "s", "the evaluation", ("gate", "before", "eval", "after")),
         MetricInfo("time/episode_s", "s", "an episode from its setup to its end, without scoring, mean", _PLAYED),
         MetricInfo("time/episode_max_s", "s", "the longest one", _PLAYED),
         MetricInfo("time/episode_engine_s", "s", "of an episode, waiting for the engine, mean", _PLAYED),

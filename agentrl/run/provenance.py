@@ -187,13 +187,8 @@ def updates_done(folder: RunFolder) -> int:
 
 # Models of a run
 
-_UNSAFE = re.compile(r"[^\w.-]+")
-_COMMON_NAMES = ("final", "warm_start", "model")
-_STEP = re.compile(r"step_\d+")
-_MAX_LABEL = 80
 _MODEL = ("model.path", "the files of model.path", "model.init", "model.lora")
 _OF_MODEL = tuple(f"{key}." for key in _MODEL)
-_MAX_PARENTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,17 +271,17 @@ def model_label(model: str) -> str:
     """Make a model's name for file names: the last part of a path, with the run's name if every run has that part."""
     parts = list(Path(model).absolute().parts[1:]) if Path(model).exists() else [model]
     kept = parts[-1:]
-    while len(kept) < len(parts) and (kept[0] in (*_COMMON_NAMES, "exports", "checkpoints") or _STEP.fullmatch(kept[0])):
+    while len(kept) < len(parts) and re.fullmatch(r"final|warm_start|model|exports|checkpoints|step_\d+", kept[0]):
         kept = parts[-len(kept) - 1 :]
     words = [part for part in kept if part not in ("exports", "checkpoints")]
-    return _UNSAFE.sub("_", "_".join(words)).strip("._")[-_MAX_LABEL:] or "model"
+    return re.sub(r"[^\w.-]+", "_", "_".join(words)).strip("._")[-80:] or "model"
 
 
 def model_note(start: RunStart) -> str | None:
     """Warn if a model in a run's folder is evaluated with other settings than the run's own evaluations; else None."""
     model = str(start.config.model.path)
     path = Path(model).absolute()
-    for above in list(path.parents)[:_MAX_PARENTS] if path.is_dir() else []:
+    for above in path.parents[:3] if path.is_dir() else ():
         if not ((above / "config.toml").is_file() and (above / FILE).is_file()):
             continue
         run = Provenance(RunFolder(above), start.config)

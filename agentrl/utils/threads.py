@@ -24,7 +24,6 @@ from agentrl.utils.errors import AgentrlError, HungError, fault_text, is_from_ou
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-Lock = TypeVar("Lock")
 
 Purpose = Literal["batch", "engine", "files", "load", "sandbox", "text", "update", "weights"]
 _FEW: dict[Purpose, int] = {"batch": 1, "files": 2, "load": 2}
@@ -39,7 +38,6 @@ _IDLE_S = 10.0  # then an idle thread ends, unless it is the last
 
 MOST_ABANDONED = 256
 """Running abandoned threads of one name from which further calls of that name are refused."""
-
 
 _INHERITED: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
 
@@ -57,7 +55,7 @@ def after_fork(held: T, renew: Callable[[T], object]) -> T:
 os.register_at_fork(after_in_child=lambda: [renew(held) for held, renew in list(_INHERITED.items())])
 
 
-def fork_safe(lock: Lock) -> Lock:
+def fork_safe(lock: T) -> T:
     """Make a lock (`threading.Lock()` or `RLock()`) free in a forked process, unless the forking thread holds it."""
     return after_fork(lock, _free)
 

@@ -163,12 +163,10 @@ def _with_unit(bare: str) -> Read | None:
     if first.lower() in NAMES or (unit["words"] and not words[:1].isspace() and _is_product(words.replace(" ", ""))):
         return _expression(bare)  # 2 sin x, 3xyz
     parts = words.replace(".", " ").split()
-    if _NO_UNIT.intersection(map(str.lower, parts)) or re.search(rf"\b{MAGNITUDE}|\d", words):
+    changes = _NO_UNIT.intersection(map(str.lower, parts)) or re.search(rf"\b{MAGNITUDE}|\d", words)
+    letters = unit[2] is None and not all(len(part) > 2 or part in _SHORT_UNITS for part in parts)
+    if changes or letters or (unit["raised"] and not words):  # the last: a power
         return _expression(bare)
-    if unit[2] is None and not all(len(part) > 2 or part in _SHORT_UNITS for part in parts):
-        return _expression(bare)
-    if unit["raised"] and not words:
-        return _expression(bare)  # a power
     found = _expression(bare[: unit.start()].strip())
     scale = (unit["degree"] or "")[-1:] if not words else ""
     name = words + scale * (scale in "CFK") + "".join(filter(str.isdigit, (unit["raised"] or "").translate(_HIGH)))

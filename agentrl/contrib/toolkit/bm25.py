@@ -26,7 +26,8 @@ def words(text: str) -> list[str]:
 class Bm25:
     """Rank N `texts` for a query. Read-only once built, so episodes may share it."""
 
-    def __init__(self, texts: Sequence[str], *, k1: float = 1.2, b: float = 0.75) -> None:
+    def __init__(self, texts: Sequence[str]) -> None:
+        k1, b = 1.2, 0.75
         counts = [Counter(words(text)) for text in texts]
         lengths = np.array([sum(count.values()) for count in counts], dtype=np.float64)
         self._size = len(texts)

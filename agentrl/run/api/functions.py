@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from agentrl.config import TrainConfig
 from agentrl.config.envs import entry_of
@@ -53,8 +53,7 @@ class EvalReport:
     @property
     def reward(self) -> float | None:
         """Mean reward of the scored episodes; None if there are none."""
-        found: float | None = self.report["reward"]
-        return found
+        return cast("float | None", self.report["reward"])
 
     def __repr__(self) -> str:
         shown = "unknown" if self.success is None else f"{self.success:.3f}"
