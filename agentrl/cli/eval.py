@@ -68,7 +68,6 @@ def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, fold
 
 
 def _policy(name: str) -> str:
-    """Return the model name of a scripted policy."""
     from agentrl.engines.makers import POLICY
 
     return POLICY + name

@@ -331,7 +331,6 @@ def _short(value: Any, limit: int = 80) -> str:
 
 
 def _suggest(name: Any, known: Iterable[Any]) -> str:
-    """Return a "did you mean" hint and the list of known names."""
     options = list(known)
     listed = ", ".join("null" if item is None else str(item) for item in options)
     return f"{did_you_mean(name, options)} known: {listed}".lstrip()

@@ -164,7 +164,6 @@ class RolloutStats:
             )
 
     def _count_unscored(self, trajectory: Trajectory) -> None:
-        """Count an attempt without a score."""
         cause = unscored_cause(trajectory)
         self._faults[cause] += 1
         self.faults[cause] += 1

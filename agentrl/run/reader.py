@@ -260,7 +260,6 @@ def find_runs(folder: Path, depth: int = 3) -> list[RunRecord]:
 
 @contextmanager
 def _name_damaged(path: Path) -> Iterator[None]:
-    """Turn an OSError or ValueError of reading into RunFolderError with the path."""
     try:
         yield
     except (OSError, ValueError) as problem:

@@ -447,7 +447,6 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
 async def _make_collector(
     config: TrainConfig, parts: Assembly, learner: Learner, watching: Callbacks, display: Display
 ) -> Collector:
-    """Make the collector, with the pools of the trained environments filled."""
 
     async def on_group(group: Group) -> None:
         for hook in learner.hooks.values():

@@ -349,7 +349,6 @@ class LoopWatchdog:
         self._reported: set[tuple[str, str]] = set()
 
     def __enter__(self) -> LoopWatchdog:
-        """Start watching the running loop, unless the limit is 0."""
         if self.limit > 0:
             self._loop = asyncio.get_running_loop()
             ident, native = threading.get_ident(), threading.get_native_id()
@@ -358,7 +357,6 @@ class LoopWatchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop watching; keep the counts."""
         self._stopped.set()
         self._turned.set()  # the watchdog may be waiting for the loop, which runs in this thread
         if self._thread is not None:
@@ -410,7 +408,6 @@ class LoopWatchdog:
         self._turned.set()
 
     def _count(self, seconds: float, looks: _StackSamples) -> None:
-        """Count a block, and report its place once."""
         if self._stopped.is_set() or seconds < self.limit:
             return
         block = looks.block(seconds)

@@ -150,5 +150,4 @@ def count_text(counts: dict[str, int]) -> str:
 
 
 def _totals(results: Sequence[FileResult]) -> dict[str, int]:
-    """Count the tests per outcome, over all files."""
     return dict(sum((result.counts for result in results), Counter[str]()))

@@ -313,7 +313,6 @@ def _read_image(data: bytes, size: str) -> Image | str:
 
 
 def _is_text(kind: str) -> bool:
-    """Return True for media types of text files."""
     names = ("json", "xml", "yaml", "toml", "javascript", "typescript", "sql", "csv", "x-sh", "x-yaml", "x-python", "x-ndjson")
     return kind.startswith("text/") or kind.endswith(("+json", "+xml", "+yaml")) or kind in {f"application/{n}" for n in names}
 

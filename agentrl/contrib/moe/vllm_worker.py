@@ -48,7 +48,6 @@ class _Watched:
             runner.execute_model = self.execute_model
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step and record its choices."""
         self.settle()
         self.log.end(sorted(scheduler_output.finished_req_ids))
         out = self.step(scheduler_output, *args, **kwargs)

@@ -138,7 +138,6 @@ class ContainerSandbox(Sandbox):
             await self._provider.control(["exec", self.name, "sh", "-c", "kill -9 -1"])
 
     def _alive(self) -> None:
-        """Raise SandboxError if the container is gone."""
         if self._main is None or self._main.returncode is not None:
             raise SandboxError(f"the container {self.name or '(stopped)'} of {self._provider.name} is gone")
 

@@ -93,7 +93,6 @@ def _call(row: dict[str, Any]) -> ToolCall:
 
 
 def _rows(build: Callable[[], ToolEnv], tasks: int, split: str) -> Any:
-    """A dataset of the opening messages of seeds 0..tasks-1."""
     from datasets import Dataset
 
     env = build()

@@ -134,7 +134,6 @@ def _copy(image: bytes) -> sqlite3.Connection:
 
 
 def _count_generated(connection: sqlite3.Connection) -> int:
-    """Return the number of generated columns."""
     asked = "SELECT count(*) FROM sqlite_master AS t, pragma_table_xinfo(t.name) AS c WHERE t.type = 'table' AND c.hidden > 1"
     return int(connection.execute(asked).fetchone()[0])
 

@@ -231,7 +231,6 @@ class Profile:
             self._begun = now()
 
     def _path(self) -> Path:
-        """Return the timeline's path without its suffix."""
         return self._folder / f"step_{self._step:06d}"
 
     async def end(self) -> None:

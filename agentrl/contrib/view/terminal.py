@@ -154,7 +154,6 @@ def episode_text(row: Mapping[str, Json]) -> RenderableType:
 
 
 def _script(row: Mapping[str, Json]) -> list[RenderableType]:
-    """Format the opening, the policy's turns, and the user's calls and messages between them."""
     found: list[RenderableType] = []
     turns = list(row["turns"])
     messages = row["messages"] or []

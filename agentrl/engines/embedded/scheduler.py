@@ -352,7 +352,6 @@ class Batcher:
         sequence.pool.free.append(sequence.slot)
 
     def _draw(self, ready: list[Request], logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        """Draw a token for each request. Returns ids and log probabilities."""
         device, options = logits.device, list[tuple[float, int, float, float]]()
         masks: npt.NDArray[np.bool_] | None = None
         for row, request in enumerate(ready):

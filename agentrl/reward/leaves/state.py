@@ -131,7 +131,6 @@ class RoundTexts(NamedTuple):
 
 
 def _texts(record: Trajectory, course: EpisodeRounds) -> list[RoundTexts]:
-    """List the texts of each round."""
     found: list[RoundTexts] = []
     inside: list[Text] = []
     for turn, said, now, after in zip(record.turns, course.said, course.rounds, (*course.rounds[1:], None), strict=False):
@@ -239,7 +238,6 @@ def _by_hash(found: FrozenState, wanted: FrozenState) -> Reading:
 
 
 def _without(value: Json, ignore: list[tuple[str, ...]]) -> Json:
-    """Remove the parts at the pointers."""
     if not ignore or not isinstance(value, (Mapping, list, tuple)):
         return value
     here = {tokens[0] for tokens in ignore if len(tokens) == 1}

@@ -105,7 +105,6 @@ class Channel(asyncio.Protocol):
                 answer.set_exception(error)
 
     def _receive(self, kind: str, fields: Fields) -> None:
-        """Handle a frame of the peer."""
         if not self.trusted or kind not in ("call", "cancel", "answer"):
             return self.on[kind](fields)
         number = fields["id"]
