@@ -91,7 +91,17 @@ def check_join(address: str, key: str = "cluster.address") -> None:
     A Ray client server ("ray://host:port") only has to accept a connection.
     """
     if address == "auto":
-        address = _resolve_auto()
+        # The address that Ray uses: RAY_ADDRESS, or the cluster with processes on this machine.
+        from ray._private.services import canonicalize_bootstrap_address
+
+        try:
+            address = str(canonicalize_bootstrap_address("auto"))
+        except ConnectionError:
+            raise ResourceError(
+                "cluster.address = 'auto': no Ray runs on this machine. Start one here (ray start --head, or ray start "
+                '--address=HEAD:6379), give the head\'s address, or set cluster.address = "" for this machine alone; a run for '
+                "another machine is planned with --dry-run --gpu-memory GIB --nodes 4x8"
+            ) from None
     elsewhere = " (of the environment; unset it to run on this machine alone)" if key == "RAY_ADDRESS" else ""
     given = f"{key} = {address!r}{elsewhere}"
     host, _, port = address.removeprefix(CLIENT).rpartition(":")
@@ -127,20 +137,6 @@ def check_join(address: str, key: str = "cluster.address") -> None:
         )
     # Not an authentication error: let Ray connect and report the problem, if there is one.
     log.warning("asking the head at %s whether it can be joined failed: %s", address, asked.stderr.strip()[-500:])
-
-
-def _resolve_auto() -> str:
-    """Return the address that Ray uses for "auto": RAY_ADDRESS, or the cluster with processes on this machine."""
-    from ray._private.services import canonicalize_bootstrap_address
-
-    try:
-        return str(canonicalize_bootstrap_address("auto"))
-    except ConnectionError:
-        raise ResourceError(
-            "cluster.address = 'auto': no Ray runs on this machine. Start one here (ray start --head, or ray start "
-            '--address=HEAD:6379), give the head\'s address, or set cluster.address = "" for this machine alone; a run for '
-            "another machine is planned with --dry-run --gpu-memory GIB --nodes 4x8"
-        ) from None
 
 
 # Vital processes of a local Ray
@@ -548,7 +544,6 @@ def exit_message(text: str) -> Iterator[None]:
 
 
 def _brief_keeper() -> None:
-    """Send the keeper its current message."""
     if _local_ray is not None and _local_ray.keeper is not None and _local_ray.keeper.stdin is not None:
         with suppress(BrokenPipeError):  # it was killed
             _local_ray.keeper.stdin.write(f"{' '.join(_exit_message.splitlines()) or ' '}\n".encode())

@@ -509,9 +509,9 @@ def check_all(
     return [found[name] for name in checks]
 
 
-def limit_to(subject: Subject, seconds: float = 30.0) -> Subject:
-    """Reduce tasks and inputs if episodes start programs, so that all checks take about `seconds`. Raises EnvError if an episode
-    does not start."""
+def limit_to(subject: Subject) -> Subject:
+    """Reduce tasks and inputs if episodes start programs, so that all checks take about 30 s. Raises EnvError if an episode does
+    not start."""
     env = subject.build()
     if not env.has_sources:
         return subject
@@ -520,7 +520,7 @@ def limit_to(subject: Subject, seconds: float = 30.0) -> Subject:
     tools = max(1, len(env.toolbox))
     env.close()
     # About 30 episodes are played for any number of tasks, and 20 more per task.
-    episodes = seconds / (time.perf_counter() - began)
+    episodes = 30.0 / (time.perf_counter() - began)
     tasks = max(1, min(subject.tasks, int((episodes - 30) / 20)))
     fuzz = subject.fuzz if tasks == subject.tasks else min(subject.fuzz, max(9, 100 // tools))
     return replace(subject, tasks=tasks, fuzz=fuzz, light=True)

@@ -232,9 +232,6 @@ class MessagesSpace(gymnasium.Space[Observation]):
 
     is_np_flattenable = False  # type: ignore[assignment]
 
-    def __init__(self, seed: int | np.random.Generator | None = None) -> None:
-        super().__init__(None, None, seed)
-
     def contains(self, x: Any) -> bool:
         return isinstance(x, list) and all(isinstance(item, Message) for item in x)
 
@@ -266,8 +263,8 @@ class ToolCallSpace(gymnasium.Space[Action]):
 
     is_np_flattenable = False  # type: ignore[assignment]
 
-    def __init__(self, toolbox: Toolbox, seed: int | np.random.Generator | None = None) -> None:
-        super().__init__(None, None, seed)
+    def __init__(self, toolbox: Toolbox) -> None:
+        super().__init__()
         self._toolbox: Toolbox | None = toolbox
         self._frozen: list[dict[str, Json]] = []
 

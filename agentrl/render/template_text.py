@@ -125,7 +125,12 @@ class TemplateText:
         moment = datetime.combine(day or date.today(), time.min)
         given = {"strftime_now": moment.strftime} | ({"date_string": moment.strftime("%d %b %Y")} if day else {})
         self._dates = {name: value for name, value in given.items() if name in str(tokenizer.chat_template)}
-        self.codec = Codec(tokenizer, _sample_text(tokenizer))
+        plain = ""  # messages that show control tokens which a template composes: '<|' + role + '|>'
+        for roles in ("system user", "user assistant user", "user assistant tool"):
+            rows = [{"role": role, "content": "Text"} for role in roles.split()]
+            with suppress(Exception):  # as in `render`
+                plain += str(tokenizer.apply_chat_template(rows, add_generation_prompt=True, tokenize=False))
+        self.codec = Codec(tokenizer, plain)
         self.form = Form()
         self.advice = advice(tokenizer)
         # Longest first: of two tokens with the same beginning, the pattern must match the one that the tokenizer would.
@@ -249,16 +254,6 @@ class TemplateText:
         elif reasoning is not None and form.reasoning != "none":
             row[form.reasoning] = reasoning
         return row
-
-
-def _sample_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Render plain messages, to find control tokens that a template composes: '<|' + role + '|>'."""
-    text = ""
-    for roles in ("system user", "user assistant user", "user assistant tool"):
-        rows = [{"role": role, "content": "Text"} for role in roles.split()]
-        with suppress(Exception):  # as in `render`
-            text += str(tokenizer.apply_chat_template(rows, add_generation_prompt=True, tokenize=False))
-    return text
 
 
 def short_id(call_id: str, turn: int = 0) -> str:

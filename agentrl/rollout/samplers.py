@@ -129,11 +129,6 @@ SHOWN = 16
 """Largest number of arms that the metrics report one by one; with more, only aggregates."""
 
 
-def arm_name(params: Mapping[str, Any]) -> str:
-    """Format environment parameters as a canonical name, such as `calls=[2, 4],keys=9`."""
-    return ",".join(f"{key}={json.dumps(value)}" for key, value in sorted(params.items()))
-
-
 def pick_arm(weights: Sequence[float], point: float) -> int:
     """Return the arm at `point` of [0, 1) when the weights' shares are laid end to end."""
     ends = list(itertools.accumulate(weights))
@@ -251,7 +246,8 @@ class SuccessWeightedSampler(TaskSampler):
                 "rollout.sampler 'success_weighted': set one of args.buckets (parameters of the environment, a list) and "
                 "args.pool (a number of tasks)"
             )
-        self._begin([arm_name(params) for params in self.buckets])
+        # Canonical names, such as `calls=[2, 4],keys=9`.
+        self._begin([",".join(f"{key}={json.dumps(value)}" for key, value in sorted(one.items())) for one in self.buckets])
         if len(set(self._arms)) < len(self._arms):
             raise ConfigError("rollout.sampler 'success_weighted': two of args.buckets are the same")
 

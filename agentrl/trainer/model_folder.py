@@ -346,7 +346,6 @@ def convert_gguf(
     DependencyError without the package gguf, ModelError for a damaged file or an unknown architecture, ConfigError for an invalid
     chat template.
     """
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file = Path(file)

@@ -35,15 +35,11 @@ def did_you_mean(
 ) -> str:
     """Format a hint for a misspelled `word`: "did you mean 'x'?" with up to `most` similar names of `known`, formatted by `show`;
     `otherwise` if none has a difflib ratio of at least `like`."""
-    near = _nearest(str(word), {str(item) for item in known}, most, like)
-    return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
-
-
-def _nearest(word: str, known: Iterable[str], most: int, like: float) -> list[str]:
-    """Compute `difflib.get_close_matches` several times as fast: an upper bound from letter counts rules out most words."""
-    matcher, letters, found = difflib.SequenceMatcher(b=word), Counter(word), list[tuple[float, str]]()
-    sized = [(len(item) + len(word), item) for item in known]
-    sized = [(both, item) for both, item in sized if 2 * min(len(item), len(word)) >= like * both > 0]
+    # `difflib.get_close_matches`, several times as fast: an upper bound from letter counts rules out most words.
+    text = str(word)
+    matcher, letters, found = difflib.SequenceMatcher(b=text), Counter(text), list[tuple[float, str]]()
+    sized = [(len(item) + len(text), item) for item in {str(item) for item in known}]
+    sized = [(both, item) for both, item in sized if 2 * min(len(item), len(text)) >= like * both > 0]
     bounds = [(2 * sum(min(item.count(one), many) for one, many in letters.items()) / both, item) for both, item in sized]
     for bound, item in sorted(bounds, reverse=True):
         if bound < like:
@@ -52,7 +48,7 @@ def _nearest(word: str, known: Iterable[str], most: int, like: float) -> list[st
         if (ratio := matcher.ratio()) >= like:
             found = sorted([*found, (ratio, item)], reverse=True)[:most]
             like = found[-1][0] if len(found) == most else like
-    return [item for _, item in found]
+    return f"did you mean {' or '.join(show(item) for _, item in found)}?" if found else otherwise
 
 
 def hint_text(word: object, known: Iterable[object], *, show: Callable[[str], str] = repr) -> str:

@@ -92,13 +92,24 @@ class SandboxPool:
                 await asyncio.shield(self.release(taken))
                 raise
         else:
-            await self._slot()
+            if self.full and self._idle:  # a warm sandbox is stopped to make room
+                await self.release(self._idle.popleft()[1])
+            self._waiting += 1
+            try:
+                await self._slots.acquire()
+            finally:
+                self._waiting -= 1
             try:
                 taken = await self.provider.start(spec, snapshot)
             except BaseException:
                 self._slots.release()
                 raise
-        self._refill(key, spec.empty())
+        # Start missing warm sandboxes in the background.
+        there = sum(kind == key for kind, _ in self._idle) + len(self._refills)
+        for _ in range(self.warm - there):
+            task = self._loop.create_task(self._start_ahead(key, spec.empty()))
+            self._refills.add(task)
+            task.add_done_callback(self._refills.discard)
         return taken
 
     async def release(self, sandbox: Sandbox) -> None:
@@ -123,24 +134,6 @@ class SandboxPool:
             await self.release(self._idle.pop()[1])
 
     # -- inside ------------------------------------------------------------------------------------
-
-    async def _slot(self) -> None:
-        """Wait for a free slot; a warm sandbox is stopped to make room."""
-        if self.full and self._idle:
-            await self.release(self._idle.popleft()[1])
-        self._waiting += 1
-        try:
-            await self._slots.acquire()
-        finally:
-            self._waiting -= 1
-
-    def _refill(self, key: str, spec: SandboxSpec) -> None:
-        """Start missing warm sandboxes in the background."""
-        there = sum(kind == key for kind, _ in self._idle) + len(self._refills)
-        for _ in range(self.warm - there):
-            task = self._loop.create_task(self._start_ahead(key, spec))
-            self._refills.add(task)
-            task.add_done_callback(self._refills.discard)
 
     async def _start_ahead(self, key: str, spec: SandboxSpec) -> None:
         if self.full:

@@ -110,9 +110,9 @@ class Pool:
 class Slots:
     """All pools under one memory limit."""
 
-    def __init__(self, shape: KvShape, max_context: int, limit_bytes: int, smallest: int = 128) -> None:
+    def __init__(self, shape: KvShape, max_context: int, limit_bytes: int) -> None:
         self.limit = limit_bytes
-        sizes = [smallest]
+        sizes = [128]
         while sizes[-1] < max_context:
             sizes.append(sizes[-1] * 2)
         sizes[-1] = max_context
@@ -283,7 +283,6 @@ class Cascade:
         return split.transpose(1, 2).reshape(len(self.leaders) * heads, -1, n)
 
     def _ungroup(self, groups: Tensor, shape: torch.Size) -> Tensor:
-        """Invert `_regroup`."""
         heads, queries = shape[1:3]
         by_head = groups.view(len(self.leaders), heads, -1, queries, groups.shape[-1]).transpose(1, 2)
         if self.members is None:

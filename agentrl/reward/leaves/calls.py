@@ -287,7 +287,15 @@ class CallsMatch(Leaf):
         if self.credit == "all":
             # A sum of quotients may be just below 1.
             value = 1.0 if value >= 1.0 - 1e-9 else 0.0
-        shares = _shares(view, made, pairs, credits, size) if size and self.spreads(self.args) else None
+        shares: dict[int, float] | None = None  # of each turn: the credit of its calls' pairs
+        if size and self.spreads(self.args):
+            # A gold call is in at most one pair, so repeating a call earns nothing. User calls before the first turn belong to
+            # that turn, as in `View.made`.
+            shares = {}
+            for (i, _), earned in zip(pairs, credits, strict=True):
+                if earned and view.turns:
+                    number = max(made[i].turn.index, view.turns[0].index)
+                    shares[number] = shares.get(number, 0.0) + earned / size
         paired_made, paired_gold = {i for i, _ in pairs}, {j for _, j in pairs}
         evidence = {
             "made": len(made),
@@ -381,14 +389,3 @@ def _credits(rule: CallRule, part: bool, calls: Sequence[ToolCall], wanted: Sequ
     if alone or len(calls) * len(wanted) < assign.MANY or any(other.compare is not None for other in wanted):
         return [[rule.part(call, other) if part else float(rule.full(call, other)) for other in wanted] for call in calls]
     return parts(calls, wanted, rule) if part else parts(calls, wanted, rule) == 1.0
-
-
-def _shares(view: View, made: Sequence[Made], pairs: assign.Pairs, credits: Sequence[float], size: int) -> dict[int, float]:
-    """Compute each turn's share of the value: the credit of its calls' pairs. A gold call is in at most one pair, so repeating a
-    call earns nothing. User calls before the first turn belong to that turn, as in `View.made`."""
-    shares: dict[int, float] = {}
-    for (i, _), credit in zip(pairs, credits, strict=True):
-        if credit and view.turns:
-            turn = max(made[i].turn.index, view.turns[0].index)
-            shares[turn] = shares.get(turn, 0.0) + credit / size
-    return shares

@@ -353,7 +353,12 @@ class WorkerPool(Player):
         key, task = job.spec.key, (job.env, job.spec.split, job.spec.task_seed)
         most = self._envs[job.env].limits.max_episode_tokens
         while True:
-            ready = await self._ready_workers(key, watch)
+            while not (ready := [worker for worker in self.workers if worker.settled.done()]):
+                starting = any(not worker.settled.done() for worker in self.workers)
+                if self._closing or not (self._starting or starting or self._processes.expects_more()):
+                    raise WorkerDiedError("no rollout worker is left: " + ("; ".join(self._deaths) or "the pool is closed"))
+                with watch.waits(key, lambda: "a rollout worker; none is up"):
+                    await self._changed.wait()
             need = Need(key, 0, 1.0, lambda: ())  # workers with a shared cache: each episode is a load of one
             if self._processes.caches:  # estimated from earlier episodes: prompt length, and tokens sampled after it
                 need = Need(key, self._prompt_tokens, self._router.forecast(most), lambda: [task], self._prompt_tokens)
@@ -385,16 +390,6 @@ class WorkerPool(Player):
         first = trajectory.turns[0].prompt_tokens
         self._prompt_tokens += round((first - self._prompt_tokens) / 8)
         return max(sum(len(ledger) for ledger in trajectory.ledgers) - first, 0)
-
-    async def _ready_workers(self, key: str, watch: Watch) -> list[RemoteWorker]:
-        """Wait for workers that take jobs and return them. Raises WorkerDiedError once none can come."""
-        while not (ready := [worker for worker in self.workers if worker.settled.done()]):
-            starting = any(not worker.settled.done() for worker in self.workers)
-            if self._closing or not (self._starting or starting or self._processes.expects_more()):
-                raise WorkerDiedError("no rollout worker is left: " + ("; ".join(self._deaths) or "the pool is closed"))
-            with watch.waits(key, lambda: "a rollout worker; none is up"):
-                await self._changed.wait()
-        return ready
 
     # -- numbers -----------------------------------------------------------------------------------
 
