@@ -408,7 +408,7 @@ def test_a_closed_session_says_so_and_a_folder_goes_on(tmp_path: Path) -> None:
     one.close()
     one.close()
     for call in (
-        lambda: one.policy,
+        lambda: one.policy.version,
         lambda: trainer.publish(),
         lambda: trainer.forward_backward(batch),
         lambda: policy.sample("x"),

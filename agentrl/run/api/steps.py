@@ -55,7 +55,7 @@ from agentrl.utils.threads import in_thread
 FIRST = 2**30
 """Number of the first manually played group, above those of a run's ledger."""
 NUMBERS = "session"
-"""Name of `Numbers` among the learner's hooks, and in checkpoints."""
+"""Key of `Numbers` among hooks and in checkpoints."""
 
 Prompt = str | Sequence[Message | Mapping[str, Any]] | Sequence[int]
 
@@ -336,49 +336,27 @@ class _Closed:
 class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["StepLoop"]):
     """Opened session: `policy` samples, `trainer` trains; `close` (or the end of a `with`) frees everything.
 
-    `folder`: path of its model and checkpoints.
+    `folder`: path of its model and checkpoints. `session`: live parts of the run, as in `run/loop.py`.
     """
 
     def __init__(self, session: Session, run_log: RunLog, held: ExitStack) -> None:
-        self._session, self._run_log, self._held = session, run_log, held
+        self.session, self._run_log, self._held = session, run_log, held
         self._closed = False
         self.config = session.config
         self.folder: Path = session.folder.path
-        self._trainer = Trainer(session)
-        self._policy = LivePolicy(session, self._trainer)
-
-    @property
-    def policy(self) -> LivePolicy:
-        """Sampler of prompts, episodes and evaluations."""
-        self._check_open()
-        return self._policy
-
-    @property
-    def trainer(self) -> Trainer:
-        """Trainer: batches, gradients, optimizer steps, publishing."""
-        self._check_open()
-        return self._trainer
-
-    @property
-    def session(self) -> Session:
-        """Live parts of the run, as in `run/loop.py`."""
-        self._check_open()
-        return self._session
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StepOrderError(CLOSED)
+        self.trainer = Trainer(session)
+        self.policy = LivePolicy(session, self.trainer)
 
     @Both
     async def close(self) -> None:
         """Stop the engine, episodes and workers; idempotent."""
         if self._closed:
             return
-        self._closed = True
-        # Parts that the caller kept must raise this error too.
-        self._policy._session = self._trainer._session = cast(Session, _Closed())
+        self._closed, session = True, self.session
+        # Also parts that the caller kept must raise this error.
+        self.session = self.policy._session = self.trainer._session = cast(Session, _Closed())
         try:
-            await self._session.close()
+            await session.close()
         finally:
             self._run_log.__exit__(None, None, None)
             await in_thread("files", self._held.close)
@@ -390,7 +368,7 @@ class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["
         await self.close.aio()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"version {self._trainer.version}"
+        state = "closed" if self._closed else f"version {self.trainer.version}"
         return f"<StepLoop of {self.config.name!r}, {state}, in {self.folder}>"
 
 
