@@ -45,7 +45,7 @@ _NAMES = {
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Public name -> its module."""
 _ROOMS = ("env", "rollout")
-"""Rooms with a public face; the last one can be called (agentrl/utils/callable_module.py)."""
+"""Rooms with a public face; the last one can be called."""
 
 __all__ = [
     "AdvantageInput",

@@ -252,8 +252,7 @@ class WorkerGroup(Generic[W]):
 # before a run    `check_shared`: each side writes a token file and looks for the other's
 # after a save    `check_arrived`: the driver sees every file that a process of the group sees
 #
-# An NFS client may answer from its cache for some seconds. Opening a folder or file asks the server again; a stat of a cached
-# entry does not.
+# An NFS client may answer from its cache for some seconds. Opening a folder or file asks the server again; a stat does not.
 
 PATIENCE = 5.0
 """Seconds until files of another machine must be visible."""

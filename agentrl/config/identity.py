@@ -66,10 +66,7 @@ def check_base(address: str | None, key: str) -> str:
 
 
 # Identity: the values that must be equal for results to be combined. It is the whole config except the keys below, each with its
-# reason.
-#
-# A new config key is part of every identity until it is listed here. An `agentrl eval` or `agentrl rollout` folder, and a run,
-# continue only with an equal identity.
+# reason; a new config key is part of every identity until it is listed here.
 
 Purpose = Literal["train", "eval", "rollout"]
 Identity = dict[str, Any]
@@ -88,9 +85,8 @@ _ANYWHERE = {
     "says where a password is": "env.token_env sglang.api_key_env",
     "computes the same numbers in less memory":
         "model.activation_checkpointing model.shard_gradients model.offload rollout.colocate",
-    "spreads the same computation over cores": "model.threads",
-    "spreads the same computation over ranks":
-        "model.replicas model.sequence_parallel model.tensor_parallel model.expert_parallel",
+    "spreads the same computation over cores or ranks":
+        "model.threads model.replicas model.sequence_parallel model.tensor_parallel model.expert_parallel",
     "computes the same numbers, more or fewer rows at once": "model.packing",
     "says in which processes the same episodes are played": "rollout.workers",
     "says where the same agent reaches the same policy": "agent.host env.agent.host",

@@ -247,8 +247,7 @@ def on_device(tensor: Tensor, device: Device) -> Tensor:
 
 # Serialized batches are flat numpy arrays and shared offsets, which Ray's object store ships without copies.
 #
-# They arrive in shared memory that other workers read too, so `deserialize` always copies its rows: no worker
-# can change another worker's data in place.
+# They arrive in shared memory that other workers read too, so `deserialize` copies its rows.
 
 
 @dataclass(slots=True)

@@ -158,8 +158,7 @@ def origins(view: Ragged) -> np.ndarray:
 # on the worker: they do not change the result (losses have global denominators), ranks search for a good packing in
 # parallel, and the cap is that of the computing role.
 #
-# Rows that begin with the same tokens (members of a group, ledgers of one prompt) can compute these once if they are
-# in one micro-batch. `with_trees` finds shared prefixes; `plan_ranks` decides whether a minibatch uses them.
+# `with_trees` finds shared prefixes; `plan_ranks` decides if a minibatch uses them.
 
 Mode = Literal["off", "auto", "on"]
 ADDED_STREAM = 1

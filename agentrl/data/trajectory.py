@@ -209,19 +209,18 @@ class Task:
 class Trajectory:
     """One complete episode: sufficient to train on it, to rescore it offline, and to read it.
 
-    `env`: name of the environment in the run ("" in older files of runs with one environment); `env_id`: id of the environment.
-    `reward`: None if unscored (StopReason.infrastructure), never replaced by 0. `success`: True if the task was solved, by the
-    reward spec; None if unscored or recorded by older versions. `state`: final state of the environment as JSON, for state-based
-    leaves. `cause`: after a fault or a timeout, the responsible side ("policy" or "infrastructure") and, for a timeout, the
-    seconds that both sides used. `tools`: function schemas offered to the policy, for schema-based leaves. `user_calls`: tool
-    calls of the simulated user in order; their results are not in `messages`. `parting`: last words of the simulated user, which
-    the policy does not see and `messages` lacks; "" if none or not recorded. `rewrites`: one entry per rewrite of the messages by
-    a context policy: the turn after it, the ledger that begins with it, its tokens, and the inserted messages. `agent`: exit
-    and output of the external agent's program (docs/agents.md), else None. `horizon`: number of calls of the task's gold solution
-    (`ToolEnv.horizon`), None if unknown; success is reported by it. `given`: number of first turns taken from the gold solution
-    (`rollout.start`), which are context in the ledgers and earn no reward. `parent`, `branch_turn`: for a branch
-    (`rollout.branch`), the member from which and the turn before which it was forked; the parent's turns are context here.
-    `parent`: None for an episode played from its beginning.
+    `env`: name of the environment in the run; `env_id`: id of the environment. `reward`: None if unscored
+    (StopReason.infrastructure), never replaced by 0. `success`: True if the task was solved, by the reward spec; None if
+    unscored. `state`: final state of the environment as JSON, for state-based leaves. `cause`: after a fault or a timeout, the
+    responsible side ("policy" or "infrastructure") and, for a timeout, the seconds that both sides used. `tools`: function
+    schemas offered to the policy, for schema-based leaves. `user_calls`: tool calls of the simulated user in order; their results
+    are not in `messages`. `parting`: last words of the simulated user, which the policy does not see and `messages` lacks; "" if
+    none or not recorded. `rewrites`: one entry per rewrite of the messages by a context policy: the turn after it, the ledger
+    that begins with it, its tokens, and the inserted messages. `agent`: exit and output of the external agent's program
+    (docs/agents.md), else None. `horizon`: number of calls of the task's gold solution (`ToolEnv.horizon`), None if unknown;
+    success is reported by it. `given`: number of first turns taken from the gold solution (`rollout.start`), which are context in
+    the ledgers and earn no reward. `parent`, `branch_turn`: for a branch (`rollout.branch`), the member from which and the turn
+    before which it was forked; the parent's turns are context here.
     """
 
     env_id: str

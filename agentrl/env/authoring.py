@@ -28,7 +28,7 @@ from agentrl.utils.parsing import json_form
 # Tasks from seeds, with train and held-out content that is disjoint by construction.
 #
 # A hash of the content, not the seed, determines its split: a generator proposes content until
-# some belongs to the wanted split, so no two splits share any.
+# some belongs to the wanted split.
 
 SPLITS = ("train", "heldout")
 HELD_OUT_SHARE = 0.125

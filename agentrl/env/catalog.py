@@ -53,10 +53,9 @@ def load_tools(path: Path) -> type[ToolSet] | list[Tool]:
 
 # From an id to an environment, and from a name to a tool set, reward spec or config.
 #
-# Content is on shelves: folders with `envs/`, `tools/`, `rewards/` and `configs/`. The search order is
-# the working directory, each folder of AGENTRL_PATH, the shelf that comes with agentrl, and last
-# the packages that declare environments in the entry-point group `agentrl.envs`. Listing parses source
-# text and never runs it; a module is loaded when one of its environments is built.
+# Content is on shelves (utils/search_path.py): the working directory, each folder of AGENTRL_PATH, the shelf that comes with
+# agentrl, and last the packages that declare environments in the entry-point group `agentrl.envs`. Listing parses source text
+# and never runs it; a module is loaded when one of its environments is built.
 
 GROUP = "agentrl.envs"
 

@@ -102,8 +102,7 @@ def _canonical(value: Json) -> Json:
 # Replays
 #
 # A replay plays all rounds of an episode on one environment: a round's calls, its state and answers, then the text that
-# ends it, to which the user replies as in the record. All leaves and rounds share a replay, and the members of a group
-# share the replay of the gold calls.
+# ends it, to which the user replies as in the record. All leaves and rounds share it, and a group's members that of gold calls.
 
 log = logging.getLogger(__name__)
 UserSide = Callable[[bool], tuple[Any, ...]]

@@ -326,7 +326,7 @@ class Scorer:
     def _drive(self, work: Work[T], trajectory: Trajectory) -> T:
         """Repeat passes over the tree, with answers to the requests so far, until no request is pending.
 
-        Leaves thus stay synchronous and stateless, and all requests of a pass can be answered concurrently.
+        Leaves thus stay synchronous, and the requests of a pass are answered concurrently.
         """
         answers: Answers = {}
         for _ in range(_MAX_PASSES):

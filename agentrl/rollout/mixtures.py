@@ -152,10 +152,9 @@ class ByTokensMixture(DiscountedMixture):
 class BySuccessMixture(DiscountedMixture):
     """Share = weight x max(`floor`, mean of 4 s (1 - s) over the environment's groups), where s is a group's success rate.
 
-    s (1 - s) is the variance of a 0/1 reward within a group, its expected learning signal (learnability in Rutherford et al.
-    2024, arXiv 2408.15099). It is computed per group, since an environment with half of its tasks always solved and half never
-    gives no signal. The factor 4 makes it 1 at s = 0.5. The prior is one group of value 1; older groups are discounted by
-    `decay` per group of the same environment. `floor` keeps sampling every environment, so that forgetting is noticed.
+    s (1 - s) is a group's expected learning signal, as in `SuccessWeightedSampler`. It is computed per group, since an
+    environment with half of its tasks always solved and half never gives no signal. The prior is one group of value 1; older
+    groups are discounted by `decay` per group of the same environment.
     """
 
     floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1

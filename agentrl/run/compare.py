@@ -95,7 +95,7 @@ def side_by_side(folders: Sequence[Path]) -> dict[str, Any]:
         ]  # fmt: skip
         over = [[table[suite][key] for key in ("version", "split", "tasks")] for table in tables]
         models = [folder.absolute().name for folder in folders]
-        ids = {found for table in tables if (found := table[suite].get("ids")) is not None}  # older reports have none
+        ids = {table[suite].get("ids") for table in tables}
         same = all(one == over[0] for one in over) and len(ids) < 2
         joined[suite] = {"models": models, "rows": rows, "over": over, "same": same}
     return joined

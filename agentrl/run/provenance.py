@@ -134,7 +134,6 @@ class Provenance:
 
         Raises CatalogError or ConfigError, with the folder in which the run was started, if a file is not found from here.
         """
-        # Empty for runs of older versions.
         then = (_read_provenance(self.folder) or {"contents": {}})["contents"]
         try:
             now = contents_of(self.config, "eval").digests if then else {}

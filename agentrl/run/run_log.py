@@ -100,8 +100,8 @@ def shown_of(row: Mapping[str, Any], envs: Sequence[str]) -> tuple[Row, Row]:
 
 
 def thrown_away(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sum `tokens_sampled` and `tokens_thrown` over a run's updates, and `thrown` by cause, largest first. Empty for runs of
-    older versions, whose rows lack these keys."""
+    """Sum `tokens_sampled` and `tokens_thrown` over a run's updates, and `thrown` by cause, largest first. Empty if rows lack
+    these keys."""
     counted = [row for row in updates if "tokens_sampled" in row]
     if not counted:
         return {}

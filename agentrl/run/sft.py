@@ -86,8 +86,8 @@ async def _train_to_gate(
 ) -> AsyncGenerator[list[dict[str, float]], None]:
     """Train from `step` to the next measurement of the gate or an interrupt; yields the metrics of each call's steps.
 
-    Makes the transcripts of the next call while the actors compute this one. For a tiny model a call has several steps, because a
-    step takes no longer than the call's overhead; the results are the same as with single steps."""
+    Makes the transcripts of the next call while the actors compute this one. A call for a tiny model has several steps,
+    since its overhead is as long as a step; the results are the same."""
     config, most = session.config.sft, STEPS_PER_CALL if session.config.model.size() <= TINY else 1
     assert config is not None
 

@@ -268,7 +268,6 @@ def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: Algorith
     and a supervised term have a gradient on all tokens.
 
     The first minibatch keeps at least one row of this update, its shortest with a sampled token, to compare trainer and engine.
-    The batch itself does not change: rows in no minibatch are sent to no rank.
     """
     alive = trained_tokens(view)
     if not (algorithm.entropy_bonus > 0 or (algorithm.kl.coef > 0 and algorithm.kl.where == "loss")):

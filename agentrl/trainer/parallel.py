@@ -57,7 +57,7 @@ def parameters_of(kind: Any) -> tuple[frozenset[str], bool]:
 # of a micro-batch; around attention, an all-to-all turns a split over tokens into a split over heads and back.
 #
 # Every rank of the group gets the whole micro-batch, computes its slice of the tokens, and receives the logprobs
-# of all tokens; so the loss is equal on all ranks, and its gradient flows back to each rank's slice.
+# of all tokens: the loss is equal on all ranks, and its gradient flows to each slice.
 
 
 class _AllToAll(torch.autograd.Function):

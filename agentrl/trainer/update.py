@@ -271,8 +271,8 @@ def stale_problem(algorithm: AlgorithmConfig) -> str | None:
         )
     if algorithm.proximal == "recompute" and algorithm.correction is None and "importance_weighted" not in loss.traits:
         return (
-            'algorithm.proximal = "recompute" takes ratios to the weights at the start of the update, so nothing corrects for '
-            'those that sampled an old episode; set an algorithm.correction, the loss "decoupled_ppo", or proximal = "behaviour"'
+            'algorithm.proximal = "recompute" takes ratios to the weights of the update, not to those that sampled; '
+            'set an algorithm.correction, the loss "decoupled_ppo", or proximal = "behaviour"'
         )
     return None
 

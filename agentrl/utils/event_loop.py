@@ -30,8 +30,8 @@ from agentrl.utils.errors import exception_for, is_from_outside
 # Deadlines that count only the time in which the event loop was running.
 #
 # With `asyncio.timeout`, a call that blocks the loop for longer than a deadline makes everything awaited late at once, even
-# finished results. Here one ticker per loop counts the time in which it was not blocked. This count never exceeds the wall
-# clock, so a deadline can sleep for part of its remaining time: thousands of episodes cost the loop almost nothing.
+# finished results. Here one ticker per loop counts the time in which it was not blocked. It never exceeds the wall clock, so
+# a deadline can sleep for part of its remaining time.
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ def run_loop(work: Coroutine[Any, Any, T], grace: float = GRACE) -> T:
 
 # A watchdog that names the call that blocks an event loop, while it does.
 #
-# All episodes of a loop wait while one call holds it: a coroutine that sleeps or computes, a reward spec, a long text.
+# All episodes of a loop wait while one call holds it.
 # `LoopWatchdog` pings the loop a few times a second. If there is no answer within the limit, it samples the loop's stack until
 # there is one, and names the call: the innermost frame of the user's own code, and the episode.
 

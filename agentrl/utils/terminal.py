@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Untrusted text on a terminal: text of a policy, a tool or a file may clear the screen, set its title or send key strokes.
 #
-# All output of agentrl to a terminal goes through `say` and `console` (tests/test_shown.py enforces it), which escape such
+# All output of agentrl to a terminal goes through `say` and `console`, which escape such
 # characters.
 
 _KEPT = "\n\t"

@@ -41,9 +41,8 @@ def draw_tokens(
     float64 in [0, 1), `unused` [N]: ids without a token, `fitting` [B, V]: tokens allowed by the row's grammar. Returns ids [B]
     and logprobs [B].
 
-    The logprob is the policy's, log_softmax(z / T) over the whole vocabulary: `unused`, `fitting`, and then top-k and top-p only
-    restrict which tokens may be drawn, in proportion to their probability. At temperature 0 it is log_softmax(z), since the
-    sampling distribution is a single point. A row's result depends on that row only.
+    The logprob is the policy's (see `Generation`): `unused`, `fitting`, then top-k and top-p only restrict which tokens may be
+    drawn, in proportion to their probability. A row's result depends on that row only.
     """
     greedy = temperature == 0
     logp = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature).unsqueeze(1), dim=-1)

@@ -333,9 +333,8 @@ class CallsMatch(Leaf):
         credit, credits = (lambda i, j: rule.part(calls[i], gold[j]) if partly else match(i, j)), partial(_credits, rule, partly)
         if self.order == "ordered":
             return assign.in_order(assign.all_weights(calls, gold, credits)), credit
-        # If a full match is plain equality, hashing finds all full matches. Some best assignment of partial credit has them all
-        # too: 1 - credit is a metric (the share of differing arguments among those of either call, counting the name), so for a
-        # equal to b, credit(x, b) + credit(a, y) <= 1 + credit(x, y).
+        # If a full match is plain equality, hashing finds all. Some best assignment of partial credit has them too, as above:
+        # 1 - credit is a metric (the share of differing arguments among those of either call, counting the name).
         plain = rule.form is CallForm and rule.arguments == "exact" and rule.values.strict
         by_key = plain and all(call.compare is None for call in gold)
         sure = equal_pairs(calls, gold, rule.values) if by_key else []

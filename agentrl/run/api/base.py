@@ -26,9 +26,8 @@ from agentrl.utils.threads import LoopThread, background, share_the_lock
 
 # Blocking and awaited forms of the same call, for scripts, notebooks and programs with their own event loop.
 #
-# All live parts (engines, episodes, workers) run in one event loop, in a background thread. `policy.play(...)` blocks until the
-# result is there; `await policy.play.aio(...)` awaits it from another event loop. A background thread is needed because a
-# notebook already runs an event loop in the thread of its cells, where nothing else could block on it.
+# All live parts run in one event loop, in a background thread, since a notebook runs its own in the thread of its cells.
+# `policy.play(...)` blocks until the result is there; `await policy.play.aio(...)` awaits it from another event loop.
 
 S = TypeVar("S")
 P = ParamSpec("P")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate
 
 import torch
 
@@ -21,7 +21,7 @@ from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.rows import Ragged, on_mask
 from agentrl.data.schedule import cut_minibatches
 from agentrl.data.trajectory import Group, Trajectory
-from agentrl.run.api.base import Both, section_of_call
+from agentrl.run.api.base import Both, P, R, section_of_call
 from agentrl.run.loop import make_batch
 from agentrl.run.session import Session
 from agentrl.trainer.actor import Actor
@@ -39,8 +39,6 @@ LossFunction = Callable[..., LossOutput]
 Estimator = Callable[[AdvantageInput], AdvantageOutput]
 Named = str | Choice | Mapping[str, Any]
 Metrics = dict[str, float]
-P = ParamSpec("P")
-R = TypeVar("R")
 UNUSED_KEYS = {"advantage", "epochs", "minibatch", "experience", "demonstrations", "distillation"}
 """Keys of [algorithm] that do not affect the gradient of one batch."""
 

@@ -317,17 +317,15 @@ def check_placement(start: RunStart) -> None:
             'rank per process: set cluster.actors = 1 or cluster.backend = "ray"'
         )
     # Ray would give an engine's process the first GPU, because it does not know that the driver uses it.
+    both = 'cluster.backend = "inline": the driver trains on the first GPU, and {} would get the same one; set {}'
     side = [one for one, _ in places.side]
     if side and not joins(cluster) and has_gpus(cluster, side[0].role):
-        raise ConfigError(
-            f'cluster.backend = "inline": the driver trains on the first GPU, and {side[0].name} would get the same one; set '
-            f'cluster.backend = "ray", or {side[0].key}.engine = "embedded"'
-        )
+        raise ConfigError(both.format(side[0].name, f'cluster.backend = "ray", or {side[0].key}.engine = "embedded"'))
     if engine is not None and not config.rollout.colocate and not joins(cluster) and has_gpus(cluster, "rollout"):
-        raise ConfigError(
-            f'cluster.backend = "inline": the driver trains on the first GPU, and {engine.what} would get the same one; set '
+        ways = (
             'cluster.backend = "ray" (each then has its own), rollout.colocate = true (they take turns), or engine = "embedded"'
         )
+        raise ConfigError(both.format(engine.what, ways))
 
 
 def _check_pools(places: RunRoles) -> None:

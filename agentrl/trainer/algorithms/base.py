@@ -28,8 +28,7 @@ class AdvantageInput:
     and NaN if the episode is unscored: it then takes part in no baseline, recursion or whitening, and gets advantage 0.
     `baseline` [N]: reward of the greedy rollout of the same task (ReMax). `terms` [N, K]: reward terms that are normalized one by
     one; NaN is an unscored term. `anchors` [T]: hash of the state in which the token's turn was taken (turn-level credit).
-    `parent`, `branch_turn` [N] int64: for a branch (`rollout.branch`), the member from which and the turn before which it was
-    forked, whose tokens before that turn it shares; else -1 and 0.
+    `parent`, `branch_turn` [N] int64: as in `Trajectory`; -1 and 0 without a parent.
 
     Floating point columns are float32 or float64; advantages have the dtype of `reward`.
     """
