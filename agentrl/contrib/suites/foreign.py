@@ -158,11 +158,28 @@ class Foreign:
     async def call(self, function: str, /, **values: Any) -> Json:
         """Call a function of the script in any process. Raises EnvError if the function fails. On cancellation, kills the
         process."""
-        process = await self.held()
+        lock, using, wanted = threading.Lock(), list[ForeignProcess](), True
+
+        def run() -> Json:
+            # In one thread, which gives the process back by itself: an `ask` on the event loop may be waiting for it.
+            process = self.take()
+            try:
+                with lock:
+                    using.append(process)
+                return process.ask(function, values) if wanted else None
+            finally:
+                with lock:
+                    using.clear()
+                self.give(process)
+
         try:
-            return await process.call(function, values)
-        finally:
-            self.give(process)
+            return await TOOLS.call(function, run)
+        except asyncio.CancelledError:
+            wanted = False
+            with lock:
+                for process in using:
+                    process.kill()  # its answer may never come
+            raise
 
     def ask(self, function: str, /, **values: Any) -> Json:
         """Call a function of the script in any process; blocks. Raises EnvError as `call`."""

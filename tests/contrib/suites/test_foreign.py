@@ -189,6 +189,15 @@ async def test_a_call_that_hangs_takes_no_process_from_the_next_if_it_is_cancell
     assert await asyncio.wait_for(pool.call("count"), 20) == 1
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("wait", [0.0, 0.3])  # the awaited call takes its process, or asks it
+async def test_a_blocking_call_gets_the_process_of_a_call_that_its_event_loop_awaits(pool: Foreign, wait: float) -> None:
+    other = asyncio.ensure_future(pool.call("slow", seconds=0.6))
+    await asyncio.sleep(wait)
+    assert pool.ask("count") == 1
+    await other
+
+
 def test_a_blocking_call_that_hangs_has_an_end(pool: Foreign, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.contrib.suites.foreign.ANSWERS_S", 0.3)
     with pytest.raises(EnvError, match=r"the benchmark's process ended with exit code -9 in spin"):
