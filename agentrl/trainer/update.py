@@ -271,7 +271,7 @@ def stale_problem(algorithm: AlgorithmConfig) -> str | None:
         )
     if algorithm.proximal == "recompute" and algorithm.correction is None and "importance_weighted" not in loss.traits:
         return (
-            'algorithm.proximal = "recompute" takes ratios to the weights of the update, not to those that sampled; '
+            'algorithm.proximal = "recompute" takes ratios to the weights of the update; nothing corrects for old ones; '
             'set an algorithm.correction, the loss "decoupled_ppo", or proximal = "behaviour"'
         )
     return None

@@ -323,7 +323,7 @@ def test_an_answer_that_is_no_sample_is_the_engines_fault(loop: agentrl.StepLoop
     async def answer(*asked: object) -> Generation:
         return Generation([5], [0.7], [0], "length")
 
-    monkeypatch.setattr(loop._session.envs[0].policy.engine, "generate", answer)
+    monkeypatch.setattr(loop.session.envs[0].policy.engine, "generate", answer)
     with pytest.raises(EngineError, match=r"^policy.sample: the log probability of sampled token 0 of 1 is 0.69.*, above 0"):
         loop.policy.sample("x")
 

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +63,7 @@ def test_hung_tools_leave_commits_publishes_updates_and_replays_alone(tiny: str,
         (folder / "driver.json").write_text("{}")
         late = await asyncio.gather(*(box.call(ToolCall("hang", {}, str(n))) for n in range(hung)))
         assert {result.error for result in late} == {"timeout"}
-        update: Any = InlinePending(SimpleNamespace(workers=[worker]), "update", call)  # type: ignore[arg-type]
+        update: Any = InlinePending(SimpleNamespace(workers=[worker], turn=nullcontext()), "update", call)  # type: ignore[arg-type]
         try:
             async with asyncio.timeout(5):
                 await saving._finish(3, folder, None)

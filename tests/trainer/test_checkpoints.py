@@ -167,12 +167,3 @@ def test_a_damaged_manifest_vouches_for_nothing(tmp_path: Path, text: str) -> No
     assert not is_whole(tmp_path / "step_000010")
     with pytest.raises(CheckpointError, match="the manifest is damaged"):
         check_intact(tmp_path / "step_000010")
-
-
-def test_a_manifest_of_sizes_alone_is_of_an_older_version(tmp_path: Path) -> None:
-    write(Checkpoints(tmp_path, keep=1), 10)
-    path = tmp_path / "step_000010" / MANIFEST
-    path.write_text(json.dumps({"step": 10, "files": {"actor/data.bin": 10}}))
-    check_intact(tmp_path / "step_000010")
-    path.write_text(json.dumps({"step": 10, "files": {"actor/data.bin": 11}}))
-    assert not is_whole(tmp_path / "step_000010")
