@@ -154,7 +154,7 @@ def _keys_of(*tables: Mapping[str, str]) -> frozenset[str]:
 LATER = _keys_of(_LATER)
 """Keys that matter but that a resume may change: updates read them anew, and checkpoints remain compatible."""
 MEASURES = ("eval.tasks", "eval.split", "eval.temperature", "env.eval")
-"""Keys that a resume may change although evaluations before and after then measure something else."""
+"""Keys that a resume may change, after which evaluations measure something else."""
 _EVERYWHERE = _keys_of(_ANYWHERE) | {f"{_OWN_JUDGE}.*.{key}" for key in _keys_of(_ANYWHERE) if key.startswith("vllm.")}
 CANNOT_MATTER: dict[Purpose, frozenset[str]] = {
     "train": _EVERYWHERE | _keys_of(_LATER, _TRAINING),
@@ -247,7 +247,7 @@ def changes_below(parts: Collection[str], before: TrainConfig, now: TrainConfig)
 def check_same_identity(before: Identity, now: Identity, of: str, folder: Path) -> None:
     """Raise ConfigError if the identity of `folder` differs from `now`. `of`: its content in that case."""
     if found := differences(before, now):
-        raise ConfigError(f"{folder}: it holds {of}: {found}; use another --out")
+        raise ConfigError(f"{folder}: it holds {of}: {found if before else 'its values are not recorded'}; use another --out")
 
 
 def check_resumed(before: TrainConfig, now: TrainConfig, folder: Path) -> None:

@@ -503,8 +503,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             tracker.join(max(until - time.monotonic(), 0.0))
 
     def row(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
-        """Record one row; a non-finite number becomes null, because JSON has none, and one of numpy or torch a plain one."""
-        values = {k: value.item() if hasattr(value, "item") else value for k, value in values.items()}
+        """Record one row, with null for non-finite numbers, and plain ones for those of numpy or torch."""
+        values = {k: value.tolist() if hasattr(value, "tolist") else value for k, value in values.items()}
         values = {k: None if isinstance(value, float) and not math.isfinite(value) else value for k, value in values.items()}
         self.folder.append_metrics({"step": step, "phase": phase, **values})
         if self.health is not None and phase == "train":

@@ -212,7 +212,7 @@ class Saver(Writes):
             with (newest / GROUPS).open() as file:  # hold one group at a time in memory
                 self._collector.load_json(state["ledger"], (Group.from_json(read_json(line)) for line in file))
             for name, hook in self._learner.hooks.items():
-                if name in state:  # else it had none
+                if name in state:
                     call_hook(hook, UpdateHook.load_state, state[name])
         except _FORMAT_ERRORS as problem:  # its seal is intact, so the disk did not damage it
             what = f"{type(problem).__name__}: {problem}"[:200]

@@ -378,7 +378,7 @@ class Learner:
         """Load a checkpoint of `begin_save`. Raises CheckpointError if the files of a role are missing or do not fit."""
         for name, group in self._saved_roles().items():
             await group.arun(SavedRole.load, str(folder / name))
-        # An older checkpoint has no coefficient, or 0 for none.
+        # An older checkpoint has no coefficient, 0 for none, or a second one.
         path, kl = folder / STATE, self.config.algorithm.kl
         found = read_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
         # Without a target the config's value holds, and if the config's value changed, adaptation restarts from it.

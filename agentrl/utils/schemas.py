@@ -408,7 +408,7 @@ def _is_plain(value: Any, integers: bool) -> bool:
 
 
 def _is_spelled(value: Any, integers: bool) -> bool:
-    """Return True if a text or number may have another spelling: one that is not ASCII, or 3.0."""
+    """Return True if a text or number may have another spelling: not ASCII, or 3.0."""
     return not value.isascii() if isinstance(value, str) else integers and isinstance(value, float) and value.is_integer()
 
 

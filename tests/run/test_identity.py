@@ -124,7 +124,7 @@ def test_a_folder_without_an_identity_is_not_gone_on_with(capsys: pytest.Capture
         assert evaluate(server) == 0
         Path("out/eval.json").write_text(json.dumps({"env": {"id": "key_value"}, "model": "api:openai/test"}))
         assert evaluate(server) == 2
-        refused(capsys, "out/eval.json", "env.id was unset", "another --out")
+        refused(capsys, "out/eval.json", "its values are not recorded; use another --out")
 
 
 @pytest.mark.parametrize(("override", "difference"), [

@@ -180,7 +180,7 @@ def test_a_row_of_an_update_and_its_readers_bear_null(tmp_path: Path) -> None:
         display=SimpleNamespace(took={"rollout": 4.0, "batch": 1.0, "update": 2.0, "publish": 0.5}),
     )
     update = {"loss": float("nan"), "grad_norm": float("inf"), "tokens_trained": 8.0}
-    update |= {"sampler/seen": np.int64(3), "sampler/rate": np.float32("nan")}  # as a user's sampler may count
+    update |= {"sampler/seen": np.int64(3), "sampler/rate": np.float32("nan"), "sampler/by": np.array([1.0, np.nan])}  # a user's
     played = episodes_row(groups, kinds_of(session.envs), several=False)
     row = train_row(session, played, update)
     assert row["throughput/trained_tokens_per_s"] == 4.0
@@ -192,7 +192,7 @@ def test_a_row_of_an_update_and_its_readers_bear_null(tmp_path: Path) -> None:
         log.row("train", 1, row)
     assert "NaN" not in (text := folder.metrics.read_text()) and "Infinity" not in text
     [kept] = folder.read_metrics()
-    assert kept["sampler/seen"] == 3 and kept["sampler/rate"] is None
+    assert kept["sampler/seen"] == 3 and kept["sampler/rate"] is None and '"sampler/by": [1.0, null]' in text
     assert kept["loss"] is kept["grad_norm"] is kept["term/right"] is kept["success"] is None and kept["reward"] == 0.5
     [(phase, step, numbers)] = seen
     assert (phase, step) == ("train", 1) and numbers["loss"] is None and numbers["n/term/right"] == 0
