@@ -31,7 +31,7 @@ async def test_its_cells_run_in_order_beside_an_event_loop(capsys: pytest.Captur
     assert "Vowels, please, soft. -> 0.4" in said and "success 1.000 over 10 tasks" in said
     assert len(space["curve"]) == 3 and space["before"].scored == 4 and "reward " in said
     with pytest.raises(Exception, match="the session is closed"):
-        _ = space["loop"].policy
+        _ = space["loop"].policy.version
 
 
 @proof
