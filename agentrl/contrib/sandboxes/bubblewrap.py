@@ -16,7 +16,7 @@ from pathlib import Path
 from agentrl.contrib.sandboxes import jail
 from agentrl.contrib.sandboxes.contract import SANDBOXES, End, ExecResult, Run, Sandbox, SandboxSpec
 from agentrl.contrib.sandboxes.local import READABLE, FolderProvider, FolderSandbox, own_variables, package_folders
-from agentrl.contrib.sandboxes.process_group import Watched, run_group
+from agentrl.contrib.sandboxes.process_group import STATUS, Watched, run_group
 from agentrl.utils.errors import SandboxError
 from agentrl.utils.threads import in_thread
 
@@ -44,10 +44,10 @@ def filter_file() -> int:
 
 
 def with_filter(bwrap: list[str]) -> list[str]:
-    """Return a command that runs bwrap with these arguments and the filter. The shell reopens the file, because bwrap reads from
-    the current offset of a shared descriptor."""
-    opened = f'exec 3</proc/{os.getpid()}/fd/{filter_file()} && exec bwrap --seccomp 3 "$@"'
-    return ["/bin/sh", "-c", opened, "sh", *bwrap]
+    """Return a command that runs bwrap with these arguments and the filter, with the status pipe of `run_group`, if any, as
+    descriptor 4. The shell reopens the file, because bwrap reads from the current offset of a shared descriptor."""
+    opened = f'exec 3</proc/{os.getpid()}/fd/{filter_file()} 4>"${{{STATUS}-/dev/null}}"; unset {STATUS}'
+    return ["/bin/sh", "-c", f'{opened}; exec bwrap --seccomp 3 "$@"', "sh", *bwrap]
 
 
 # The bubblewrap provider
@@ -72,16 +72,17 @@ class BubblewrapSandbox(FolderSandbox):
         memory, size = self.spec.memory, self.spec.file_size
         limits = {"-c": 0, "-v": memory and memory >> 10, "-f": size and -(-size // 512), "-t": self.spec.cpu_s}
         lines = [f"ulimit {flag} {value};" for flag, value in limits.items() if value is not None]
-        limited = ["/bin/sh", "-c", f'{" ".join(lines)} exec "$@"', "sh", *run.argv]
+        # A byte in the status pipe, which is then closed: without it the sandbox failed, whatever a command prints.
+        limited = ["/bin/sh", "-c", f'{" ".join(lines)} echo + >&4; exec 4>&- "$@"', "sh", *run.argv]
         started = with_filter([*self._flags(run), "--", *limited])
         async with self._turn:
             watched = await self.watched(run.timeout, run.max_output)
-            ended = await run_group(started, run.stdin, watched, env={"PATH": os.defpath}, merge=run.merge, status=False)
-        said = (ended.stderr or ended.stdout).decode(errors="replace")
-        if ended.code == 1 and said.startswith("bwrap: "):
+            ended = await run_group(started, run.stdin, watched, env={"PATH": os.defpath}, merge=run.merge, status="variable")
+        if not ended.status.startswith(b"+"):
+            said = (ended.stderr or ended.stdout).decode(errors="replace")
             if "execvp" in said or "Can't chdir" in said:
                 return ExecResult(127, "", said, ended.seconds, "error", ended.cut)
-            raise SandboxError(f"bubblewrap did not start: {said.strip()[-300:]}")
+            raise SandboxError(f"bubblewrap did not start ({ended.end}): {said.strip()[-300:]}")
         return ended.result(ending(ended.end, ended.code, self.spec))
 
     async def write(self, files: Mapping[str, bytes]) -> None:

@@ -124,7 +124,7 @@ class ContainerSandbox(Sandbox):
             try:
                 started = [*self._provider.client, "exec", "-i", *variables, "-w", run.cwd, self.name, *inner]
                 watched = Watched(run.timeout, run.max_output)
-                ended = await run_group(started, run.stdin, watched, env=dict(os.environ), merge=False, status=False)
+                ended = await run_group(started, run.stdin, watched, env=dict(os.environ), merge=False, status=None)
             finally:
                 # The end of the client does not end the command: kill a command that was cut off in the container.
                 if ended is None or ended.end in ("wall", "output"):
@@ -245,7 +245,7 @@ class ContainerProvider(SandboxProvider):
     async def control(self, argv: Sequence[str], stdin: bytes = b"", most: int = 1 << 20, seconds: float = CONTROL_S) -> Ended:
         """Run the client and return its answer. Raises SandboxError if it fails."""
         ended = await run_group(
-            [*self.client, *argv], stdin, Watched(seconds, most), env=dict(os.environ), merge=False, status=False
+            [*self.client, *argv], stdin, Watched(seconds, most), env=dict(os.environ), merge=False, status=None
         )
         if ended.code != 0 and ended.end != "output":
             said = ended.stderr.decode(errors="replace").strip()[-400:]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 from agentrl.contrib.sandboxes.contract import End, ExecResult
 from agentrl.utils.errors import SandboxError
@@ -19,6 +20,8 @@ START_SECONDS = 60.0
 CHECK_S = 0.05
 """Seconds between two checks of a running program's limits."""
 WATCHES = DaemonThreads("sandbox", 256)
+STATUS = "AGENTRL_STATUS"
+"""Variable with the path of the status pipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +62,13 @@ async def run_group(
     *,
     env: Mapping[str, str] | None = None,
     merge: bool = True,
-    status: bool = True,
+    status: Literal["argument", "variable"] | None = "argument",
 ) -> Ended:
     """Run a program in its own session and kill the processes that it leaves.
 
-    With `status`, the file descriptor of a pipe is appended to the command, and the time limit starts with the first byte that
-    the program writes to it. The whole group is killed at a limit, on cancellation, and also after a normal end. `env`:
-    variables, by default only PYTHONHASHSEED=0. Raises SandboxError if the program does not start.
+    `status`: the descriptor of a pipe is appended to the command, or its path is in the variable STATUS, and the time limit
+    starts with the first byte that the program writes to it. The whole group is killed at a limit, on cancellation, and also
+    after a normal end. `env`: variables, by default only PYTHONHASHSEED=0. Raises SandboxError if the program does not start.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)  # polled from the event loop
@@ -74,17 +77,18 @@ async def run_group(
     attended = _ProcessState(reader, watched)
     watching = asyncio.ensure_future(WATCHES.call("watch", attended.watch))
     try:
+        path = {STATUS: f"/proc/{os.getpid()}/fd/{writer}"} if status == "variable" else {}
         await asyncio.sleep(0)  # start the watching thread before the program
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                *([str(writer)] if status else []),
+                *([str(writer)] if status == "argument" else []),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT if merge else asyncio.subprocess.PIPE,
-                env={"PYTHONHASHSEED": "0"} if env is None else env,
+                env={**({"PYTHONHASHSEED": "0"} if env is None else env), **path},
                 cwd="/",
-                pass_fds=(writer,) if status else (),
+                pass_fds=(writer,) if status == "argument" else (),
                 start_new_session=True,
             )
         except OSError as problem:

@@ -10,6 +10,7 @@ import pytest
 
 from agentrl.contrib.sandboxes import bubblewrap
 from agentrl.contrib.sandboxes.contract import SandboxSpec
+from agentrl.utils.errors import SandboxError
 from tests.contrib.sandboxes import contract
 
 REASON = bubblewrap.unavailable()
@@ -76,6 +77,19 @@ async def test_a_limit_is_named_although_the_event_loop_is_busy() -> None:
         assert (await running).end == "processes"
     finally:
         await box.stop()
+
+
+def test_only_bubblewrap_itself_can_say_that_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a policy gets out of a 0 by its words, and a machine's limit below the sandbox's is the policy's failure."""
+    forged, left = commands("echo 'bwrap: no' >&2; exit 1", "ls -l /proc/*/fd; cat /proc/1/environ")
+    assert (forged.code, forged.stdout, forged.end) == (1, "bwrap: no\n", "error")
+    assert " 1 -> pipe" in left.stdout and " 4 -> " not in left.stdout and "STATUS" not in left.stdout
+    for said in ("bwrap: setting up uid map: Permission denied", "ulimit: error setting limit"):
+        (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho '{said}' >&2; exit 2")
+        (tmp_path / "bwrap").chmod(0o755)
+        monkeypatch.setattr(bubblewrap.os, "defpath", str(tmp_path))
+        with pytest.raises(SandboxError, match=said):
+            commands("true")
 
 
 def test_threads_count_like_processes() -> None:
