@@ -12,7 +12,9 @@ infrastructure that is never scored.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -131,7 +133,16 @@ class Sandbox(ABC):
         children before it returns."""
         argv = [self.shell, "-c", command] if isinstance(command, str) else list(command)
         variables = {**self.spec.env, **(env or {})}
-        return await self.execute(Run(argv, self.spec.place(cwd or ""), variables, timeout, max_output, stdin, merge))
+        run = Run(argv, self.spec.place(cwd or ""), variables, timeout, max_output, stdin, merge)
+        try:  # a zero byte, half of a character, or more text than the kernel passes to a program is the command's fault
+            words = b"".join(map(os.fsencode, [*argv, run.cwd, *variables, *variables.values()]))
+            return await self.execute(run) if b"\0" not in words else refused("embedded null byte")
+        except UnicodeEncodeError as problem:
+            return refused(problem)
+        except SandboxError as fault:
+            if getattr(fault.__cause__, "errno", None) != errno.E2BIG:
+                raise
+            return refused(fault.__cause__)
 
     async def execute(self, run: Run) -> ExecResult:
         """Run a command for `exec`."""
@@ -209,6 +220,10 @@ class SandboxProvider(ABC):
         for field_name, reason in words.items():
             if (value := getattr(spec, field_name)) != getattr(default, field_name):
                 raise ConfigError(f'sandbox provider "{self.name}": {field_name} = {value!r}: {reason}')
+
+
+def refused(why: object) -> ExecResult:
+    return ExecResult(127, "", f"{why}\n", 0.0, "error")
 
 
 def missing(path: str) -> FileNotFoundError:

@@ -64,9 +64,12 @@ class Contract:
                 await box.exec(["printf", "%s|", "a b", "$HOME", "'"]),
                 await box.exec("sleep 0.3"),
                 await box.exec(["no-such-program"]),
+                *[await box.exec(text) for text in ("echo a\0b", "echo \ud800", f"echo {'x' * 200_000}")],
+                await box.exec("pwd", cwd="a\0b"),
             ]
 
-        both, merged, echoed, plain, slept, absent = self.run(work)
+        both, merged, echoed, plain, slept, absent, *unsent = self.run(work)
+        assert [(one.code, one.end) for one in unsent] == [(127, "error")] * 4, "a command that no program takes is no outage"
         assert (both.code, both.stdout, both.stderr, both.end) == (3, "out\n", "err\n", "error")
         assert (merged.code, merged.stdout, merged.stderr, merged.end) == (0, "out\nerr\n", "", "ok")
         assert (echoed.stdout, echoed.cut, echoed.end) == ("x" * 100_000, 0, "ok")
