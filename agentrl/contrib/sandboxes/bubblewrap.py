@@ -87,8 +87,8 @@ class BubblewrapSandbox(FolderSandbox):
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         for path in files:
-            if self.spec.place(path).split("/")[1] in SYSTEM:
-                raise FileExistsError(f"{path}: a folder of this machine's, which is read-only")
+            if (place := self.spec.place(path)) in ("/tmp", HOME) or place.split("/")[1] in SYSTEM:
+                raise FileExistsError(f"{path}: a folder of every command's, or of this machine's, which is read-only")
         await super().write(files)
 
     async def watched(self, timeout: float, max_output: int) -> Watched:

@@ -92,6 +92,19 @@ def test_only_bubblewrap_itself_can_say_that_it_failed(tmp_path: Path, monkeypat
             commands("true")
 
 
+async def test_no_file_takes_the_place_of_a_folder_of_every_command() -> None:
+    """The policy's file would fail all later commands, as the sandbox's fault."""
+    box = await bubblewrap.BubblewrapProvider().start(SandboxSpec())
+    try:
+        for path in ("/tmp", "/root", "../tmp/"):
+            with pytest.raises(FileExistsError):
+                await box.write({path: b"x"})
+        await box.write({"/tmp/x": b"x"})
+        assert (await box.exec("cat /tmp/x")).stdout == "x"
+    finally:
+        await box.stop()
+
+
 def test_threads_count_like_processes() -> None:
     """A thread bomb would else run to the wall limit: each of its threads is one that the machine's limit counts."""
     few = "import threading, time\nfor _ in range(100): threading.Thread(target=time.sleep, args=(0.5,)).start()\nprint(1)"
