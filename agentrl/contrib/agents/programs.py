@@ -21,7 +21,7 @@ from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.record import MASK, VARIABLES, Brief, Outcome, ServedEpisode, text_of
 from agentrl.contrib.toolkit import keeper
 from agentrl.data.trajectory import Json
-from agentrl.utils.errors import ConfigError, fault_text, is_from_outside
+from agentrl.utils.errors import AgentFaultError, ConfigError, fault_text, is_from_outside
 from agentrl.utils.network import exempt, exempt_own, through_proxy
 from agentrl.utils.parsing import read_json
 from agentrl.utils.redaction import learn, redact, resolve_references
@@ -136,7 +136,8 @@ class Program(ABC):
 
     @abstractmethod
     async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
-        """Run an episode until the agent ends. Cancelling ends the agent and its processes; `record` then also has its output."""
+        """Run an episode until the agent ends. Cancelling ends the agent and its processes; `record` then also has its output.
+        Raises AgentFaultError if it cannot be reached."""
 
     async def close(self) -> None:
         """Free all resources; idempotent."""
@@ -270,11 +271,15 @@ class Remote(Program):
                     if len(data) > MAX_ANSWER:  # do not read the rest
                         return Outcome(None, f"{self._url}: the answer has more than {MAX_ANSWER} bytes")
         except httpx.HTTPError as fault:
-            return Outcome(None, text_of(f"{self._url}: {fault_text(fault)}{through_proxy(address)}", brief.key))
+            message = text_of(f"{self._url}: {fault_text(fault)}{through_proxy(address)}", brief.key)
+            raise AgentFaultError(f"the agent cannot be reached: {message}") from fault
         words = text_of(data.decode(errors="replace"), brief.key)
         record["body"] = words[:_SHOWN_CHARS]
         if answer.is_error:
-            return Outcome(None, f"{self._url}: HTTP {answer.status_code}{through_proxy(address)}{_tail(words)}")
+            message = f"{self._url}: HTTP {answer.status_code}{through_proxy(address)}{_tail(words)}"
+            if answer.status_code in (502, 503, 504):  # of a proxy, or of a server that is busy
+                raise AgentFaultError(f"the agent cannot be reached: {message}")
+            return Outcome(None, message)
         try:
             body = read_json(data)
         except (ValueError, RecursionError):

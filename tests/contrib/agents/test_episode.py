@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -331,6 +332,50 @@ def test_the_seconds_of_a_slow_engine_are_never_the_policys(limit: str) -> None:
     assert (trajectory.stop.value, trajectory.reward is None) == (stops[limit], limit != "episode_timeout"), trajectory.error
     if limit == "client":
         assert "while it waited for the engine" in (trajectory.error or "")
+
+
+@pytest.mark.parametrize("drops", [3, 99])
+def test_requests_that_an_agent_s_client_gives_up_are_no_turns(drops: int) -> None:
+    """A client with a time limit asks a slow engine again and again; that costs the policy none of its 2 turns."""
+
+    async def impatient(episode: Episode) -> None:
+        async with client_of(episode) as client:
+            answers = 0
+            while answers < 2:
+                with suppress(openai.APITimeoutError):
+                    answers += bool(await ask(client.with_options(timeout=0.3), [user(f"question {answers}")]))
+
+    class Busy(Dice):
+        async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+            self.slow = 9.0 if 1 <= len(self.asked) <= drops else 0.0
+            return await super().generate(token_ids, sampling, request_key)
+
+    (trajectory,) = play(Busy([says("There are 3.")]), FUNCTION, program=impatient, limits=replace(LIMITS, max_turns=2))
+    stop, turns = (StopReason.DONE, 2) if drops == 3 else (StopReason.AGENT_ERROR, 1)
+    assert (trajectory.stop, len(trajectory.turns)) == (stop, turns), trajectory.error
+    assert drops == 3 or "dropped 8 requests" in (trajectory.error or "")
+
+
+@pytest.mark.parametrize("name", ["wait", "think"])
+def test_a_tool_that_an_agent_gives_up_is_the_policy_s_fault_only_if_its_time_is(name: str) -> None:
+    class Waits(Store):
+        @tool
+        async def wait(self) -> str:
+            """takes long"""
+            await asyncio.sleep(0.2)
+            return "ok"
+
+        @tool(timeout=9, late="policy")
+        async def think(self) -> str:
+            """takes long, as the policy wants it"""
+            return await self.wait()
+
+    async def impatient(episode: Episode) -> None:
+        await asks(episode)
+        await asyncio.wait_for(episode.call(name, {}), 0.02)
+
+    trajectory = one(says("There are 3."), program=impatient, env=Waits, blame="policy")
+    assert trajectory.stop is (StopReason.AGENT_ERROR if name == "wait" else StopReason.AGENT_FAILED), trajectory.error
 
 
 def test_a_prompt_that_is_too_long_is_refused_and_ends_the_episode() -> None:

@@ -139,6 +139,9 @@ async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, an
     head = await reader.readuntil(b"\r\n\r\n")
     size = next((int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")), 0)
     status, body = await answer(json.loads(await reader.readexactly(size)))
+    if status is None:
+        writer.close()
+        return
     text = json.dumps(body).encode()
     writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n".encode() + text)
     await writer.drain()
@@ -147,19 +150,22 @@ async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, an
 
 @pytest.mark.parametrize(("status", "body", "stop", "error"), [
     (200, {"answer": "It is 3."}, StopReason.DONE, None),
-    (200, [1], StopReason.AGENT_ERROR, "expected a JSON object"),
-    (500, {"why": "no disk"}, StopReason.AGENT_ERROR, 'HTTP 500: {"why": "no disk"}'),
+    (200, [1], StopReason.AGENT_FAILED, "expected a JSON object"),
+    (500, {"why": "no disk"}, StopReason.AGENT_FAILED, 'HTTP 500: {"why": "no disk"}'),
+    (503, {"why": "restarts"}, StopReason.AGENT_ERROR, 'HTTP 503: {"why": "restarts"}'),
+    (None, None, StopReason.AGENT_ERROR, "RemoteProtocolError"),
     (200, {"answer": "3".ljust(1986)}, StopReason.DONE, None),
-    (200, {"answer": "3".ljust(1987)}, StopReason.AGENT_ERROR, "the answer has more than 2000 bytes"),
+    (200, {"answer": "3".ljust(1987)}, StopReason.AGENT_FAILED, "the answer has more than 2000 bytes"),
 ])  # fmt: skip
 async def test_a_url_gets_everything_in_a_post_and_answers_when_it_is_done(
-    status: int, body: Any, stop: StopReason, error: str | None, monkeypatch: pytest.MonkeyPatch
+    status: int | None, body: Any, stop: StopReason, error: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One that is gone, or a proxy that says so, is never the policy's failure."""
     import httpx
 
     monkeypatch.setattr(programs, "MAX_ANSWER", 2000)
 
-    async def agent(given: dict[str, Any]) -> tuple[int, Any]:
+    async def agent(given: dict[str, Any]) -> tuple[int | None, Any]:
         async with httpx.AsyncClient(verify=False) as web:
             ask = {"model": given["model"], "messages": given["messages"], "tools": given["tools"]}
             heads = {"Authorization": f"Bearer {given['api_key']}"}
@@ -169,14 +175,14 @@ async def test_a_url_gets_everything_in_a_post_and_answers_when_it_is_done(
 
     server = await asyncio.start_server(lambda r, w: handler(r, w, agent), "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/play"
-    harness = Harness(AgentConfig(url=url, answer="output"))
+    harness = Harness(AgentConfig(url=url, answer="output", blame="policy"))
     policy = Policy(Script([says("I do not know.")]), RENDERER)
     trajectory = await harness.play(Store(), policy, spec_of(), LIMITS, SPEC, Watch())
     await harness.close()
     server.close()
     assert trajectory.stop is stop and (error is None or error in (trajectory.error or ""))
-    assert trajectory.reward == (1.0 if stop is StopReason.DONE else None)
-    assert trajectory.agent is not None and trajectory.agent["status"] == status
+    assert trajectory.reward == {StopReason.DONE: 1.0, StopReason.AGENT_FAILED: 0.5}.get(stop)
+    assert trajectory.agent is not None and trajectory.agent.get("status") == status
 
 
 # -- tools by a real MCP client ------------------------------------------------------------------------
