@@ -45,7 +45,9 @@ from agentrl.utils.threads import in_thread
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 _SETTLES_WITHIN = 1.0
-"""Seconds to wait for sampled turns to be recorded."""
+"""Seconds to wait for sampled turns to be recorded, and for dropped requests to be cancelled."""
+_DROPS = 4
+"""Maximum requests, for each turn of `max_turns`, that an agent may drop before their answer."""
 
 
 class EpisodeOverError(Exception):
@@ -84,7 +86,9 @@ class AgentEpisode:
         self._asked = 0  # requests for a turn so far; below, those that were sampled
         self._sampled = 0
         self._reserved = 0  # tokens that running requests may add to the ledgers
-        self._gave_up = False  # the agent has dropped a request before its answer
+        self._dropped = 0  # requests that the agent gave up before their answer
+        self._gave_up = False  # it has dropped one of these, or a call whose time is not the policy's
+        self._owed = 0  # such calls that are running
         self._prompts: Counter[str] = Counter()
         self._busy, self._idle_since, self._quiet = 0, 0.0, 0.0
         self._ended = False  # the agent has ended by itself
@@ -181,7 +185,7 @@ class AgentEpisode:
         """Finish after the agent has ended by itself: pass its answer to the environment."""
         assert self.record is not None and self.session is not None
         # Finish calls that it did not await before the end: a scored episode does not change.
-        self._ended = True
+        self._ended, waits = True, bool(self._owed)
         await self._answered.wait()
         if self._over.done():
             raise self._over.result()
@@ -189,8 +193,8 @@ class AgentEpisode:
         if ended.failure is not None:
             message = f"the agent failed ({ended.failure})"
             self._check_asked(message)
-            if self._reserved or self._gave_up:  # its client timed out: the engine's latency is not the policy's fault
-                raise AgentFaultError(f"{message} while it waited for the engine")
+            if waits or self._reserved or self._gave_up:  # its client timed out: their latency is not the policy's fault
+                raise AgentFaultError(f"{message} while it waited for the engine or a tool")
             if self.config.blame == "policy":
                 raise EpisodeOverError(StopReason.AGENT_FAILED, message)
             raise AgentFaultError(message)
@@ -216,6 +220,9 @@ class AgentEpisode:
     async def sample(self, ask: SampleTurn, token_ids: Sequence[int], sampling: Sampling, key: str) -> Generation:
         """Sample a turn for the endpoint: limited, seeded and accounted for. Raises RequestError if the episode is over or its
         budget used up, and EngineError."""
+        until = time.monotonic() + _SETTLES_WITHIN
+        while self._sampled < self._asked >= self.limits.max_turns and time.monotonic() < until:
+            await asyncio.sleep(0.02)  # a request that the agent has just dropped is no turn, but may not be cancelled yet
         self._check_open()
         assert self.record is not None and self.session is not None
         self.record.catch_up()
@@ -225,6 +232,10 @@ class AgentEpisode:
         if self._asked >= self.limits.max_turns:
             self._stop(EpisodeOverError(StopReason.MAX_TURNS))
             raise RequestError(f"the episode's {self.limits.max_turns} turns are used up", code="max_turns")
+        if self._dropped >= _DROPS * self.limits.max_turns:
+            message = f"the agent dropped {self._dropped} requests before their answers; raise its client's time limit"
+            self._stop(AgentFaultError(message))
+            raise RequestError(message, code="episode_over")
         if room[0] <= 0:
             message = f"a prompt of {len(token_ids)} tokens leaves no room in this episode ({room[1].value})"
             self._stop(EpisodeOverError(room[1], None if self._sampled else message))
@@ -240,8 +251,9 @@ class AgentEpisode:
                 generation = await self.waits.engine(self.policy.engine, ask(own), key, f"turn {number}", tokens)
                 if opened is not None:
                     opened.set(**sampling_attributes(generation, own, len(token_ids)))
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # it is no turn: the agent may ask again
             self._gave_up = True
+            self._dropped, self._asked = self._dropped + 1, self._asked - 1
             raise
         except (ConfigError, CutError, EngineError) as fault:
             self._stop(fault)
@@ -295,18 +307,22 @@ class AgentEpisode:
 
     async def _note_answer(self, work: Awaitable[Answer], what: str, blame: Blame) -> Answer:
         """Await the environment's answer to the agent; an error ends the episode."""
-        self._working += 1
+        owed = blame == "infrastructure"
+        self._working, self._owed = self._working + 1, self._owed + owed
         self._answered.clear()
         try:
             with at(self._place):
                 return await self._env(work, what, blame)
+        except asyncio.CancelledError:
+            self._gave_up |= owed
+            raise
         except AgentrlError as fault:
             limits = {PolicyTimeoutError: StopReason.MAX_TOOL_TIME, UserLimitError: StopReason.MAX_TURNS}
             reached = next((reason for kind, reason in limits.items() if isinstance(fault, kind)), None)
             self._stop(fault if reached is None else EpisodeOverError(reached, str(fault)))
             raise AgentrlError(f"the episode is over: {fault}") from None
         finally:
-            self._working -= 1
+            self._working, self._owed = self._working - 1, self._owed - owed
             if not self._working:
                 self._answered.set()
 
