@@ -10,10 +10,7 @@ import logging
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from itertools import chain
 from typing import Any
 
@@ -33,11 +30,11 @@ from agentrl.render.litellm_calls import (
     causes,
     choice_of,
     error_line,
-    is_temporary,
     load_litellm,
     read_answer,
     refusal,
     request_of,
+    retry_wait,
 )
 from agentrl.render.tool_calls import sendable
 from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage
@@ -48,8 +45,6 @@ from agentrl.utils.threads import DaemonThreads, in_thread
 # Messages by number
 
 log = logging.getLogger(__name__)
-MAX_WAIT = 60.0
-"""Longest wait between two attempts, in seconds; a call is given up if the server asks for a longer one."""
 
 
 class Transcript:
@@ -198,7 +193,7 @@ class LiteLlmEngine(MessageEngine):
     ) -> None:
         """`model`: in litellm's form, such as `openai/gpt-5-mini`. `options` are passed to litellm unchanged (`api_key`, ...).
         The wait between attempts is `backoff` seconds, doubled each time, or the server's Retry-After if longer; above
-        `MAX_WAIT` the call fails. Raises DependencyError without litellm."""
+        a minute the call fails. Raises DependencyError without litellm."""
         if importlib.util.find_spec("litellm") is None:
             raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
         super().__init__(transcript or Transcript())
@@ -281,7 +276,8 @@ class LiteLlmEngine(MessageEngine):
                 # After a first answer, 403 and 404 may concern one request only: a filter, or one of a router's models.
                 if refused is not None and not (self._heard and getattr(problem, "status_code", None) in (403, 404)):
                     raise ConfigError(f"API model {refused}") from problem
-                wait = self._wait(problem, attempt)
+                least = self._backoff * 2**attempt * random.uniform(0.75, 1.25)
+                wait = None if attempt == self._cfg.retries else retry_wait(problem, least)
                 text = error_line(problem, request.get("api_base"))
                 if any(isinstance(link, ConnectionRefusedError) for link in causes(problem)):  # nothing listens at the address
                     text = f"{self._cfg.base or 'its provider'} refuses the connection: no server listens there ({text})"
@@ -292,31 +288,6 @@ class LiteLlmEngine(MessageEngine):
                     raise EngineError(f"{type(problem).__name__}: {self._model}: {text} ({attempt + 1} attempts)") from problem
                 await asyncio.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
-
-    def _wait(self, problem: Exception, attempt: int) -> float | None:
-        """Return the seconds until the next attempt; None if no retry is left or it would not help."""
-        import openai  # a dependency of litellm, whose errors are subclasses of openai's
-
-        if attempt == self._cfg.retries or not is_temporary(problem):
-            return None
-        wait = self._backoff * 2**attempt * random.uniform(0.75, 1.25)
-        if isinstance(problem, openai.APIStatusError):
-            # litellm replaces the response; the server's headers, if any, are in this attribute.
-            headers = vars(problem).get("litellm_response_headers") or problem.response.headers
-            wait = max(wait, retry_after(headers) or 0.0)
-        return wait if wait <= MAX_WAIT else None
-
-
-def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
-    """Return the seconds to wait by a Retry-After header (RFC 9110, section 10.2.3: seconds or a date); None without one."""
-    text = headers.get("retry-after", "")
-    with suppress(ValueError):
-        return max(0.0, float(text))
-    with suppress(ValueError):
-        until = parsedate_to_datetime(text)
-        until = until.replace(tzinfo=until.tzinfo or UTC)  # without a zone the date is in UTC
-        return max(0.0, (until - (now or datetime.now(UTC))).total_seconds())
-    return None
 
 
 def row_of(message: Message) -> dict[str, Json]:

@@ -7,6 +7,9 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -20,6 +23,8 @@ from agentrl.utils.threads import fork_safe
 _IMPORTING = fork_safe(threading.Lock())
 NO_RETRIES = {"num_retries": 0, "max_retries": 0}
 """Arguments that switch litellm's retries off, since these respect neither a time limit nor a queue."""
+MAX_WAIT = 60.0
+"""Longest wait between two attempts, in seconds; a call is given up if the server asks for a longer one."""
 _BUSY = (408, 409, 425, 429)
 _FAILED = {"error", "network_error", "insufficient_system_resource", "insufficient_quota", "abort", "cancelled", "timeout",
            "failed", "content_filter", "sensitive"}  # fmt: skip
@@ -116,6 +121,32 @@ def is_temporary(problem: BaseException) -> bool:
     busy = isinstance(status, int) and (status >= 500 or status in _BUSY)
     lost = isinstance(problem, openai.APIConnectionError) or (isinstance(problem, openai.APIError) and busy)
     return lost and refusal(problem) is None
+
+
+def retry_wait(problem: BaseException, least: float) -> float | None:
+    """Return the seconds until a call is made again after an error: `least`, or the server's Retry-After if longer; None if that
+    would not help, or is longer than MAX_WAIT."""
+    import openai  # a dependency of litellm, whose errors are subclasses of openai's
+
+    if not is_temporary(problem):
+        return None
+    if isinstance(problem, openai.APIStatusError):
+        # litellm replaces the response; the server's headers, if any, are in this attribute.
+        headers = vars(problem).get("litellm_response_headers") or problem.response.headers
+        least = max(least, retry_after(headers) or 0.0)
+    return least if least <= MAX_WAIT else None
+
+
+def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
+    """Return the seconds to wait by a Retry-After header (RFC 9110, section 10.2.3: seconds or a date); None without one."""
+    text = headers.get("retry-after", "")
+    with suppress(ValueError):
+        return max(0.0, float(text))
+    with suppress(ValueError):
+        until = parsedate_to_datetime(text)
+        until = until.replace(tzinfo=until.tzinfo or UTC)  # without a zone the date is in UTC
+        return max(0.0, (until - (now or datetime.now(UTC))).total_seconds())
+    return None
 
 
 def refusal(problem: BaseException, request: Mapping[str, Any] | None = None, base: str | None = None) -> str | None:

@@ -19,8 +19,8 @@ from agentrl.config.load import config_from
 from agentrl.config.schema import ApiConfig, Choice, EnvConfig, TrainConfig
 from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Message
-from agentrl.engines.api_models import LiteLlmEngine, Transcript, retry_after
-from agentrl.render.litellm_calls import read_answer
+from agentrl.engines.api_models import LiteLlmEngine, Transcript
+from agentrl.render.litellm_calls import read_answer, retry_after
 from agentrl.rollout.engine import Sampling
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.evaluate import EvalSession

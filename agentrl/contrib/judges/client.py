@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib
 import json
 import os
 import random
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import JudgeConfig
-from agentrl.contrib.judges.leaf import JudgeFault, LastingJudgeFault, Verdict, VerdictRequest, read_verdict
+from agentrl.contrib.judges.leaf import JudgeFault, Verdict, VerdictRequest, read_verdict
 from agentrl.data.trajectory import Json
-from agentrl.render.litellm_calls import NO_RETRIES, error_line, is_temporary, load_litellm, refusal, request_of
+from agentrl.render.litellm_calls import NO_RETRIES, choice_of, error_line, load_litellm, refusal, request_of, retry_wait
 from agentrl.utils.errors import ConfigError, JudgeBudgetError
 from agentrl.utils.parsing import read_json
 from agentrl.utils.redaction import redact_said
@@ -153,18 +152,19 @@ class Judge:
 
     def _attempts(self, key: str, request: VerdictRequest) -> Verdict:
         """Make up to 1 + retries attempts, with exponential backoff."""
-        why = ""
+        why, wait = "", 0.0
         for attempt in range(self.settings.retries + 1):
             if attempt:
-                time.sleep(self._backoff * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
+                time.sleep(max(wait, self._backoff * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)))
             try:
                 value = self._attempt(request)
                 self.cache.put(key, value)
                 return Verdict(value)
             except JudgeFault as fault:
                 why = redact_said(str(fault))
-                if isinstance(fault, LastingJudgeFault):
+                if fault.wait is None:
                     break
+                wait = fault.wait
         return Verdict(None, error=why)
 
     def _attempt(self, request: VerdictRequest) -> Json:
@@ -180,18 +180,28 @@ class Judge:
             characters = sum(len(message["content"].encode()) for message in request.messages)
             # Two characters per token: an upper bound on tokens.
             reserved = characters / 2 * prices[0] + request.max_tokens * prices[1]
-        errors, asked = importlib.import_module("openai"), judge_call(self.settings, request)
+        asked = judge_call(self.settings, request)
         self.budget.reserve(reserved)
         used = 0.0
         try:
-            response = litellm.completion(**asked)
+            try:
+                response = litellm.completion(**asked)
+            except Exception as error:  # litellm's errors have no common base class
+                refused = refusal(error, asked, self.settings.api_base)
+                why = f"{type(error).__name__}: {refused or error_line(error, asked.get('api_base'))}"
+                raise JudgeFault(why, retry_wait(error, 0.0)) from error
             if prices is not None and (usage := response.usage) is not None:
                 used = float(usage.prompt_tokens or 0) * prices[0] + float(usage.completion_tokens or 0) * prices[1]
-            return read_verdict(response.choices[0].message.content if response.choices else None, request)
-        except errors.OpenAIError as error:
-            refused = refusal(error, asked, self.settings.api_base)
-            why = f"{type(error).__name__}: {refused or error_line(error, asked.get('api_base'))}"
-            raise (JudgeFault if is_temporary(error) else LastingJudgeFault)(why) from error
+            try:
+                choice = choice_of(response)
+            except LookupError as problem:
+                raise JudgeFault(str(problem)) from problem
+            try:
+                return read_verdict(choice.message.content, request)
+            except JudgeFault as fault:
+                if choice.finish_reason != "length":
+                    raise
+                raise JudgeFault(f"{fault} (it was cut: raise the leaf's max_tokens)") from fault
         finally:
             self.budget.settle(reserved, used)
 

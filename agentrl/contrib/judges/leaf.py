@@ -54,11 +54,11 @@ class Verdict:
 
 
 class JudgeFault(Exception):
-    """A failed attempt."""
+    """A failed attempt. `wait`: seconds that the server asks to wait; None if retries would fail too."""
 
-
-class LastingJudgeFault(JudgeFault):
-    """A failed attempt whose retries would fail too."""
+    def __init__(self, message: str, wait: float | None = 0.0) -> None:
+        super().__init__(message)
+        self.wait = wait
 
 
 def read_verdict(text: Any, request: VerdictRequest) -> Json:

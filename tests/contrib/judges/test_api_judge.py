@@ -137,6 +137,36 @@ def test_retries_bounds_the_attempts_and_a_refusal_is_not_tried_again(server, st
     assert len(server.requests) == attempts
 
 
+def test_a_server_that_says_when_to_come_again_is_asked_then(server):
+    """Else every attempt is refused and paid for, within the pause that it asks for. One that asks for too long is left."""
+    server.script = [{"status": 429, "headers": {"Retry-After": "1"}}, '{"score": 10, "reason": "later"}']
+    assert scorer(judge(server)).score(episode("done")).value == 1
+    assert len(server.requests) == 2 and server.times[1] - server.times[0] >= 1
+    server.script = [{"status": 429, "headers": {"Retry-After": "3600"}}]
+    assert scorer(judge(server)).score(episode("done")).value is None
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("finish", "said"), [("content_filter", "which means failure"), ("length", "raise the leaf's max_tokens")]
+)
+def test_a_verdict_that_the_provider_withheld_or_cut_is_none_and_says_so(server, finish, said):
+    text = '{"score": 7, "reason": "fine"}'[: None if finish != "length" else 9]
+    choice = {"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": text}}
+    server.script = [
+        {"raw": json.dumps({"id": "x", "object": "chat.completion", "model": "m", "created": 1, "choices": [choice]})}
+    ]
+    result = scorer(judge(server, retries=0)).score(episode("done"))
+    assert result.value is None and said in reason(result)
+
+
+def test_any_error_of_litellm_leaves_the_episode_unscored(server, monkeypatch):
+    """They have no common base class; one that was not expected ended the run."""
+    monkeypatch.setattr(litellm_calls.load_litellm(), "completion", lambda **_: {}["no such provider"])
+    result = scorer(judge(server)).score(episode("done"))
+    assert result.value is None and "KeyError: 'no such provider'" in reason(result)
+
+
 def test_a_slow_judge_is_cut_off(server):
     server.script = [30.0]
     began = time.monotonic()
