@@ -93,7 +93,7 @@ def shown_of(row: Mapping[str, Any], envs: Sequence[str]) -> tuple[Row, Row]:
     each = {env: row.get(f"env/{env}/success") for env in envs} if len(envs) > 1 else {}
     main = {"success": row["success"], **each, "reward": row["reward"], "tokens/s": row.get("throughput/sampled_tokens_per_s")}
     if row.get("tokens_thrown"):
-        main["thrown away"] = percent(row["tokens_thrown"] / row["tokens_sampled"])
+        main["thrown away"] = percent(row["tokens_thrown"] / max(row["tokens_sampled"], row["tokens_thrown"]))
     terms = {key: value for key, value in row.items() if key.startswith(("term/", "metric/"))}
     details = {label: row.get(key) for key, label in DETAILS.items()}
     return main, {**terms, **details, "staleness": details["staleness"] or None, "unscored": row["unscored"] or None}

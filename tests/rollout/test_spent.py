@@ -256,7 +256,8 @@ async def test_no_token_is_lost_or_counted_twice(
 def test_the_display_says_the_share_that_was_thrown_away() -> None:
     row: dict[str, Any] = {"success": 0.5, "reward": None, "throughput/sampled_tokens_per_s": 10.0, "unscored": 0}
     assert "thrown away" not in shown_of(row | {"tokens_sampled": 10.0, "tokens_thrown": 0.0}, ["a"])[0]
-    assert shown_of(row | {"tokens_sampled": 400.0, "tokens_thrown": 100.0}, ["a"])[0]["thrown away"] == "25.0 %"
+    for sampled, share in ((400.0, "25.0 %"), (0.0, "100.0 %")):  # with staleness, groups of earlier tokens alone may be dropped
+        assert shown_of(row | {"tokens_sampled": sampled, "tokens_thrown": 100.0}, ["a"])[0]["thrown away"] == share
 
 
 def test_a_run_from_a_config_says_it_in_rows_summary_and_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
