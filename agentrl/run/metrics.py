@@ -262,9 +262,9 @@ def metrics_table() -> Iterator[tuple[str, MetricInfo]]:
 
 @cache
 def info_of(key: str) -> MetricInfo | None:
-    """Find the entry of a row's key, by name or by the first matching pattern; None for unknown keys, as of plug-ins.
+    """Find the entry of a row's key, by name, else by the first matching pattern; None for unknown keys, as of plug-ins.
     `env/NAME/KEY` has the entry of KEY if that is `per_env`; `n/KEY` has the phases of KEY."""
-    for _, entry in metrics_table():
+    for _, entry in sorted(metrics_table(), key=lambda found: "<" in found[1].name):  # a name before any pattern
         # Names of environments, arms and ids may contain dots, commas and slashes; a worker's number may not.
         parts = re.split(r"(<\w+>)", entry.name)
         pattern = "".join(r"\d+" if part == "<i>" else ".+" if part.startswith("<") else re.escape(part) for part in parts)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.schema import PrometheusConfig
 from agentrl.contrib.toolkit.http_server import ThreadServer
 from agentrl.rollout.engine import EngineStats
-from agentrl.run.metrics import info_of
+from agentrl.run.metrics import info_of, metrics_table
 from agentrl.run.trackers import LIVE_METRICS, Outlet
 from agentrl.utils.errors import ConfigError, DependencyError, ResourceError
 
@@ -197,12 +197,19 @@ COUNTERS: Mapping[str, str] = {
     "episodes": "episodes of finished rows: of updates, and of evaluations",
     "episodes_unscored": "of these, those without a reward, by cause",
     "episodes_faulty": "attempts at an episode that came to no score, by cause, also those that were tried again",
-    "tokens_sampled": "sampled tokens of these episodes",
+    "tokens_sampled": "tokens sampled for them, and for updates also those that were thrown away",
     "tokens_trained": "tokens that updates were computed over",
     "updates": "updates",
     "step_seconds": "seconds of the updates' steps, without evaluations and checkpoints",
     "restarts": "times that the run began again after a process was lost",
 }
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"[\W_]+", "_", name).strip("_")
+
+
+_PLAIN = frozenset(_stem(entry.name) for _, entry in metrics_table())
 
 
 def metric_of_key(key: str) -> tuple[str, dict[str, str], float, str]:
@@ -218,7 +225,9 @@ def metric_of_key(key: str) -> tuple[str, dict[str, str], float, str]:
     match = re.fullmatch("".join("(.+)" if part.startswith("<") else re.escape(part) for part in parts), plain)
     values = match.groups() if match is not None else ()
     labels = {"env": env} | {part[1:-1]: text for part, text in zip(parts[1::2], values, strict=True)}
-    stem = re.sub(r"[\W_]+", "_", "".join(parts[::2])).strip("_")
+    stem = _stem("".join(parts[::2]))
+    if parts[1:] and stem in _PLAIN:  # a family has one set of labels
+        stem += f"_by_{parts[-2][1:-1]}"
     if info is None:
         return f"agentrl_row_{stem}", labels, 1.0, key
     ending, base, scale = UNITS.get(info.unit, ("", "", 1.0))
