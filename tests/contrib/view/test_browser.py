@@ -217,6 +217,11 @@ def test_what_a_curve_is_made_of(tab: Tab) -> None:
     assert found["tokens"]["train"]["xs"] == [100, 300, 600] and found["tokens"]["held"]["xs"] == [0, 600]
     assert found["seconds"]["train"]["xs"] == [3, 5, 7] and found["seconds"]["held"]["xs"] == [1, 8]
     assert tab.page.evaluate(ask, [rows, "sft:loss", "step"])["train"] == {"xs": [10], "ys": [3.5]}
+    data = [{"phase": "data", "step": 1, "loss": 2.0, "tokens_trained": 40, "time/data_s": 3.0}]
+    data = [{"phase": "heldout", "step": 0, "loss": 4.0}, *data, {"phase": "heldout", "step": 1, "loss": 1.0}]
+    for axis, ends in {"step": [0, 1], "tokens": [0, 40], "seconds": [0, 3]}.items():
+        curve = {"train": {"xs": ends[1:], "ys": [2]}, "held": {"xs": ends, "ys": [4, 1]}}
+        assert tab.page.evaluate(ask, [data, "loss", axis]) == curve, "of a run on data"
     values, weight = [1.0, 0.0, 4.0], 0.5
     powers = [weight ** np.arange(n, -1, -1.0) for n in range(3)]
     expected = [np.average(values[: n + 1], weights=powers[n]) for n in range(3)]
@@ -226,6 +231,13 @@ def test_what_a_curve_is_made_of(tab: Tab) -> None:
     align = "async ([lines, log]) => (await import('/js/chart.js')).aligned(lines, log)"
     assert tab.page.evaluate(align, [lines, False]) == [[1, 2, 3], [0, None, 2], [None, 5, -1]]
     assert tab.page.evaluate(align, [lines, True]) == [[1, 2, 3], [None, None, 2], [None, 5, None]]
+
+
+def test_an_episode_with_a_success_alone_is_scored(tab: Tab) -> None:
+    """As in evaluations under a spec that compares the members of a group."""
+    ask = "(one) => import('/js/parts.js').then((at) => [at.outcomeClass(one), at.Outcome({episode: one}).props.children])"
+    found = [tab.page.evaluate(ask, {"reward": None, "success": success}) for success in (True, False, None)]
+    assert found == [["solved", "solved"], ["failed", "not solved"], ["unscored", "unscored"]]
 
 
 def test_the_table_of_steps(tab: Tab) -> None:
@@ -516,6 +528,19 @@ def test_two_steps_side_by_side(tab: Tab) -> None:
     assert rows == [["0", False], ["1", False], ["2", True]]
     tab.go("compare?a=first:after_000006&b=second:after_000006&show=won", "table.pairs tbody tr")
     assert tab.texts("table.pairs tbody button") == ["t/heldout/1"]
+
+
+def test_means_of_two_sides_are_over_the_tasks_that_both_know(tab: Tab) -> None:
+    members = [[{"id": f"before_000000.{n}", "reward": None, "success": known}] for n, known in enumerate((True, False, None))]
+    pair = {"env": "e", "split": "", "content": "", "task": "t"}
+    pairs = [{**pair, "a": members[1], "b": members[1], "verdict": "neither solved"}]
+    pairs += [{**pair, "task": "u", "a": members[0], "b": members[2], "verdict": "unknown"}]
+    answer = {"pairs": pairs, "only_a": [], "only_b": []}
+    tab.page.route("**/api/compare?*", lambda route: route.fulfill(json=answer))
+    tab.go("compare?a=first:before_000000&b=second:after_000006", "table.pairs tbody tr")
+    said = " ".join(tab.texts("main .muted"))
+    tab.page.unroute("**/api/compare?*")
+    assert "mean success A 0.000, B 0.000" in said
 
 
 def test_two_runs_are_compared_at_the_same_phase_by_themselves(tab: Tab) -> None:

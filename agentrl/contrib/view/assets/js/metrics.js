@@ -44,7 +44,7 @@ export function useMetrics(runs) {
   return state;
 }
 
-const HELD_OUT = new Set(["before", "eval", "after"]);
+const HELD_OUT = new Set(["before", "eval", "after", "heldout"]);
 
 /** How a metric of a row is called: those of the warm start have a prefix, since its steps are others. */
 export const metricName = (phase, key) => (phase === "sft" || phase === "gate" ? `${phase}:${key}` : key);
@@ -79,7 +79,7 @@ export function useMetricNames(rowsOf) {
 
 /**
  * One metric of one run as {train, held}: {xs, ys} each, of training rows and of held-out evaluations. `axis`: "step", or
- * "tokens" (sampled in training rows up to there) or "seconds" (of updates and evaluations up to there).
+ * "tokens" (sampled in training rows up to there; of data: trained) or "seconds" (of updates and evaluations up to there).
  */
 export function curve(rows, name, axis) {
   const train = { xs: [], ys: [] };
@@ -87,8 +87,7 @@ export function curve(rows, name, axis) {
   let tokens = 0;
   let seconds = 0;
   for (const row of rows) {
-    const updates = row.phase === "train";
-    if (updates && typeof row.tokens === "number") tokens += row.tokens;
+    if (row.phase === "train" || row.phase === "data") tokens += row.tokens ?? row.tokens_trained ?? 0;
     seconds += rowSeconds(row);
     const [phase, key] = name.startsWith("sft:") || name.startsWith("gate:") ? name.split(/:(.*)/s) : [null, name];
     if (phase === null ? row.phase === "sft" || row.phase === "gate" : row.phase !== phase) continue;
@@ -102,7 +101,7 @@ export function curve(rows, name, axis) {
 }
 
 // The parts of a step that follow one another; the other times are of single episodes.
-const PARTS = ["time/rollout_s", "time/batch_s", "time/update_s", "time/publish_s", "time/eval_s"];
+const PARTS = ["time/rollout_s", "time/batch_s", "time/update_s", "time/publish_s", "time/eval_s", "time/data_s"];
 
 const rowSeconds = (row) => PARTS.reduce((sum, key) => sum + (typeof row[key] === "number" ? row[key] : 0), 0);
 

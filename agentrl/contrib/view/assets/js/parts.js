@@ -43,12 +43,11 @@ export const Share = ({ value }) => html`${fixed(value)}${typeof value === "numb
 
 /** Whether an episode solved its task, in a word and a color. */
 export function Outcome({ episode }) {
-  if (episode.reward === null || episode.reward === undefined) return html`<span class="badge">unscored</span>`;
-  if (episode.success === null || episode.success === undefined) return html`<span class="muted">${NONE}</span>`;
+  if (typeof episode.success !== "boolean") return typeof episode.reward === "number" ? html`<span class="muted">${NONE}</span>` : html`<span class="badge">unscored</span>`;
   return episode.success ? html`<span class="badge good">solved</span>` : html`<span class="badge bad">not solved</span>`;
 }
 
-export const outcomeClass = ({ reward, success }) => (reward === undefined ? "" : reward === null ? "unscored" : success === true ? "solved" : success === false ? "failed" : "");
+export const outcomeClass = ({ reward, success }) => (reward === undefined ? "" : success === true ? "solved" : success === false ? "failed" : reward === null ? "unscored" : "");
 
 export function Stop({ stop }) {
   const fault = ["env_error", "engine_error", "agent_error", "tool_timeout", "episode_timeout", "engine_timeout", "cancelled", "agent_failed"].includes(stop);

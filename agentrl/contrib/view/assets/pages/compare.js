@@ -98,6 +98,7 @@ const decided = ({ verdict }) => verdict === "won" || verdict === "lost";
 function Compared({ data, query, a, b }) {
   const [shown, setShown] = useState(CHUNK);
   const { pairs } = data;
+  const known = pairs.filter((pair) => pair.verdict !== "unknown"); // of both sides
   const count = (which) => pairs.filter((pair) => pair.verdict === which).length;
   // Won and lost ones first; within each the order of the server, which is by how far they are apart.
   const kept = query.show ? pairs.filter((pair) => pair.verdict === query.show) : [...pairs].sort((one, other) => decided(other) - decided(one));
@@ -109,7 +110,7 @@ function Compared({ data, query, a, b }) {
   return html`<div class="stack">
     <div class="row">
       ${["", ...Object.keys(COLORS).filter((which) => count(which))].map((which) => html`<button key=${which} aria-pressed=${(query.show ?? "") === which} onClick=${() => change(query, { show: which })}>${which ? `${count(which)} ${which}` : `all ${pairs.length}`}</button>`)}
-      <span class="muted">mean success A ${fixed(mean(pairs.flatMap((pair) => pair.a), "success"), 3)}, B ${fixed(mean(pairs.flatMap((pair) => pair.b), "success"), 3)}; won: B solved the task more often than A</span>
+      <span class="muted">mean success A ${fixed(mean(known.flatMap((pair) => pair.a), "success"), 3)}, B ${fixed(mean(known.flatMap((pair) => pair.b), "success"), 3)}; won: B solved the task more often than A</span>
       ${data.only_a.length + data.only_b.length > 0 && html`<span class="muted">${plural(data.only_a.length, "task")} only in A, ${number(data.only_b.length)} only in B</span>`}
     </div>
     <${Panel} title="Tasks" scroll><div class="scroll" style=${{ maxHeight: place >= 0 ? "30vh" : "70vh" }}><table class="pairs">
