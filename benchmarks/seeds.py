@@ -12,11 +12,15 @@ import argparse
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
+
+from agentrl.data.trajectory import Trajectory
 
 RESAMPLES = 10_000
 Outcomes = dict[str, float]
@@ -38,9 +42,12 @@ def run(config: Path, seeds: Sequence[int], overrides: Sequence[str]) -> int:
 
 
 def outcomes(file: Path) -> Outcomes:
-    """Read the success per task, without unscored episodes (null)."""
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return {row["task"]["id"]: float(row["success"]) for row in rows if row["success"] is not None}
+    """Read the mean success per task (`Trajectory.task_key`), without unscored episodes (null)."""
+    found: dict[str, list[bool]] = defaultdict(list)
+    for episode in (Trajectory.from_json(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()):
+        if episode.success is not None:
+            found[episode.task_key].append(episode.success)
+    return {task: fmean(known) for task, known in found.items()}
 
 
 def pairs_of(folder: Path) -> npt.NDArray[np.float64]:
@@ -49,7 +56,9 @@ def pairs_of(folder: Path) -> npt.NDArray[np.float64]:
     if not before or not after:
         raise SystemExit(f"{folder}: no evaluation before and after the updates. Finish the run: agentrl train --resume {folder}")
     first, last = outcomes(before[0]), outcomes(after[-1])
-    return np.array([[first[task], last[task]] for task in sorted(first.keys() & last.keys())])
+    if not (both := sorted(first.keys() & last.keys())):
+        raise SystemExit(f"{folder}: no task was scored before and after the updates. `agentrl show {folder}` names the causes")
+    return np.array([[first[task], last[task]] for task in both])
 
 
 def interval(runs: Sequence[npt.NDArray[np.float64]], seed: int = 0) -> tuple[float, float]:
@@ -68,10 +77,9 @@ def interval(runs: Sequence[npt.NDArray[np.float64]], seed: int = 0) -> tuple[fl
 def table(folders: Sequence[Path]) -> str:
     """Format a row per run, and one over all."""
     lines = ["| run | tasks | before the updates | after them | gain | 95 % interval |", "|---|--:|--:|--:|--:|---|"]
-    runs = {folder.name: pairs_of(folder) for folder in folders}
-    named = [(name, [pairs]) for name, pairs in runs.items()]
-    if len(runs) > 1:
-        named.append((f"all {len(runs)}", list(runs.values())))
+    named = [(folder.name, [pairs_of(folder)]) for folder in dict.fromkeys(folders)]  # names may repeat: a/seed1, b/seed1
+    if len(named) > 1:
+        named.append((f"all {len(named)}", [pairs for _, [pairs] in named]))
     for name, found in named:
         before, after = np.mean([pairs.mean(axis=0) for pairs in found], axis=0)
         low, high = interval(found)

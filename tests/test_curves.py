@@ -13,6 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks/parts"))
 
 from curves_report import COINS, VARIANTS, about_control, coin, control, spec, table, unexpected, z_score
 
+from benchmarks import seeds
+from tests.run.made_folders import episode, run_folder
+
 MANY = 4000
 
 
@@ -89,3 +92,21 @@ def test_the_correlation_is_within_groups() -> None:
 def test_a_reward_that_tells_a_little_must_lift_the_curve() -> None:
     assert unexpected([run("leaky_reward", 0, 0.26)]) == []
     assert unexpected([run("leaky_reward", 0, 0.24)]) == ["leaky_reward seed 0: must rise: 0.25 -> 0.24"]
+
+
+def test_the_table_of_seeds_counts_every_run_and_task(tmp_path: Path) -> None:
+    """Also runs of one name, and tasks of one id in two environments."""
+
+    def played(success: bool) -> list[Trajectory]:
+        first, second = (episode(0, 0, reward, split="heldout", env=env) for env, reward in (("a", 1.0), ("b", float(success))))
+        second.task = first.task
+        return [first, second]
+
+    for at, success in (("x", True), ("y", False)):
+        run_folder(tmp_path / at / "seed1", {"before_000000": played(False), "after_000002": played(success)}, [])
+    lines = seeds.table([tmp_path / "x" / "seed1", tmp_path / "y" / "seed1"]).splitlines()[2:]
+    assert [line.split("|")[1:6] for line in lines] == [
+        [" seed1 ", " 2 ", " 0.500 ", " 1.000 ", " +0.500 "],
+        [" seed1 ", " 2 ", " 0.500 ", " 0.500 ", " +0.000 "],
+        [" all 2 ", " 4 ", " 0.500 ", " 0.750 ", " +0.250 "],
+    ]
