@@ -196,7 +196,7 @@ class RunModel:
 
     label: str
     path: str
-    step: int | None
+    step: int
 
 
 def run_folder(path: str | Path) -> RunFolder:

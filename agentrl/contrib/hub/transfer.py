@@ -18,6 +18,7 @@ import httpx
 import tomli_w
 
 from agentrl.config import load_config
+from agentrl.run.outcomes import EVALUATED, points
 from agentrl.run.provenance import model_of, run_folder
 from agentrl.trainer.model_folder import export_run
 from agentrl.utils.errors import RepositoryError, ResourceError
@@ -52,14 +53,20 @@ def push(source: str, name: str, which: str = "last", adapter: bool = False) -> 
             kind, folder = "model", run_folder(path)  # push the model, the config without secrets, and figures
             config = load_config(folder.config)
             if adapter:
-                export_run(folder.path, staged, int(which) if which.isdigit() else None, best=which == "best", adapter=True)
+                step = export_run(
+                    folder.path, staged, int(which) if which.isdigit() else None, best=which == "best", adapter=True
+                )
             else:
-                _stage_files(Path(model_of(folder, which).path), "model", staged)
+                model = model_of(folder, which)
+                _stage_files(Path(model.path), "model", staged)
+                step = model.step
             dumped = config.model_dump(mode="json", exclude_none=True)
             learn(dumped)
             (staged / "config.toml").write_text(tomli_w.dumps(redact_json(dumped, said=True)), encoding="utf-8")
             summary = folder.read_summary() or {}
-            kept = {key: summary[key] for key in _FIGURES if key in summary}
+            held = dict(points(folder.read_metrics(), EVALUATED, "success"))
+            # Of the pushed model, which need not be the run's last.
+            kept = {key: summary[key] for key in _FIGURES if key in summary} | {"steps": step, "success_after": held.get(step)}
             (staged / "figures.json").write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
             _check_secrets(staged, list(_files_of(staged, "model")))
         elif which != "last" or adapter:

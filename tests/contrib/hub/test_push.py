@@ -98,6 +98,19 @@ def test_a_run_s_model_and_its_adapter_there_and_back(run: Path, hub: Hub, tmp_p
     assert main(["train", str(tmp_path / "next.toml"), "--dry-run"]) == 0, "the pulled folder is a model.path"
 
 
+@pytest.mark.parametrize("words", [["--step", "0"], ["--step", "0", "--adapter"]])
+def test_the_figures_are_those_of_the_pushed_model(run: Path, hub: Hub, tmp_path: Path, words: list[str]) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    scores = {"before": 0.25, "after": 0.75}
+    rows = [{**row, "success": scores.get(row["phase"], 0.5)} for row in rows]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for more, step, success in ((words, 0, 0.25), (words[2:], 1, 0.75)):
+        assert main(["push", str(copy), "me/one", *more]) == 0
+        figures = json.loads(hub.repos["models/me/one"][-1][1]["figures.json"])
+        assert (figures["steps"], figures["success_after"]) == (step, success)
+
+
 def test_the_config_that_is_pushed_has_no_secret(run: Path, hub: Hub, tmp_path: Path) -> None:
     """Of an address, nor of a variable that only its name gives away."""
     copy = tmp_path / "copy"
