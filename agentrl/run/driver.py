@@ -7,7 +7,7 @@ import logging
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from agentrl.run.checks import run_checks
 from agentrl.run.checks.size_checks import start_notes
 from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import EngineChoice
-from agentrl.run.folder import BEFORE_SFT, LogFile, RunFolder
+from agentrl.run.folder import BEFORE_SFT, LogFile, RunFolder, stored_object
 from agentrl.run.interrupt import SAME_SIGNAL_S, Interrupt, ignore_first_signal
 from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.outcomes import EVALUATED, draw_curve, points, summary_of
@@ -44,6 +44,7 @@ from agentrl.utils.errors import (
     NoRoomLeftError,
     NothingScoredError,
     ResourceError,
+    RunFolderError,
     StalledError,
     WorkerDiedError,
     fault_text,
@@ -110,6 +111,7 @@ def execute(
     ):
         folder.check_places()
         config = config.with_date(folder.day())
+        outcome.started -= _seconds_before(folder) if resumed else 0.0
         folder.summary.unlink(missing_ok=True)  # no summary means that the run is running or was killed
         folder.reserve()
         command = "sft" if folder.only_warm_start or config.data else "train"
@@ -371,6 +373,15 @@ class RunDriver:
         display.say(f"try next                    agentrl eval --run {run} --checkpoint 0 --checkpoint last")
         display.say(f"                            agentrl train --resume {run} steps={more}")
         display.say("                            agentrl env list;  agentrl env new my_env")
+
+
+def _seconds_before(folder: RunFolder) -> float:
+    """Return the seconds of the run's earlier processes, as its summary has them; after a kill those of its rows."""
+    parts = [f"time/{part}_s" for part in ("rollout", "batch", "update", "publish", "eval", "data")]
+    counted = sum(row.get(part) or 0.0 for row in folder.read_metrics() for part in parts)
+    with suppress(RunFolderError, TypeError):  # a summary that was edited
+        counted = max(counted, (stored_object(folder.summary, "") or {}).get("seconds") or 0.0)
+    return counted
 
 
 @contextmanager

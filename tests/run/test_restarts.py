@@ -66,7 +66,7 @@ def test_a_run_that_goes_on_has_no_summary_of_its_last_end(tmp_path: Path, monke
     init = {"layers": 1, "hidden": 32, "mlp": 32, "heads": 2, "kv_heads": 1, "head_dim": 16}
     config = TrainConfig(name="x", out=str(tmp_path), env=EnvConfig(id="key_value"), model={"init": init})
     folder = RunFolder.create(config)
-    folder.write_summary({"status": "interrupted"})
+    folder.write_summary({"status": "interrupted", "seconds": 50.0})
     seen: list[tuple[bool, bool]] = []
 
     async def train(*_: Any) -> None:
@@ -79,7 +79,13 @@ def test_a_run_that_goes_on_has_no_summary_of_its_last_end(tmp_path: Path, monke
     with pytest.raises(WorkerError):
         main.execute(config, folder, resumed=True)
     assert seen == [(False, True)]
-    assert load_run(folder.path).summary["status"] == "failed" and not load_run(folder.path).live
+    summary = load_run(folder.path).summary
+    assert summary["status"] == "failed" and 50 <= summary["seconds"] < 60 and not load_run(folder.path).live
+    folder.append_metrics({"step": 1, "phase": "train", "time/rollout_s": 60.0, "time/update_s": 40.0, "time/episode_s": 9.0})
+    folder.summary.unlink()  # as a kill leaves it: what its rows took is known
+    with pytest.raises(WorkerError):
+        main.execute(config, folder, resumed=True)
+    assert 100 <= load_run(folder.path).summary["seconds"] < 109
 
 
 TINY = [f"model.init.{key}={value}" for key, value in {"layers": 1, "hidden": 32, "mlp": 32, "heads": 2, "kv_heads": 1}.items()]
