@@ -314,4 +314,4 @@ def pair_step(engine: BaseEngine, view: Ragged, cap: int, pairs: int, values: Ro
 
     steps = Steps(engine, view, "a step of pairs")
     steps.take(0, micros, share)
-    return {**steps.finish(), **found}
+    return {**steps.finish(), **found, "tokens_trained": view.batch["counts"][0].tokens}

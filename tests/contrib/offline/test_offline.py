@@ -276,6 +276,9 @@ def test_a_dpo_run_without_its_last_checkpoints_is_the_same_run_again_and_its_be
     assert export_run(run, tmp_path / "best", best=True) == min(losses, key=lambda step: losses[step])
     whole = [{**row, "time/data_s": 0} for phase in ("data", "heldout") for row in rows(run, phase)]
     assert [row["epoch"] for row in whole[:6]] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    tokens = [int(row["tokens_trained"]) for row in whole[:6]]
+    assert min(tokens) > 10 and len({sum(tokens[at : at + 2]) for at in (0, 2, 4)}) == 1, "each pass trains the same"
+    assert json.loads((run / "summary.json").read_text())["tokens"] == sum(tokens)
     for step in steps[3:]:
         shutil.rmtree(run / "checkpoints" / step)
     assert main(["sft", "--resume", str(run)]) == 0
