@@ -80,7 +80,7 @@ class Service(Client):
     async def forget(self) -> None:
         """Drop cached answers that a run resumed from here would not have."""
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float | None]:
         """Return metrics since the last call."""
         return {}
 

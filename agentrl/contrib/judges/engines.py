@@ -70,6 +70,14 @@ class EngineJudge:
             self._cache.forget()
             await self.engine.forget()
 
+    def take(self) -> dict[str, float]:
+        """Return the counters since the last call; seconds of running requests count up to now."""
+        if self._busy:
+            before, self._since = self._since, time.monotonic()
+            self.counted["busy_s"] += self._since - before
+        counted, self.counted = self.counted, dict.fromkeys(COUNTED, 0.0)
+        return counted
+
     async def verdict(self, request: VerdictRequest) -> Verdict:
         """Return the verdict; equal requests share it. Cancelling only stops the wait."""
         self.counted["verdicts"] += 1

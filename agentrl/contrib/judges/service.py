@@ -90,14 +90,14 @@ class Judges(Service):
         for judge in self._own.values():
             await judge.forget()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float | None]:
         """Return metrics per own judge since the last call: verdicts, cached and failed ones, tokens, busy seconds, and sampled
         tokens per busy second."""
-        row: dict[str, float] = {}
+        row: dict[str, float | None] = {}
         for name, judge in self._own.items():
-            counted, judge.counted = judge.counted, dict.fromkeys(judge.counted, 0.0)
+            counted = judge.take()
             busy = counted.pop("busy_s")
             row |= {f"judge/{name}/{key}": value for key, value in counted.items()}
             row[f"time/judge/{name}_s"] = busy
-            row[f"throughput/judge/{name}_tokens_per_s"] = counted["sampled_tokens"] / max(busy, 1e-9)
+            row[f"throughput/judge/{name}_tokens_per_s"] = counted["sampled_tokens"] / busy if busy else None
         return row

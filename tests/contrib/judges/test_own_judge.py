@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from llguidance.hf import from_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.cli.main import main
-from agentrl.config.schema import JudgeConfig, JudgeEngineConfig
+from agentrl.config.schema import JudgeConfig, JudgeEngineConfig, RewardConfig
 from agentrl.contrib.judges.checks import leaves_on_engines
 from agentrl.contrib.judges.engines import EngineJudge, OwnJudge, form_of
 from agentrl.contrib.judges.leaf import JudgeFault, VerdictRequest, read_verdict
@@ -210,6 +211,27 @@ async def test_as_many_verdicts_are_sampled_at_once_as_concurrency_says(judge: P
     assert (one.most, many.most) == (1, 4) and many.asked == 4 and (kept.counted["verdicts"], kept.counted["cached"]) == (5, 1)
     assert [verdict.value for verdict in alone] == [verdict.value for verdict in together]
     assert alone[0].value is not None and alone[0].value != alone[1].value
+
+
+async def test_a_row_has_the_seconds_of_verdicts_under_way(judge: Path) -> None:
+    """With `max_staleness` above 0 a row may be written while a verdict is sampled, and another before the judge rests."""
+    engine, service = Counting(str(judge)), Judges(RewardConfig())
+    engine.slow = 0.4
+    config = JudgeConfig(engines={"strict": JudgeEngineConfig(path=str(judge))})
+    service._own["strict"] = one = EngineJudge("strict", config, engine, make_renderer(load_tokenizer(str(judge))), "m")
+    await engine.start()
+    began, first = time.monotonic(), asyncio.create_task(one.verdict(request("a")))
+    await asyncio.sleep(0.2)
+    second = asyncio.create_task(one.verdict(request("b")))
+    await first
+    found, passed = service.metrics(), time.monotonic() - began
+    assert passed - 0.1 < found["time/judge/strict_s"] <= passed
+    tokens = found["judge/strict/sampled_tokens"]
+    assert tokens > 0 and found["throughput/judge/strict_tokens_per_s"] == tokens / found["time/judge/strict_s"]
+    await second
+    assert 0 < service.metrics()["time/judge/strict_s"] <= time.monotonic() - began - passed
+    assert service.metrics()["throughput/judge/strict_tokens_per_s"] is None, "of no second"
+    await one.close()
 
 
 @pytest.mark.parametrize(("faults", "retries", "attempts"), [(1, 1, 2), (2, 1, 2), (1, 0, 1)])
