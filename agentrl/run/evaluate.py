@@ -311,6 +311,9 @@ class RolloutJob:
                     more = [f", rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
                     greedy = " (greedy)" if self.temperature == 0 else ""
                     display.say(f"[{request.purpose}] {section}.temperature = {self.temperature:g}{greedy}{''.join(more)}")
+                    if greedy and request.samples > 1:
+                        hardly = f"the {request.samples} greedy episodes of a task hardly differ, and pass@k hardly from pass@1"
+                        display.warn(f"{hardly}. Set {section}.temperature=1")
                 if computes := self.start.engine.computation_line(trains=False):
                     display.say(computes)
             try:

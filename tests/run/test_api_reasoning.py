@@ -152,7 +152,9 @@ def test_an_evaluation_says_at_which_temperature_it_samples(capsys: pytest.Captu
         evaluate(server, "eval.temperature=0.3", "rollout.top_p=0.9", model="api:openai/mine")
         assert "[eval] eval.temperature = 0.3, rollout.top_p = 0.9\n" in capsys.readouterr().out
         evaluate(server, "eval.temperature=0", "--out", "greedy", model="api:openai/mine")
-        assert "[eval] eval.temperature = 0 (greedy)\n" in capsys.readouterr().out
+        assert (said := capsys.readouterr().out).count("[eval] eval.temperature = 0 (greedy)\n") == 1 and "hardly" not in said
+        evaluate(server, "eval.temperature=0", "-k", "2", "--out", "greedy", model="api:openai/mine")
+        assert "the 2 greedy episodes of a task hardly differ" in capsys.readouterr().out
         evaluate(server, "--out", "gold", model="policy:gold")
         assert "temperature" not in capsys.readouterr().out
 

@@ -21,7 +21,7 @@ export function OverviewPage({ run, query, runs }) {
     <div class="row apart"><h1>${pieces(run.name)}</h1><code class="muted" title=${run.path}>${pieces((run.path ?? "").split("/").slice(-2).join("/"))}</code></div>
     <${Cause} text=${summary?.error} />
     <section class="panel"><div class="body"><${Facts} facts=${[
-      ["held-out success", html`${fixed(run.success_before)} <span class="muted">→</span> ${fixed(run.success_after)}`, "greedy success on held-out tasks before and after training"],
+      ["held-out success", html`${fixed(run.success_before)} <span class="muted">→</span> ${fixed(run.success_after)}`, "success on held-out tasks before and after training"],
       ["updates", run.steps ? `${number(run.updates)} of ${number(run.steps)}` : number(run.updates)],
       ["sampled tokens", compact(run.tokens)],
       ["time", seconds(run.seconds ?? (run.live && typeof run.started === "number" ? Date.now() / 1000 - run.started : null))],
