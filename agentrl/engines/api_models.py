@@ -134,7 +134,7 @@ class MessageEngine(Engine):
     @abstractmethod
     async def _answer(
         self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], number: int, sampling: Sampling
-    ) -> tuple[Message, dict[str, Json], Usage | None, Finish]:
+    ) -> tuple[Message, dict[str, Json], Usage, Finish]:
         """Sample turn `number`. Returns the turn, with call ids that are unique in the session; its message as it is to be sent
         again; its usage; and why it ended."""
 
@@ -317,10 +317,10 @@ class FunctionEngine(MessageEngine):
 
     async def _answer(
         self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], number: int, sampling: Sampling
-    ) -> tuple[Message, dict[str, Json], None, Finish]:
+    ) -> tuple[Message, dict[str, Json], Usage, Finish]:
         said = await run_contained(self._ask([dict(row) for row in messages], tools), f"policy {self._name}", EngineError)
         message = number_calls(said, number)
-        return message, row_of(message), None, "stop"
+        return message, row_of(message), Usage(0, 0), "stop"  # unknown: its ids are messages
 
     async def _ask(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
         self._asked += 1

@@ -195,9 +195,10 @@ async def play_and_score(
 
 def sampling_attributes(generation: Generation, sampling: Sampling, prompt: int) -> dict[str, str | float | None]:
     """Attributes of a turn's sampling span."""
+    used = generation.used(prompt)
     return {
-        "input_tokens": prompt,
-        "output_tokens": len(generation.token_ids),
+        "input_tokens": used.prompt_tokens,
+        "output_tokens": used.sampled_tokens,
         "finish": generation.finish,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -516,12 +517,10 @@ class RunningEpisode:
 
     def _record_tokens(self, turn: Turn, generation: Generation, prompt_tokens: int) -> None:
         turn.ledger, turn.end = len(self.ledgers) - 1, len(self.ledgers[-1]) - 1
-        turn.prompt_tokens, turn.sampled_tokens = prompt_tokens, len(generation.token_ids)
+        used = generation.used(prompt_tokens)
+        turn.prompt_tokens, turn.sampled_tokens, turn.usd = used.prompt_tokens, used.sampled_tokens, used.usd
         turn.finish = generation.finish
         turn.seconds = self.turn_s + sum(result.seconds for result in turn.results)
-        if generation.usage is not None:
-            turn.prompt_tokens = generation.usage.prompt_tokens
-            turn.sampled_tokens, turn.usd = generation.usage.sampled_tokens, generation.usage.usd
 
     async def end(self, stop: StopReason, error: str | None) -> Trajectory:
         trajectory = await complete(self.env, self.record, self.spec, stop, error, self.waits.used)

@@ -120,7 +120,7 @@ def test_gold_and_four_scripts_that_solve_nothing_without_a_model(shelf: Path, c
     spam = [turn["message"]["tool_calls"] for turn in found["spam"][0]["turns"]]
     assert [[call["name"] for call in calls] for calls in spam] == [["signal"], ["signal"], [], []]
     report = json.loads(Path("out/policy_gold/report.json").read_text())
-    assert (report["pass@1"]["mean"], report["unscored"], report["usd_total"]) == (1.0, 0, None)
+    assert (report["pass@1"]["mean"], report["unscored"], report["usd_total"], report["tokens"]) == (1.0, 0, None, None)
     assert "policy_gold" in capsys.readouterr().out
 
 

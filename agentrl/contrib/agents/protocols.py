@@ -300,7 +300,7 @@ def _head(kind: str, model: str) -> dict[str, Json]:
 
 
 def _usage(answers: Sequence[Answer]) -> dict[str, Json]:
-    prompt, sampled = answers[0].prompt_tokens, sum(len(answer.generation.token_ids) for answer in answers)
+    prompt, sampled = answers[0].used.prompt_tokens, sum(answer.used.sampled_tokens for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
@@ -473,7 +473,7 @@ def _response(exchange: Exchange, ask: Ask, answer: Answer, number: str, items: 
     if exchange.body.get("store") is not False:
         instructed = bool(text_of(exchange.body.get("instructions"), "instructions"))
         exchange.session.kept[number] = [*ask.messages[instructed:], answer.message]
-    prompt, sampled = answer.prompt_tokens, len(answer.generation.token_ids)
+    prompt, sampled = answer.used.prompt_tokens, answer.used.sampled_tokens
     whole = answer.generation.finish in ("stop", "stop_string")
     return _head_responses(exchange, number) | {
         "status": "completed" if whole else "incomplete",
@@ -640,4 +640,4 @@ def _ending(answer: Answer) -> dict[str, Json]:
 
 
 def _usage_anthropic(answer: Answer) -> dict[str, Json]:
-    return {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.generation.token_ids)}
+    return {"input_tokens": answer.used.prompt_tokens, "output_tokens": answer.used.sampled_tokens}

@@ -16,7 +16,7 @@ from agentrl.data.trajectory import Json, Message, Turn
 from agentrl.engines.chat_format import RequestError, number_calls
 from agentrl.render.base import Renderer
 from agentrl.render.syntaxes import SYNTAXES
-from agentrl.rollout.engine import Engine, Generation, OnTokens, Sampling, derive
+from agentrl.rollout.engine import Engine, Generation, OnTokens, Sampling, Usage, derive
 from agentrl.utils.errors import AgentrlError, EngineError, PromptTooLongError, RenderError, fault_text
 from agentrl.utils.event_loop import OwnedTasks
 from agentrl.utils.threads import in_thread
@@ -147,12 +147,12 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice: the turn as the client sees it, its samples, the number of prompt tokens, its number in the session, and the
-    stop string that ended it."""
+    """One choice: the turn as the client sees it, its samples, the tokens used, its number in the session, and the stop string
+    that ended it."""
 
     message: Message
     generation: Generation
-    prompt_tokens: int
+    used: Usage
     turn: int
     stopped: str | None = None
 
@@ -350,11 +350,12 @@ class AgentSession:
         branch.finish = generation.finish
         branch.last = generation.token_ids[-1] if generation.finish == "stop" and generation.token_ids else None
         self._newest = branch
-        record = Turn(turn, message, prompt_tokens=len(position.prompt), sampled_tokens=len(generation.token_ids))
+        used = generation.used(len(position.prompt))
+        record = Turn(turn, message, prompt_tokens=used.prompt_tokens, sampled_tokens=used.sampled_tokens, usd=used.usd)
         record.ledger, record.end = self._branches.index(branch), len(branch.ledger) - 1
         record.seconds, record.finish = seconds, generation.finish
         self.turns.append(record)
-        return Answer(shown, generation, len(position.prompt), turn, stopped)
+        return Answer(shown, generation, used, turn, stopped)
 
     def _branch(self, position: Position, key: str, tools: str) -> Branch:
         """Return the branch to append a turn to: its parent, or a fork of it if another turn has extended that."""

@@ -53,7 +53,9 @@ def features_of(row: Mapping[str, Json]) -> Features:
     results = [result for turn in turns for result in turn["results"]]
     bad = sum(result.get("error") is not None for result in results)
     spans = [span for ledger in row.get("ledgers") or [] for span in ledger.get("spans") or []]
-    sampled = sum(span[0] for span in spans if span[2] >= 0) if spans else sum(turn.get("sampled_tokens", 0) for turn in turns)
+    # The ids of an API model are messages: a provider counts the tokens of its turns, or nobody (0).
+    by_turn = not spans or any(turn["ledger"] >= 0 and turn["prompt_tokens"] not in range(1, turn["end"] + 2) for turn in turns)
+    counts = (turn["sampled_tokens"] for turn in turns) if by_turn else (span[0] for span in spans if span[2] >= 0)
     answer, calls = gold_distances(row)
     gap, judged, did = judge_values(row)
     terms = {clean(str(name)): _number(value) for name, value in (row.get("metrics") or {}).items()}
@@ -75,7 +77,7 @@ def features_of(row: Mapping[str, Json]) -> Features:
             "turns": len(turns),
             "calls": sum(1 for _ in made_calls(row)),
             "tool_errors": bad,
-            "tokens": _whole(sampled),
+            "tokens": _whole(sum(counts)),
             "seconds": _number((row.get("timings") or {}).get("episode_s")),
             "terms": json.dumps(terms),
             "gold_answer": answer,

@@ -1,6 +1,7 @@
 """OpenAI's responses and Anthropic's messages, driven by their real clients."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest_asyncio
 from agentrl.contrib.agents.endpoint import Endpoint
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
-from agentrl.rollout.engine import Generation, Sampling
+from agentrl.rollout.engine import Generation, Sampling, Usage
 from agentrl.utils.errors import EngineError, PromptTooLongError
 from tests.conftest import proof
 from tests.contrib.agents.test_endpoint import ROWS, Breaks, Scripted, bearer, call, client_of, posted
@@ -94,6 +95,26 @@ async def test_an_agent_over_responses_is_one_ledger(renderer, named, stream):
     assert (answer.output_text, answer.status) == ("done", "completed")
     assert answer.usage.output_tokens == session.turns[-1].sampled_tokens
     one_ledger(renderer, session, [Message("system", "Be brief."), Message("user", "Go.")], TOOLS)
+
+
+class Billed(Scripted):
+    """As an API model: its ids are no tokens, and a provider counts and charges."""
+
+    async def generate(self, *given: Any) -> Generation:
+        return replace(await super().generate(*given), usage=Usage(1000, 70, 0.25))
+
+
+async def test_turns_and_clients_have_the_count_of_the_provider(renderer):
+    engine = Billed(renderer, [Message("assistant", "done")] * 3)
+    async with Endpoint(engine, renderer) as server, client_of(server) as client, anthropic_of(server, "t") as claude:
+        chat = await client.chat.completions.create(model="policy", messages=ROWS)
+        answer = await client.responses.create(model="policy", input="q")
+        said = await claude.messages.create(model="policy", max_tokens=77, messages=ROWS)
+        turns = [turn for name in "st" for turn in (await server.take(name)).turns]
+    assert (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens) == (1000, 70, 1070)
+    for usage in (answer.usage, said.usage):
+        assert (usage.input_tokens, usage.output_tokens) == (1000, 70)
+    assert [(turn.prompt_tokens, turn.sampled_tokens, turn.usd) for turn in turns] == [(1000, 70, 0.25)] * 3
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -58,6 +58,15 @@ def test_a_new_file_is_read_and_the_old_ones_are_not(tmp_path: Path, read: list[
     assert Index(RunRecord(folder.path)).refresh() is False, "another process finds what this one read"
 
 
+def test_tokens_of_an_api_model_are_those_that_its_provider_counts() -> None:
+    """The ids in its ledgers are messages; 0 prompt tokens: they are not known."""
+    row = episode().to_json()
+    for prompt, sampled, tokens in ((None, None, 4), (1000, 70, 140), (0, 0, 0)):
+        known = {} if prompt is None else {"prompt_tokens": prompt, "sampled_tokens": sampled}
+        found = module.features_of({**row, "turns": [{**turn, **known} for turn in row["turns"]]})
+        assert found.columns["tokens"] == tokens
+
+
 def test_a_file_that_grows_is_read_on_from_where_it_ended(tmp_path: Path, read: list[str]) -> None:
     """As `agentrl eval` writes: row by row, of which the last may be half there."""
     at = tmp_path / "eval"
