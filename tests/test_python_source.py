@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.utils.parsing import expression_of, module_of
+from agentrl.utils.search_path import give, source_digest
 
 TEXT = "[" + ", ".join(f"move(a={number}, to=[1, (2, 3)])" for number in range(60)) + "]"
 
@@ -41,6 +42,15 @@ def test_a_parse_within_a_parse_is_tried_again(disturbance: Disturbance) -> None
         disturbance.armed = True
         assert len(module_of(f"x = {TEXT}\ny = 1").body) == 2
     assert disturbance.times > 50
+
+
+def test_the_source_of_a_class_is_read_within_a_parse(disturbance: Disturbance) -> None:
+    """Of two evaluations at once, one ended with a SystemError."""
+    name, found = give(Disturbance), set()
+    for _ in range(50):
+        disturbance.armed = True
+        found.add(source_digest(name))
+    assert disturbance.times > 20 and len(found) == 1
 
 
 @pytest.mark.parametrize(

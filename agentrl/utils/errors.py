@@ -111,7 +111,7 @@ def place_of(made: Any, problem: BaseException | None = None) -> str:
     try:
         file = inspect.getfile(made)
         line = inspect.getsourcelines(made)[1] if code is None else code.co_firstlineno
-    except (OSError, TypeError):  # typed at a prompt, or not written in Python
+    except (OSError, TypeError, SystemError):  # typed at a prompt, not written in Python, or parsed elsewhere (`parse_alone`)
         return str(getattr(made, "__qualname__", made))
     frames = traceback.extract_tb(None if problem is None else problem.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]

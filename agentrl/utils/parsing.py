@@ -20,7 +20,7 @@ from fractions import Fraction
 from functools import partial
 from math import gcd
 from numbers import Real
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from pydantic_core import to_json, to_jsonable_python
 
@@ -248,32 +248,32 @@ def own_name(name: str, names: Mapping[str, Any]) -> str:
 # Parsing Python source
 
 _LOCK = fork_safe(threading.RLock())
+T = TypeVar("T")
 _WRONG = "recursion depth mismatch"
 _TIMES = 8
 
 
 def module_of(source: str | bytes) -> ast.Module:
     """`ast.parse(source)`, with its exceptions: SyntaxError, ValueError, RecursionError and MemoryError."""
-    found = _tree(source, "exec")
-    assert isinstance(found, ast.Module)
+    found: ast.Module = parse_alone(partial(ast.parse, source))
     return found
 
 
 def expression_of(text: str) -> ast.expr:
     """Parse a text as one expression. Raises the errors of `module_of`."""
-    found = _tree(text, "eval")
+    found = parse_alone(partial(ast.parse, text, mode="eval"))
     assert isinstance(found, ast.Expression)
     return found.body
 
 
-def _tree(source: str | bytes, mode: Literal["exec", "eval"]) -> ast.AST:
+def parse_alone(parse: Callable[[], T]) -> T:
     """Parse with retries: Python 3.11 counts the tree depth in a variable that all threads share, so a parse during another one
     (in a thread, or in a finalizer) ends the outer one with a SystemError (CPython issue 106905). The lock serializes agentrl's
     own threads; other threads rarely parse, so retries suffice."""
     for left in reversed(range(_TIMES)):
         try:
             with _LOCK:
-                return ast.parse(source, mode=mode)
+                return parse()
         except SystemError as problem:
             if not left or _WRONG not in str(problem):
                 raise

@@ -11,8 +11,12 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from typing import Any
 import cloudpickle
 
 from agentrl.utils.errors import CatalogError, ConfigError, checks_arguments, did_you_mean, fault_text, hint_text, is_alien
+from agentrl.utils.parsing import parse_alone
 from agentrl.utils.redaction import texts
 
 # Objects that a program gives to agentrl in Python and a config names "given:NAME": environments, reward functions and specs,
@@ -40,6 +45,26 @@ class Given:
 
 
 _TABLE: dict[str, Given] = {}
+HELD: ContextVar[ChainMap[str, Given] | None] = ContextVar("agentrl_given", default=None)
+"""Objects of the Python call under way, which another call's object of the same name does not replace."""
+
+
+@contextmanager
+def holding(before: ChainMap[str, Given] | None = None) -> Iterator[None]:
+    """Hold the objects that this call gives and uses, and those of the call `before` it (default: around it)."""
+    before = HELD.get() if before is None else before
+    token = HELD.set(ChainMap({}, *(() if before is None else before.maps)))
+    try:
+        yield
+    finally:
+        HELD.reset(token)
+
+
+def _find(name: str) -> Given | None:
+    held, key = HELD.get(), name.removeprefix(PREFIX)
+    if held is None or not (key in held or key in _TABLE):
+        return _TABLE.get(key)
+    return held[key] if key in held else held.maps[0].setdefault(key, _TABLE[key])
 
 
 @checks_arguments
@@ -47,10 +72,12 @@ def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), tr
     """Register a class, function or reward spec, by default under its own name, and return its config name "given:NAME".
 
     Replaces an earlier object of that name (a cell that is run again) for runs that start afterwards. `needs`, `traits`: as
-    declared by a registered component, such as `needs={"proximal"}` of a loss. Raises ConfigError for an object without a name.
+    declared by a registered component, such as `needs={"proximal"}` of a loss. Raises ConfigError for an object without a name,
+    and for a second object of one name in the same call.
     """
     if not (callable(value) or isinstance(value, Mapping)):
         raise ConfigError(f"give: value = {value!r:.80}; expected a class, a function, or a reward spec as a dict")
+    held, own = HELD.get(), name is None
     name = name or next((known for known, one in _TABLE.items() if one.value is value), None)
     if not name and isinstance(value, Mapping):
         name = str(value.get("name", ""))
@@ -61,7 +88,13 @@ def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), tr
     before = _TABLE.get(name)
     if before is not None and isinstance(before.value, Mapping) != isinstance(value, Mapping):
         raise ConfigError(f"{name!r} was given already, as something else (a reward spec, or a function); give it another name")
-    _TABLE[name] = Given(value, frozenset(needs), frozenset(traits))
+    made = _TABLE[name] = Given(value, frozenset(needs), frozenset(traits))
+    if held is not None:
+        other = held.maps[0].get(name, made).value
+        if own and not (other is value or (isinstance(value, Mapping) and other == value)):
+            two = f"{other!r:.80} and {value!r:.80}"
+            raise ConfigError(f"{name!r}: it names two objects of this call, {two}. Rename one, or agentrl.give(IT, 'NAME')")
+        held[name] = made
     return PREFIX + name
 
 
@@ -80,7 +113,7 @@ def is_given(name: object) -> bool:
 
 def given_object(name: str, key: str) -> Given:
     """Return the object given under "given:NAME". Raises ConfigError, naming the config's `key`, if this process lacks it."""
-    found = _TABLE.get(name.removeprefix(PREFIX))
+    found = _find(name)
     if found is None:
         raise ConfigError(
             f"{key}: {name!r} was defined in Python, and this process does not have it{hint_text(name, names())}; give it again "
@@ -92,13 +125,13 @@ def given_object(name: str, key: str) -> Given:
 
 def value_of(name: str) -> Any:
     """Return the object given under "given:NAME", or None."""
-    found = _TABLE.get(name.removeprefix(PREFIX))
+    found = _find(name)
     return None if found is None else found.value
 
 
 def names() -> list[str]:
     """Return all given names that a config may use in this process."""
-    return sorted(PREFIX + name for name in _TABLE)
+    return sorted(PREFIX + name for name in {*_TABLE, *(HELD.get() or ())})
 
 
 def used_names(table: Any) -> list[str]:
@@ -139,8 +172,10 @@ def unpack(content: bytes) -> None:
 def source_digest(name: str) -> str | None:
     """Digest an object's source text; None for an unknown name, or without source (typed at a prompt)."""
     value = value_of(name)
+    if isinstance(value, Mapping):
+        return "sha256:" + sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
     try:
-        text = json.dumps(value, sort_keys=True, default=str) if isinstance(value, Mapping) else inspect.getsource(value)
+        text = parse_alone(partial(inspect.getsource, value))  # of a class, it parses the file
     except (OSError, TypeError):  # a class of a notebook: only its functions have source
         parts = list(vars(value).values()) if isinstance(value, type) else []
         inside = [getattr(part, "__func__", getattr(part, "function", part)) for part in parts]

@@ -254,6 +254,38 @@ async def test_it_works_where_an_event_loop_runs() -> None:
     assert (await agentrl.evaluate.aio(look_and_say, Pick, n=1, reward=SPEC)).success == 1.0
 
 
+def numbered(number: int) -> tuple[Any, Any, Any]:
+    """A policy, an environment and a reward function, of the same names for each number."""
+
+    def policy(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        return f"{number} {messages[0]['content']}"
+
+    def worth(episode: agentrl.Trajectory) -> float:
+        return number / 10
+
+    class Numbered(Pick):
+        def prompt(self, task: Any) -> list[agentrl.Message]:
+            return [agentrl.Message("user", f"env {number}")]
+
+    return policy, Numbered, worth
+
+
+async def test_each_call_plays_its_own_objects_though_all_have_the_same_names() -> None:
+    """All three played the policy, the environment and the reward of the last one."""
+    calls = (agentrl.evaluate.aio(policy, env, reward=worth, n=2) for policy, env, worth in map(numbered, range(3)))
+    found = [(report.reward, report.episodes[-1].messages[-1].content) for report in await asyncio.gather(*calls)]
+    assert found == [(0.0, "0 env 0"), (0.1, "1 env 1"), (0.2, "2 env 2")]
+
+
+def test_two_objects_of_one_name_in_one_config_are_refused() -> None:
+    """Both entries were the second class."""
+    one, other = (numbered(number)[1] for number in (1, 2))
+    with pytest.raises(ConfigError, match=r"'Numbered': it names two objects of this call, .*\. Rename one"):
+        agentrl.train({"name": "x", "env": [one, other]})
+    agentrl.give(other, "other_name")
+    assert [env.called for env in config_of({"name": "x", "env": [one, other]}).envs] == ["Numbered", "other_name"]
+
+
 def test_ctrl_c_reaches_a_blocking_call_inside_of_asyncio_run() -> None:
     """asyncio.run's own handler would only cancel the task that waits here, which nothing could then interrupt."""
     ended: list[str] = []

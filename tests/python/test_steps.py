@@ -129,6 +129,20 @@ def test_a_loss_and_advantages_of_ones_own(loop: agentrl.StepLoop) -> None:
     assert halves.advantages == [0.5, 0.5]
 
 
+def test_two_sessions_have_each_the_loss_of_its_config_though_both_have_one_name() -> None:
+    """The first session trained on the loss of the second."""
+
+    def times(factor: float) -> Any:
+        def scaled(given: agentrl.LossInput) -> agentrl.LossOutput:
+            return agentrl.LossOutput(-factor * given.advantages * given.logprobs, {"factor": factor})
+
+        return table(**{"algorithm.loss": scaled})
+
+    with agentrl.session(times(2.0)) as first, agentrl.session(times(3.0)) as other:
+        found = [loop.trainer.update(loop.trainer.batch(loop.policy.collect()))["factor"] for loop in (first, other)]
+    assert found == [2.0, 3.0]
+
+
 def test_a_loss_that_fails_half_way_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for a step, not for an update at once, and none that keeps the actor on the engine's device."""
     for place in ("run.checks.size_checks", "trainer.train_engine"):

@@ -21,7 +21,7 @@ from agentrl.env.catalog import make_env
 from agentrl.run.config_file import find_config_file
 from agentrl.utils.errors import ConfigError, check_arguments, checks_arguments
 from agentrl.utils.event_loop import GRACE
-from agentrl.utils.search_path import give
+from agentrl.utils.search_path import give, holding
 from agentrl.utils.threads import LoopThread, background, share_the_lock
 
 # Blocking and awaited forms of the same call, for scripts, notebooks and programs with their own event loop.
@@ -47,12 +47,12 @@ class Both(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Block until the result is there. Ctrl-C cancels the work and waits for its end."""
         check_arguments(self._work, args, kwargs)
-        return run_blocking(self._work(*args, **kwargs))
+        return run_blocking(self._hold(*args, **kwargs))
 
     async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Await the result in any event loop. If the caller is cancelled, cancels the work too and awaits its end."""
         check_arguments(self._work, args, kwargs)
-        work, held, begun = self._work(*args, **kwargs), background(), list[asyncio.Task[Any]]()
+        work, held, begun = self._hold(*args, **kwargs), background(), list[asyncio.Task[Any]]()
         if held.here:
             return await work
         share_the_lock()
@@ -63,6 +63,11 @@ class Both(Generic[P, R]):
             future.exception()  # mark as retrieved: errors during cancellation are not the cause
             raise asyncio.CancelledError
         return future.result()
+
+    async def _hold(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Do the work with the objects given in it, or in the call that opened its session."""
+        with holding(getattr(getattr(self._work, "__self__", None), "held", None)):
+            return await self._work(*args, **kwargs)
 
     def __get__(self: Both[Concatenate[S, Q], R], instance: S | None, owner: type[S] | None = None) -> Both[Q, R]:
         """Bind a method to its instance; accessed on the class it stays unbound."""

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -205,7 +206,7 @@ async def train(
     work = partial(execute, made, folder, resumed=resumed, notes=notes, callbacks=watching, interrupt=interrupt)
     # In a separate thread, because a run has its own event loop, and this loop may serve a session at the same time.
     with ThreadPoolExecutor(1, thread_name_prefix="agentrl-train") as threads:
-        running = asyncio.get_running_loop().run_in_executor(threads, work)
+        running = asyncio.get_running_loop().run_in_executor(threads, copy_context().run, work)
         # The first cancellation stops after the step, with a checkpoint; the second at once.
         cancelled = await wait_to_the_end(running, interrupt.press)
     code = running.result()

@@ -101,7 +101,7 @@ class LivePolicy:
     """Samples from the policy of a step-wise loop (`agentrl.session`). Calls block; `NAME.aio(...)` is awaitable."""
 
     def __init__(self, session: Session, trainer: Trainer) -> None:
-        self._session, self._trainer = session, trainer
+        self._session, self._trainer, self.held = session, trainer, trainer.held
         self._numbers: Any = session.learner.hooks[NUMBERS]
         self._pools: dict[tuple[str, str], int] = {}
 

@@ -32,7 +32,7 @@ from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.train_engine import offloads_when_idle
 from agentrl.trainer.update import check_algorithm
 from agentrl.utils.errors import BrokenWeightsError, CheckpointError, ConfigError, NonFiniteError, StepOrderError
-from agentrl.utils.search_path import give, pack_given, unpack
+from agentrl.utils.search_path import HELD, give, pack_given, unpack
 from agentrl.utils.threads import in_thread
 
 LossFunction = Callable[..., LossOutput]
@@ -100,7 +100,7 @@ class Trainer:
     """Trains the policy of a step-wise loop (`agentrl.session`). Calls block; `NAME.aio(...)` is awaitable."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self._session, self.held = session, HELD.get()
         self.config = session.config
         self.waiting = 0
         """Number of calls of `forward_backward` since the last `optim_step`."""

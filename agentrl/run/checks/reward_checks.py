@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import closing
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
@@ -134,7 +135,7 @@ def in_daemon_thread(work: Callable[[], T], limit: float) -> T:
         except BaseException as fault:  # sys.exit or KeyboardInterrupt of that code would end the command without a message
             answer.set_exception(exception_for(fault, "its code").with_traceback(fault.__traceback__))
 
-    threading.Thread(target=run, name="agentrl-gold", daemon=True).start()
+    threading.Thread(target=copy_context().run, args=(run,), name="agentrl-gold", daemon=True).start()
     if not wait([answer], limit).done:
         raise TimeoutError(f"not finished within {limit:g} s (rollout.env_timeout + rollout.episode_timeout)")
     return answer.result()
