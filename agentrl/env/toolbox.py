@@ -40,6 +40,8 @@ def _put_lines(name: str, item: Any, found: list[Image | None]) -> Any:
     """Replace the images of a result by text lines, and append them to `found` (None: not shown)."""
     if isinstance(item, dict):
         return {key: _put_lines(name, value, found) for key, value in item.items()}
+    if isinstance(item, set | frozenset):  # its order differs between processes
+        item = sorted(item, key=lambda one: (0, one, "") if isinstance(one, int | float) else (1, 0, str(one)))
     if isinstance(item, list | tuple):
         return [_put_lines(name, value, found) for value in item]
     if not isinstance(item, Image) and not type(item).__module__.startswith("PIL."):
@@ -91,9 +93,7 @@ def to_json(name: str, answer: Any) -> tuple[Json, tuple[Image, ...]]:
     try:
         with as_value_error():
             value = _put_lines(name, answer, found)
-        if not found:
-            value = answer
-        elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+        if found and isinstance(value, list) and all(isinstance(item, str) for item in value):
             value = "\n".join(value)
         images = tuple(image for image in found if image is not None)
         # Floats are converted too: JSON has no NaN and no infinity.
@@ -339,6 +339,8 @@ class Toolbox:
             if name not in self.hidden:
                 raise EnvError(f"tool {item.name}: no value for its hidden parameter {name!r} (ToolEnv.hidden)")
             values[name] = self.hidden[name]
+        for name in item.changeable.keys() - values.keys():
+            values[name] = copy.deepcopy(item.changeable[name])
         return item, values
 
     async def _run(self, waiting: PendingCall, values: dict[str, Any]) -> Any:

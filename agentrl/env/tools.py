@@ -72,7 +72,7 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
     """
     try:
         hints = get_type_hints(function, include_extras=True)
-    except NameError as problem:
+    except (NameError, TypeError) as problem:  # TypeError: of a partial, or an object that can be called
         raise ToolSchemaError(f"tool {function.__name__}: an annotation cannot be resolved: {problem}") from problem
     summary, described = read_docstring(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
@@ -340,6 +340,16 @@ class Tool:
         return fits if self.explicit is None else lambda arguments: fits(arguments) or taken(arguments)
 
     @cached_property
+    def changeable(self) -> dict[str, Any]:
+        """Default values that a call could change for all later ones, by parameter: each call gets a copy."""
+        with suppress(ValueError):  # a builtin without a signature
+            own = inspect.signature(self.function, follow_wrapped=False).parameters
+            rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values())
+            known = inspect.signature(self.function).parameters if rest else own
+            return {name: parameter.default for name, parameter in known.items() if type(parameter.default).__hash__ is None}
+        return {}
+
+    @cached_property
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(self.function)
 
@@ -515,7 +525,9 @@ def tool_methods(owner: type) -> Iterator[Tool]:
     for base in reversed(owner.__mro__):
         # A name that a subclass redefines as something else is no longer a tool.
         for name, value in vars(base).items():
-            found.pop(name, None)
+            if found.pop(name, None) is not None and inspect.isfunction(value):
+                fix = f"Put @tool above it, or write `{name} = None` to offer no such tool"
+                raise ToolSchemaError(f"{base.__qualname__}.{name}: it overrides a tool, and is not marked as one. {fix}")
             if isinstance(getattr(value, "__wrapped__", None), Tool):
                 raise ToolSchemaError(f"{base.__qualname__}.{name}: a decorator hides its @tool. Put @tool above all others")
             if isinstance(value, Tool):

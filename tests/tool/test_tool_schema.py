@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date, datetime
 from enum import Enum
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -249,6 +250,10 @@ def test_what_has_no_schema_is_refused_when_the_tool_is_made_ready() -> None:
     for function, word in [*wrong, (given, r"given: parameter 'x' has a Field"), (member, r"Write Literal\['red'\]")]:
         with pytest.raises(TypeError, match=word):
             Toolbox([function])
+    named: Any = partial(given, x=3)
+    named.__name__ = "named"
+    with pytest.raises(ToolSchemaError, match="tool named: an annotation cannot be resolved"):
+        Toolbox([named])
     with pytest.raises(TypeError, match="two tools"):
         Toolbox([tool(name="a")(lambda: 1), tool(name="a")(lambda: 2)])
     with pytest.raises(TypeError):

@@ -410,6 +410,31 @@ def test_outputs_as_the_model_reads_them() -> None:
     assert "\ufffdx" in asyncio.run(box.call(ToolCall("give", {"which": "error"}))).content
 
 
+@pytest.mark.parametrize("check", ["strict", "off"])
+def test_a_default_that_a_call_changes_is_as_before_in_the_next(check: Any) -> None:
+    """It went on from call to call, over all episodes of the process."""
+
+    def add(item: int, to: list[int] = [], counts: dict[str, int] = {}) -> Any:  # noqa: B006 - what users write
+        to.append(item)
+        counts["all"] = counts.get("all", 0) + 1
+        return [to, counts]
+
+    @wraps(add)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return add(*args, **kwargs)
+
+    for function in (add, around):
+        box = Toolbox([tool(check=check)(function)])
+        found = [asyncio.run(box.call(ToolCall("add", {"item": item}))).value for item in (1, 2)]
+        assert found == [[[1], {"all": 1}], [[2], {"all": 1}]]
+
+
+def test_a_set_is_in_the_same_order_in_every_process() -> None:
+    words = [f"word {number}" for number in range(9)]
+    give = tool(name="f")(lambda: {"words": {*reversed(words)}, "numbers": frozenset({10, 9.5, -1})})
+    assert asyncio.run(Toolbox([give]).call(ToolCall("f", {}))).value == {"words": words, "numbers": [-1, 9.5, 10]}
+
+
 @pytest.mark.parametrize("answer", [{"a": 1}.keys(), {1: "a"}.values(), range(1), map(str, ["a"]), zip("a", "b", strict=True)])
 def test_what_a_dict_and_the_builtins_give_is_a_list(answer: Any) -> None:
     found = asyncio.run(Toolbox([tool(name="f")(lambda: answer)]).call(ToolCall("f", {}))).value
