@@ -42,6 +42,13 @@ class ToolWrapper(ToolEnv):
     Attributes other than `env` are the wrapper's episode state; forks and snapshots copy them, so they must be copyable.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, made in vars(cls).items():
+            if name in _INNER or isinstance(made, Tool):
+                does = "Change it in `areset` or `astep`, or subclass the environment"
+                raise TypeError(f"{cls.__name__}.{name}: no episode would call it, but that of the wrapped environment. {does}")
+
     def __init__(self, env: ToolEnv) -> None:
         self.env = env
 
@@ -89,6 +96,10 @@ class ToolWrapper(ToolEnv):
         return observation, reward, False, True, {**info, "stop": stop.value}
 
 
+_INNER = frozenset({
+    "make_task", "setup", "conclude", "teardown", "state", "hidden", "error_text", "user_reply", "ask_user", "tools",
+})  # fmt: skip
+"""Members that only the wrapped environment's own episode reads."""
 _METHODS = (
     "task_count", "state", "add_source", "family", "add_set", "tool_set", "user_models", "gold_turns",
     "horizon", "gold_user", "teacher", "finish", "limit_output", "cut", "render", "areset", "astep", "record_turn", "acall",

@@ -47,6 +47,14 @@ def test_an_own_wrapper_truncates_in_ten_lines() -> None:
     assert env.trajectory.stop is StopReason.MAX_TOKENS and env.trajectory.truncated
 
 
+@pytest.mark.parametrize("name", ["setup", "state", "user_reply", "make_task", "look"])
+def test_a_hook_or_tool_of_a_wrapper_that_no_episode_calls_is_refused(name: str) -> None:
+    """It did nothing, without a word."""
+    made = tool(name="look")(lambda self: 1) if name == "look" else getattr(Notes, name)
+    with pytest.raises(TypeError, match=rf"Odd\.{name}: no episode would call it.*`areset` or `astep`"):
+        type("Odd", (ToolWrapper,), {name: made})
+
+
 def test_turn_limit_truncates_and_scores() -> None:
     env = TurnLimit(Notes(scorer=Constant(0.5)), 2)
     env.reset(seed=0)
