@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,7 +23,16 @@ from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace
 from agentrl.env.toolbox import CountTokens, Toolbox, estimate_tokens
 from agentrl.env.tools import Tool, tool_methods
 from agentrl.env.users import GOLD, AsksModel, Parting, RecordedUser, User, make_call, next_step, record_result, user_view
-from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError, fault_text, place_of
+from agentrl.utils.errors import (
+    ConfigError,
+    EnvError,
+    HookError,
+    PolicyTimeoutError,
+    ToolTimeoutError,
+    UserLimitError,
+    fault_text,
+    place_of,
+)
 from agentrl.utils.event_loop import LateError, within
 from agentrl.utils.search_path import find_file, is_given, own_reward
 
@@ -181,13 +191,24 @@ class ToolEnv(Forkable):
         self.toolbox, self.user_toolbox = map(make_box, cls._class_tools)
         self._tools_before, self._user_tools_before = self.toolbox.table, self.user_toolbox.table
         self._opened, self._sets = [], {}
-        self._record: Trajectory | None = None
-        self._task: Task | None = None
-        self._open = False
-        self._ended = False
+        self._env_record: Trajectory | None = None
+        self._env_task: Task | None = None
+        self._env_open = False
+        self._env_ended = False
         self._cut_for: StopReason | None = None
-        self._calls = 0
-        self._last: Observation = []
+        self._env_calls = 0
+        self._env_last: Observation = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raise HookError, naming FILE:LINE, for a value that would hide a method or a read-only property, or is no user."""
+        made = getattr(type(self), name) if name in _TAKEN else None
+        hides = made.fset is None if isinstance(made, property) else inspect.isfunction(made) and not callable(value)
+        if hides or (name == "user" and not isinstance(value, User | None)):
+            at = sys._getframe(1)
+            own = "is the simulated user" if name == "user" else "belongs to ToolEnv"
+            fix = f"Choose another name for it ({at.f_code.co_filename}:{at.f_lineno})"
+            raise HookError(f"{type(self).__name__}: self.{name} = {value!r:.80}, but {name!r} {own}. {fix}")
+        super().__setattr__(name, value)
 
     # -- what an author calls, and the user's side --------------------------------------------------
 
@@ -208,11 +229,12 @@ class ToolEnv(Forkable):
         Raises EnvError if the user or one of its tools fails, or for an answer that is neither text, None, a Parting nor a
         message of role "user"; UserLimitError after more than `user_call_limit` calls without a text.
         """
-        record, made = self._record, 0
+        record, made = self._env_record, 0
         if self.user is None or record is None:
             raise EnvError(f"{self.id}: there is no user to ask (set self.user in setup)")
         while True:
-            answer = await self.user.reply(user_view(record, before))
+            said: Any = self.user.reply(user_view(record, before))
+            answer = await said if inspect.isawaitable(said) else said
             if isinstance(answer, Parting):
                 record.parting = answer.text
                 return None
@@ -236,7 +258,7 @@ class ToolEnv(Forkable):
 
     def finish(self) -> None:
         """End the episode with this turn; for tools and hooks that apply the task's rules."""
-        self._ended = True
+        self._env_ended = True
 
     def cut(self, stop: StopReason) -> None:
         """Set the stop reason for a step that is about to be cancelled (default: CANCELLED)."""
@@ -247,23 +269,23 @@ class ToolEnv(Forkable):
     @property
     def trajectory(self) -> Trajectory:
         """The record so far, with the current or final `state`. Raises EnvError before the first reset."""
-        if self._record is None:
+        if self._env_record is None:
             raise EnvError(f"{self.id}: no episode yet; call reset first")
-        if self._open:
-            self._record.state = self.state()
-        return self._record
+        if self._env_open:
+            self._env_record.state = self.state()
+        return self._env_record
 
     @property
     def task(self) -> Task:
         """The episode's copy of the task, gold answers included: for the environment only. The record has the original."""
-        if self._record is None:
+        if self._env_record is None:
             raise EnvError(f"{self.id}: no episode yet; call reset first")
-        return self._task or self._record.task  # an episode on a remote server has only the record
+        return self._env_task or self._env_record.task  # an episode on a remote server has only the record
 
     @property
     def is_open(self) -> bool:
         """True while an episode is running: after reset, neither finished nor closed."""
-        return self._open
+        return self._env_open
 
     # -- Gymnasium ---------------------------------------------------------------------------------
 
@@ -285,14 +307,14 @@ class ToolEnv(Forkable):
 
     def close(self) -> None:
         """`aclose`, blocking."""
-        if self._open:
+        if self._env_open:
             run_sync(self.aclose())
 
     def render(self) -> Any:
         """Return the latest messages as text, in mode "ansi"."""
         if self.render_mode is None:
             return None
-        return "\n".join(f"{message.role}: {message.content}" for message in self._last)
+        return "\n".join(f"{message.role}: {message.content}" for message in self._env_last)
 
     # -- an episode --------------------------------------------------------------------------------
 
@@ -317,16 +339,16 @@ class ToolEnv(Forkable):
         else:
             chosen = int(self.np_random.integers(2**62) if seed is None else seed)  # True is 1
             task = self.make_task(chosen, str(options.get("split", self.split)))
-        self._record = Trajectory(env_id=self.id, task=task, seed=task.seed)
-        task = self._task = task.copied()  # hooks and tools may change it, but episodes and scorers share the original
+        self._env_record = Trajectory(env_id=self.id, task=task, seed=task.seed)
+        task = self._env_task = task.copied()  # hooks and tools may change it, but episodes and scorers share the original
         # Marked open before `setup`, so that a failed setup is torn down too.
-        self._open, self._ended, self._calls, self._cut_for = True, False, 0, None
+        self._env_open, self._env_ended, self._env_calls, self._cut_for = True, False, 0, None
         self.replays = isinstance(options.get("user"), RecordedUser)
         self._tools_before, self._user_tools_before = self.toolbox.table, self.user_toolbox.table
-        self._last = await self._or_fail(self._start_episode(task, options))
-        self._record.messages.extend(self._last)
-        self._record.tools = self.toolbox.schemas()
-        return list(self._last), self._info()
+        self._env_last = await self._or_fail(self._start_episode(task, options))
+        self._env_record.messages.extend(self._env_last)
+        self._env_record.tools = self.toolbox.schemas()
+        return list(self._env_last), self._info()
 
     async def astep(self, action: Action) -> StepResult:
         """Take one assistant turn: answer its tool calls, or let the user answer its text.
@@ -336,7 +358,7 @@ class ToolEnv(Forkable):
         makes too many calls, the episode is truncated and `info["error"]` set.
         """
         record = self._running("step")
-        message, self._calls = read_action(action, self._calls)
+        message, self._env_calls = read_action(action, self._env_calls)
         turn = Turn(index=len(record.turns), message=message)
         # Recorded before it is answered, so that a failed episode's record has the turn that failed.
         record.messages.append(message)
@@ -348,7 +370,7 @@ class ToolEnv(Forkable):
             reward = await self.aend(StopReason.MAX_TOOL_TIME if late else StopReason.MAX_TURNS, str(why))
             return [], reward, False, True, {**self._info(), "error": str(why)}
         record.messages.extend(observation)
-        self._last = observation
+        self._env_last = observation
         reward = await self.aend(StopReason.DONE) if over else 0.0
         return list(observation), reward, over, False, self._info()
 
@@ -397,17 +419,17 @@ class ToolEnv(Forkable):
     @property
     def has_finished(self) -> bool:
         """True if a tool or hook has called `finish`."""
-        return self._ended
+        return self._env_ended
 
     async def aend(self, stop: StopReason, error: str | None = None) -> float:
         """End the running episode with a stop reason, tear it down and return its reward.
 
         The reward is 0.0 without a scorer, and NaN if the episode is unscored.
         """
-        record = self._record
+        record = self._env_record
         if record is None:
             raise EnvError(f"{self.id}: no episode to end; call reset first")
-        if self._open and not stop.infrastructure:
+        if self._env_open and not stop.infrastructure:
             await self._or_fail(self._hook("conclude"))
         record.stop, record.error = stop, error
         record.terminated = stop is StopReason.DONE
@@ -423,15 +445,15 @@ class ToolEnv(Forkable):
 
     async def aclose(self) -> None:
         """Tear down the running episode, if any, even on cancellation; the record is kept."""
-        if not self._open or self._record is None:
+        if not self._env_open or self._env_record is None:
             return
-        if self._record.stop is StopReason.DONE and not self._record.terminated:  # DONE is the default: nothing ended it
-            self._record.stop = StopReason.CANCELLED
+        if self._env_record.stop is StopReason.DONE and not self._env_record.terminated:  # DONE is the default: nothing ended it
+            self._env_record.stop = StopReason.CANCELLED
         try:
-            self._record.state = self.state() if not self._record.stop.infrastructure else None
+            self._env_record.state = self.state() if not self._env_record.stop.infrastructure else None
         finally:
             # Closed before the first await, so that a concurrent aclose does not tear down again; the await is shielded.
-            self._open = False
+            self._env_open = False
             # Tools added or removed in this episode must not carry over to the next one.
             self.toolbox.table, self.user_toolbox.table = self._tools_before, self._user_tools_before
             if self.holds:
@@ -452,9 +474,9 @@ class ToolEnv(Forkable):
 
     def _running(self, what: str) -> Trajectory:
         """The record of the running episode. Raises EnvError without one."""
-        if self._record is None or not self._open:
+        if self._env_record is None or not self._env_open:
             raise EnvError(f"{self.id}: {what} without a running episode; call reset first")
-        return self._record
+        return self._env_record
 
     async def _start_episode(self, task: Task, options: Mapping[str, Any]) -> Observation:
         """Set up the episode; returns its opening messages."""
@@ -470,8 +492,8 @@ class ToolEnv(Forkable):
                     f"{self.id}: its user is a model, and a scripted policy plays without one; the environment needs a "
                     "gold_user(task), or parameters with which its own user is scripted"
                 )
-        assert self._record is not None
-        self._record.horizon = self.horizon(task)
+        assert self._env_record is not None
+        self._env_record.horizon = self.horizon(task)
         opening = self.prompt(task)
         if inspect.isawaitable(opening):
             try:
@@ -512,13 +534,13 @@ class ToolEnv(Forkable):
         if turn.message.tool_calls:
             turn.results = await self.toolbox.call_all(turn.message.tool_calls)
             self._note_new_tools()
-            return [result.message for result in turn.results], self._ended
+            return [result.message for result in turn.results], self._env_ended
         replies: Observation | None = await self._hook("user_reply", turn.message)
-        return replies or [], self._ended or replies is None
+        return replies or [], self._env_ended or replies is None
 
     def _note_new_tools(self) -> None:
         """Add the schemas of tools that appeared in this turn: the record has every schema ever offered."""
-        record = self._record
+        record = self._env_record
         if record is not None and self.toolbox.table is not self._tools_before:
             known = {schema["function"]["name"] for schema in record.tools}
             record.tools += [item.schema for item in self.toolbox if item.name not in known]
@@ -535,7 +557,7 @@ class ToolEnv(Forkable):
 
     async def _fail(self, fault: BaseException) -> None:
         """Record why the episode failed and tear it down, after any exception."""
-        record, stop = self._record, StopReason.ENV_ERROR
+        record, stop = self._env_record, StopReason.ENV_ERROR
         assert record is not None
         if isinstance(fault, ToolTimeoutError):
             stop = StopReason.TOOL_TIMEOUT
@@ -545,16 +567,26 @@ class ToolEnv(Forkable):
         await self.aclose()
 
     def _info(self) -> dict[str, Any]:
-        record = self._record
+        record = self._env_record
         assert record is not None
         info: dict[str, Any] = {"task_id": record.task.id, "split": record.task.split, "turns": len(record.turns)}
-        if not self._open:
+        if not self._env_open:
             info["stop"] = record.stop.value
         if record.evidence is not None and record.reward is None:
             from agentrl.reward.explain import reasons  # late: playing does not need the reward language
 
             info["unscored"] = next(reasons(record.evidence), "")
         return info
+
+
+_TAKEN = frozenset(
+    name
+    for base in ToolEnv.__mro__
+    if base.__module__.startswith("agentrl.env.")
+    for name, made in vars(base).items()
+    if inspect.isfunction(made) or (isinstance(made, property) and made.fset is None)
+)
+"""Names of the methods and read-only properties of `ToolEnv`."""
 
 
 def plain_prompt(env: ToolEnv, task: Task) -> list[Message]:

@@ -247,7 +247,7 @@ class EnvRef:
             raise CatalogError(f"{self._label}: __init__ {raised_text(problem, self._class)}. Correct it there") from problem
         if not isinstance(env, ToolEnv):
             raise CatalogError(f"{self.id}: it returned {env!r:.80}, expected a ToolEnv")
-        if "_record" not in vars(env.unwrapped):
+        if "_env_record" not in vars(env.unwrapped):
             raise CatalogError(
                 f"{self._label}: its __init__ does not call the base's. Write `def __init__(self, **base): "
                 f"super().__init__(**base)` ({place_of(type(env).__init__)})"

@@ -46,7 +46,7 @@ def copy_parts(source: Any, target: object, names: Iterable[str], memo: dict[int
     for name in names:
         try:
             parts[name] = copy.deepcopy(source.__dict__[name], memo)
-        except TypeError as problem:
+        except Exception as problem:  # of its own methods, or too deep
             raise TypeError(
                 f"{type(source).__name__}.{name} cannot be copied ({problem}); name it in `shared`, or "
                 "override snapshot, restore and fork"
@@ -73,7 +73,7 @@ async def play_again(env: Any, record: Trajectory, rounds: Sequence[RoundTurns],
             results, over = [await env.auser_call(turn)], env.has_finished
         else:
             observation, _, terminated, truncated, _ = await env.astep(turn)
-            turns = env.unwrapped._record.turns  # empty for a remote environment, whose server has them
+            turns = env.unwrapped._env_record.turns  # empty for a remote environment, whose server has them
             results, over = turns[-1].results if turns else [], terminated or truncated
             answers += [message.content for message in observation if message.role == "tool"]
         if gold and (refused := next((result for result in results if result.error is not None), None)):

@@ -10,7 +10,7 @@ from agentrl.data.trajectory import Message, ToolCall, ToolResult, Trajectory, T
 from agentrl.env.toolbox import Toolbox
 from agentrl.render.litellm_calls import request_of
 from agentrl.reward.values import course_of, turn_places
-from agentrl.utils.errors import EnvError
+from agentrl.utils.errors import ConfigError, EnvError
 
 # Results as messages
 
@@ -64,6 +64,9 @@ class ScriptedUser:
     the user's tools, and the next line follows; a Parting ends the episode."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
+        """Raises ConfigError for one text in place of a list."""
+        if isinstance(lines, str):  # it would say a letter at a time
+            raise ConfigError(f"ScriptedUser: lines = {lines!r:.80} is one text. Write [{lines!r:.80}]")
         self.lines = list(lines)
 
     async def reply(self, conversation: Sequence[Message]) -> str | Message | Parting | None:

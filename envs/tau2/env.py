@@ -128,8 +128,8 @@ class Tau2(SuiteEnv):
 
     def limited(self) -> bool:
         """End the episode at tau2's own limits. A step is a message: of either side, or of the tools to one of them."""
-        assert self._record is not None
-        turns, asked = self._record.turns, {(made.turn, made.step) for made in self._record.user_calls}
+        assert self._env_record is not None
+        turns, asked = self._env_record.turns, {(made.turn, made.step) for made in self._env_record.user_calls}
         steps = len(turns) + sum(bool(turn.message.tool_calls) for turn in turns) + self.said + 2 * len(asked)
         over = "too_many_errors" if self.errors >= self.max_errors else "max_steps" if steps >= self.max_steps else ""
         if over:

@@ -164,7 +164,7 @@ class Swallows(Sum):
 
 class NeverTornDown(Sum):
     async def aclose(self) -> None:
-        self._open = False
+        self._env_open = False
 
 
 class TellsInInfo(Sum):

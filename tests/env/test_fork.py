@@ -79,6 +79,11 @@ class Strange(Notes):
     shared = frozenset({"handle"})
 
 
+class Uncopied:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("only leaves")
+
+
 def test_what_cannot_be_copied_is_named() -> None:
     env, strange = Notes(), Strange()
     for one in (env, strange):
@@ -87,6 +92,9 @@ def test_what_cannot_be_copied_is_named() -> None:
     with pytest.raises(TypeError, match=r"Notes\.handle"):
         env.fork()
     assert strange.fork().handle is strange.handle  # type: ignore[attr-defined]
+    env.handle = Uncopied()  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"Notes\.handle cannot be copied \(only leaves\)"):  # as tensors with a gradient say
+        env.fork()
 
 
 @given(st.lists(st.sampled_from(["a", "b", "no"]), max_size=6), st.integers(0, 6), st.lists(st.text(max_size=3), max_size=4))

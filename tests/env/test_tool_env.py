@@ -13,11 +13,12 @@ from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Hidden, Message, Task, ToolCall, ToolEnv, tool
 from agentrl.env.base import read_action
 from agentrl.env.catalog import make_env
+from agentrl.env.users import ScriptedUser
 from agentrl.env.wrappers import TurnLimit
 from agentrl.render.template import make_renderer
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.trainer.pretrained import packaged_tokenizer
-from agentrl.utils.errors import EnvError, HookError, TaskDataError, ToolTimeoutError
+from agentrl.utils.errors import ConfigError, EnvError, HookError, TaskDataError, ToolSchemaError, ToolTimeoutError
 from agentrl.utils.threads import background
 from tests.env.toyenvs import Constant, Notes, call
 from tests.players import Script
@@ -373,10 +374,60 @@ async def test_a_step_of_an_authors_own_that_answers_something_else_is_an_env_er
     assert fits or f"tests/Odd-v0: astep returned {answer!r}, expected (a list (each a Message), a number" in (made.error or "")
 
 
+class Blocking:
+    """A user that is no coroutine function."""
+
+    def reply(self, conversation: Any) -> str:
+        return f"again {len(conversation)}"
+
+
+def test_a_user_may_answer_without_awaiting_and_one_text_is_no_list_of_lines() -> None:
+    odd = Notes()
+    odd.reset(seed=0)
+    odd.user = Blocking()  # type: ignore[assignment]
+    assert odd.step("hello")[0] == [Message("user", "again 2")]
+    with pytest.raises(ConfigError, match=r"ScriptedUser: lines = 'hello' is one text\. Write \['hello'\]"):
+        ScriptedUser("hello")  # it said one letter after the other
+
+
 @pytest.mark.parametrize("name", ["reset", "step"])
 def test_an_override_that_no_run_would_call_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=rf"Odd\.{name}: a run calls a{name} alone.*`async def a{name}` \(.*test_tool_env"):
         type("Odd", (Notes,), {name: lambda self, *args: None, "__module__": __name__})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("state", {}), ("task", "t"), ("horizon", 5), ("prompt", "You are"), ("user", "Bob")]
+)
+def test_an_attribute_in_place_of_one_of_the_contract_is_named(name: str, value: Any) -> None:
+    """It was "'dict' object is not callable", with no line of the environment."""
+
+    class Odd(Notes):
+        async def setup(self, task: Task) -> None:
+            setattr(self, name, value)
+
+    line = Odd.setup.__code__.co_firstlineno + 1
+    with pytest.raises(HookError, match=rf"Odd: self\.{name} = .*Choose another name for it \(.*test_tool_env\.py:{line}\)"):
+        Odd().reset(seed=0)
+
+
+def test_an_authors_own_names_are_not_the_contracts() -> None:
+    """The last messages replaced `_last`, a list of calls ended the step, and `_ended` the episode."""
+
+    class Odd(Notes):
+        async def setup(self, task: Task) -> None:
+            self._last, self._calls, self._ended, self._open = "none", [""], True, False
+
+        @tool
+        def look(self) -> str:
+            """look"""
+            self._calls.append(self._last)
+            self._last = "look"
+            return ",".join(self._calls)
+
+    odd = Odd()
+    odd.reset(seed=0)
+    assert [odd.step(call("look"))[0][0].content for _ in range(2)] == [",none", ",none,look"]
 
 
 def test_numbers_of_numpy_in_a_task_or_a_state_are_those_of_json() -> None:
@@ -419,6 +470,15 @@ def test_a_task_of_another_split_than_the_asked_one_is_refused() -> None:
     for ask in (lambda: odd.make_task(0, split="heldout"), lambda: odd.reset(seed=0, options={"split": "heldout"})):
         with pytest.raises(HookError, match=wrong):
             ask()
+
+
+def test_an_override_of_a_tool_that_is_none_is_refused() -> None:
+    """The environment had no such tool, without a word."""
+    silent = type("Silent", (Notes,), {"write": None})
+    assert "write" not in silent(scorer=None).toolbox
+    odd = type("Odd", (Notes,), {"write": lambda self, text: 1})
+    with pytest.raises(ToolSchemaError, match=r"Odd\.write: it overrides a tool, and is not marked as one\. Put @tool above it"):
+        odd()
 
 
 def test_hooks_of_a_mixin_are_checked_too() -> None:

@@ -293,7 +293,7 @@ class RemoteEnv(ToolEnv):
         """Return the server's teacher for the running episode; the server gets the state of `rng`, a random.Random."""
         if not isinstance(rng, random.Random):
             raise TypeError(f"{self.id}: over a server, a teacher's rng is a random.Random")
-        if not self._open or task != self.task:
+        if not self._env_open or task != self.task:
             raise EnvError(f"{self.id}: over a server, a teacher plays the task of the running episode")
         self._call_now("teach", {"params": params, "rng": rng.getstate()}, TypeError, ValueError, NotImplementedError)
         return RemoteTeacher(self)
@@ -305,7 +305,7 @@ class RemoteEnv(ToolEnv):
         raise EnvError(f"{self.id}: its tools run on the server {self._link.url}, so it takes none from here")
 
     def state(self) -> Json:
-        return None if self._record is None else self._record.state
+        return None if self._env_record is None else self._env_record.state
 
     @property
     def has_user(self) -> bool:
@@ -334,43 +334,43 @@ class RemoteEnv(ToolEnv):
             gymnasium.Env.reset(self, seed=seed)
         chosen = seed if seed is not None else int(self.np_random.integers(2**62))
         self._session, self._number, self._have, self._boot = wire.new_id(), -1, -1, ""
-        self._record, self._released, self._cut_for = None, False, None
+        self._env_record, self._released, self._cut_for = None, False, None
         asked = {"seed": chosen, "options": {"split": self.split, **options}, "env": self._asked.row()}
         async with self._end_on_error():
             answer = self._apply_answer(await self._call("reset", asked))
             return self._observe(answer), dict(answer["result"]["info"])
 
     async def astep(self, action: Action) -> StepResult:
-        if self._record is None or not self._open:
+        if self._env_record is None or not self._env_open:
             raise EnvError(f"{self.id}: step without a running episode; call reset first")
         if not (isinstance(action, str) or (isinstance(action, Message) and action.role == "assistant")):
             raise TypeError(f"an action is a string or a Message of role assistant, not {action!r}"[:200])
         async with self._end_on_error():
             answer = self._apply_answer(await self._call("step", {"action": action}))
         result, reward = answer["result"], 0.0
-        if not self._open:
-            reward = await super().aend(self._record.stop, self._record.error)
+        if not self._env_open:
+            reward = await super().aend(self._env_record.stop, self._env_record.error)
         return self._observe(answer), reward, result["terminated"], result["truncated"], dict(result["info"])
 
     async def aend(self, stop: StopReason, error: str | None = None) -> float:
-        if self._open and not stop.infrastructure:
+        if self._env_open and not stop.infrastructure:
             async with self._end_on_error():
                 # Send it while the episode is open: a spec scores the final state.
                 self._apply_answer(await self._call("end", {"stop": stop.value, "error": error}))
         return await super().aend(stop, error)
 
     async def auser_call(self, call: ToolCall) -> ToolResult:
-        if self._record is None or not self._open:
+        if self._env_record is None or not self._env_open:
             raise EnvError(f"{self.id}: a call without a running episode; call reset first")
         async with self._end_on_error():
             return result_of(self._apply_answer(await self._call("user_call", {"call": call}))["result"])
 
     async def teardown(self) -> None:
-        if self._released or self._record is None:
+        if self._released or self._env_record is None:
             return
         self._released = True
         try:
-            await self._call("end", {"stop": self._record.stop.value, "error": self._record.error})
+            await self._call("end", {"stop": self._env_record.stop.value, "error": self._env_record.error})
         except Exception as fault:  # the server closes idle sessions by itself
             log.warning("%s: session %s could not be ended: %s", self._link.url, self._session[:6], fault)
 
@@ -381,21 +381,21 @@ class RemoteEnv(ToolEnv):
             yield
         except BaseException as fault:
             self._released = self._released or isinstance(fault, RemoteEnvError | UserError)
-            if self._record is not None:
+            if self._env_record is not None:
                 await self._fail(fault)
             elif not self._released:  # an unanswered reset: the server may have an episode although there is none here
-                self._record = Trajectory(self.id, Task("", 0))
-                self._open = True
+                self._env_record = Trajectory(self.id, Task("", 0))
+                self._env_open = True
                 await self._fail(fault)
-                self._record = None
+                self._env_record = None
             raise
 
     def _observe(self, answer: Mapping[str, Json]) -> Observation:
         seen = answer["result"]["observation"]
-        assert self._record is not None
-        messages = self._record.messages
-        self._last = messages[len(messages) - seen :] if isinstance(seen, int) else wire.messages_of(seen)
-        return list(self._last)
+        assert self._env_record is not None
+        messages = self._env_record.messages
+        self._env_last = messages[len(messages) - seen :] if isinstance(seen, int) else wire.messages_of(seen)
+        return list(self._env_last)
 
     # -- requests ----------------------------------------------------------------------------------------
 
@@ -453,12 +453,12 @@ class RemoteEnv(ToolEnv):
         """Update the record from an answer and return the answer. Raises its fault."""
         self._have, self._boot = answer["number"], answer["boot"]
         if "has_user" in answer:  # absent after the server has released its environment
-            self._has_user, self._ended = answer["has_user"], answer["has_finished"]
+            self._has_user, self._env_ended = answer["has_user"], answer["has_finished"]
         if "record" in answer:
             row = answer["record"]
-            if self._record is None:
-                self._record, self._synced = Trajectory("", Task(**row["task"])), 0
-            record = self._record
+            if self._env_record is None:
+                self._env_record, self._synced = Trajectory("", Task(**row["task"])), 0
+            record = self._env_record
             keep, messages = row["messages"]
             record.messages[keep : self._synced] = wire.messages_of(messages)
             self._synced = keep + len(messages)
@@ -480,11 +480,11 @@ class RemoteEnv(ToolEnv):
             record.stop = StopReason(outcome["stop"])
             record.terminated, record.truncated = outcome["terminated"], outcome["truncated"]
             self.id = record.env_id  # type: ignore[misc]
-            self._open = answer["open"]
+            self._env_open = answer["open"]
         if "toolbox" in answer:
             self._take_tools(answer["toolbox"])
         if not answer["open"]:
-            self._open, self._released = False, True
+            self._env_open, self._released = False, True
             self._box.table = self._tools_before
         if "fault" in answer:
             raise wire.fault_of(answer["fault"])

@@ -251,7 +251,7 @@ def _has_begun(env: ToolEnv) -> bool:
     """Return True if the environment has a record, that is a task."""
     inner = env.unwrapped
     assert isinstance(inner, ToolEnv)
-    return inner._record is not None
+    return inner._env_record is not None
 
 
 def _common(before: list[Any], now: list[Any]) -> int:

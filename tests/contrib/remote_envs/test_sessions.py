@@ -377,7 +377,7 @@ async def test_forks_and_snapshots_are_the_servers(toys: ToyServer) -> None:
     env = toys.env()
     await env.areset(seed=0)
     await env.astep(call("write", text="a"))
-    saved = pickle.loads(pickle.dumps(env.snapshot().parts["_record"])), env.snapshot()
+    saved = pickle.loads(pickle.dumps(env.snapshot().parts["_env_record"])), env.snapshot()
     other = env.fork()
     await env.astep(call("write", text="b"))
     await other.astep(call("write", text="c"))
