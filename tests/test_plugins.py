@@ -13,6 +13,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
 from agentrl.data.trajectory import Trajectory
 from agentrl.engines.weights.base import WeightTarget
+from agentrl.rollout.collector import FILTERS
 from agentrl.rollout.engine import ENGINES, Engine
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks import check_config
@@ -310,6 +311,24 @@ def test_a_name_is_registered_once_and_with_words_that_are_known(shelf: Path) ->
     (shelf / "plugins/other.py").write_text("POLICY_LOSSES.register(")
     with pytest.raises(ConfigError, match=r"other.py: not a Python file"):
         POLICY_LOSSES.entry("half")
+
+
+@pytest.mark.parametrize("more", ["*, ", "*, own: Own = None, "])
+def test_a_type_imported_for_checkers_alone_is_no_fault(here: Path, more: str) -> None:
+    """It was a bare NameError, as of every `TYPE_CHECKING` that linters ask for; a class of one's own was pydantic's error."""
+    (here / "plugins").mkdir()
+    (here / "plugins" / "typed.py").write_text(
+        "from __future__ import annotations\nfrom typing import TYPE_CHECKING\n"
+        "from agentrl.rollout.collector import FILTERS\n"
+        "if TYPE_CHECKING:\n    from agentrl import Group\n"
+        "class Own:\n    pass\n"
+        '@FILTERS.register("typed")\n'
+        f"def typed(group: Group, {more}most: int = 1, where: Group = None): return most, where\n"
+    )
+    assert FILTERS.bind("typed", {"most": 2, "where": 3})(None) == (2, 3)
+    with pytest.raises(ConfigError, match="argument most = 'a': Input should be a valid integer"):
+        FILTERS.bind("typed", {"most": "a"})
+    assert "own" not in more or FILTERS.bind("typed", {"own": 1})(None) == (1, None)
 
 
 def test_only_the_file_that_is_asked_for_is_loaded(shelf: Path) -> None:

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
@@ -26,7 +26,7 @@ from agentrl.utils.errors import CatalogError, ConfigError, EnvError, hint_text,
 from agentrl.utils.files import read_text, shown_path
 from agentrl.utils.parsing import module_of
 from agentrl.utils.redaction import references, resolve_references
-from agentrl.utils.registry import bind
+from agentrl.utils.registry import bind, hints_of
 from agentrl.utils.search_path import PREFIX, find_file, given_object, here, is_given, load_module, nearest, own_reward, shelves
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ class EnvEntry:
         elif self.path is not None:
             loaded = vars(load_module(self.path)).get(self.class_name)
         if not (isinstance(loaded, type) and issubclass(loaded, ToolEnv)):
-            raise CatalogError(f"{self.id}: {self.class_name} in {self.path} is not a ToolEnv")
+            place = "" if self.path is None else f" in {self.path}"
+            raise CatalogError(f"{self.id}: {self.class_name}{place} is not a ToolEnv")
         return loaded
 
     def reward_path(self) -> Path | None:
@@ -457,9 +458,7 @@ def _parameters_of(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:
     else:
         makers, own = [vars(base)["__init__"] for base in env_class.__mro__ if "__init__" in vars(base)], 1
     for make in makers:
-        hints: dict[str, Any] = {}
-        with suppress(NameError, TypeError, AttributeError):  # an annotation may name an unknown type
-            hints = get_type_hints(make, include_extras=True)
+        hints = hints_of(make)
         parameters = list(inspect.signature(make).parameters.values())[own:]
         for one in parameters:
             if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD):

@@ -210,6 +210,11 @@ def given_spec(name: str) -> dict[str, Any]:
 
 
 def _as_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a reward function to `function(view, args)`; one with a single parameter gets the Trajectory."""
-    whole = len(inspect.signature(function).parameters) == 1
+    """Adapt a reward function to `function(view, args)`; one that takes one value by position gets the Trajectory."""
+    try:
+        known = inspect.signature(function).parameters.values()
+    except ValueError:  # a builtin without a signature
+        return function
+    placed = [one for one in known if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    whole = len(placed) == 1 and not any(one.kind is one.VAR_POSITIONAL for one in known)
     return wraps(function)(lambda view, args: function(view.trajectory)) if whole else function

@@ -8,11 +8,22 @@ from typing import Any, Literal
 from agentrl.config import Choice
 from agentrl.data.trajectory import Group
 from agentrl.rollout.collector import call_user_function
+from agentrl.utils.errors import did_you_mean
 from agentrl.utils.registry import Registry
+
+HOOKS = ("on_step", "on_group")
 
 
 class Callback:
     """Observes a run, in the driver. Methods may be coroutine functions; an exception ends the run and names the callback."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls):
+            if name.startswith("on_") and not hasattr(Callback, name):
+                raise TypeError(
+                    f"{cls.__name__}.{name}: no run calls it; {did_you_mean(name, HOOKS, 'known: ' + ', '.join(HOOKS))}"
+                )
 
     def on_step(self, row: Mapping[str, Any], session: Any) -> Any:
         """Called after update `row["step"]`; `row`: as in metrics.jsonl, `session`: the run's live parts (run/session.py)."""

@@ -19,16 +19,17 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from agentrl.utils.errors import ConfigError, fault_text, hint_text, place_of, user_code
 from agentrl.utils.parsing import module_of
@@ -214,8 +215,7 @@ def bind(
 ) -> Callable[..., Any]:
     """Return `make` with a config's keyword arguments bound; `known`: the allowed parameters. Raises ConfigError as
     `Registry.bind`, with messages that begin with `label`."""
-    called: Any = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]  # not of an instance
-    hints = get_type_hints(called, include_extras=True)
+    hints = hints_of(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]  # not of an instance
     bound = {}
     for key, value in args.items():
         if key not in known:
@@ -223,6 +223,8 @@ def bind(
             raise ConfigError(f"{label}: unknown argument {key!r}{hint_text(key, known)}; known: {listed}")
         try:
             bound[key] = TypeAdapter(hints.get(key, Any)).validate_python(value, strict=True)
+        except (PydanticSchemaGenerationError, PydanticUserError):  # of an author's own class
+            bound[key] = value
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
             raise ConfigError(f"{label}: argument {key} = {value!r}: {reason}") from None
@@ -233,6 +235,15 @@ def bind(
     if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
         raise ConfigError(f"{label}: argument low = {low:g} must be below high = {high:g}")
     return partial(make, **bound)
+
+
+def hints_of(function: Any) -> dict[str, Any]:
+    """Read the annotations of a function, without those that cannot be read, as of a type imported for type checkers alone."""
+    found, space = dict[str, Any](), getattr(inspect.unwrap(function), "__globals__", {})
+    for name, hint in getattr(function, "__annotations__", {}).items():
+        with suppress(NameError, TypeError, AttributeError):
+            found |= get_type_hints(SimpleNamespace(__annotations__={name: hint}), space, include_extras=True)
+    return found
 
 
 @contextmanager

@@ -150,6 +150,13 @@ class Silent(Callback, UpdateHook):
         raise KeyError("x")
 
 
+def test_a_method_of_a_callback_that_no_run_calls_is_named() -> None:
+    """It was never called, without a word."""
+    with pytest.raises(TypeError, match=r"Odd\.on_stpe: no run calls it; did you mean 'on_step'\?"):
+        type("Odd", (Callback,), {"on_stpe": lambda self, row, session: None})
+    assert type("Fine", (Callback,), {"on_group": lambda self, group: None, "once": lambda self: None})
+
+
 async def test_a_hook_of_updates_that_answers_nothing_is_named() -> None:
     for method, count in ((UpdateHook.change_advantages, 1), (UpdateHook.draw, 2), (UpdateHook.teacher_rows, 2)):
         with pytest.raises(ConfigError, match=rf"update hook Silent: {method.__name__} returned None, expected .*\.py:\d+"):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,16 @@ def test_a_reward_function_may_return_any_kind_of_number(returned: Any, value: f
 
     found = agentrl.rollout(look_and_say, Pick, n=1, reward=worth)
     assert [episode.reward for episode in found] == [value] and type(found[0].reward) is float
+
+
+def scaled(episode: agentrl.Trajectory, *, factor: float = 0.5, **more: Any) -> float:
+    return factor * len(episode.messages) / 4
+
+
+def test_a_reward_function_may_have_options_after_the_episode() -> None:
+    """Each episode ended unscored: it was called with a view and arguments, as one of two parameters."""
+    assert [one.reward for one in agentrl.rollout(look_and_say, Pick, n=1, reward=scaled)] == [0.5]
+    assert [one.reward for one in agentrl.rollout(look_and_say, Pick, n=1, reward=partial(scaled, factor=0.25))] == [0.25]
 
 
 def fails(episode: agentrl.Trajectory) -> Any:
