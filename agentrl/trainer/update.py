@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -20,7 +20,15 @@ from agentrl.data.expert_routing import free, router_code
 from agentrl.data.rows import Ragged, build, nested_tensor, on_device, pack, sampled_offsets, spread, unpack
 from agentrl.data.schedule import FRESH, ORIGIN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
-from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate, call_component, check_output
+from agentrl.trainer.algorithms.base import (
+    Denominators,
+    LossInput,
+    LossOutput,
+    aggregate,
+    call_component,
+    check_output,
+    metric_columns,
+)
 from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, k3, kl_estimate
 from agentrl.trainer.attention import packed_rows
 from agentrl.trainer.language_model import Micro
@@ -151,6 +159,7 @@ class MicroLoss:
         label = f"algorithm.loss {self.algorithm.loss.name!r}"
         out: LossOutput = call_component(label, self.policy, given)
         check_output(label, out, LossOutput, "loss", logprobs)
+        out = replace(out, metrics=metric_columns(label, out.metrics, logprobs))
         # Without `detach` the gradient of the weights would teach the policy to lower the weights of its tokens.
         policy = tokens = out.loss * weights.detach()
         if self.algorithm.entropy_bonus:
@@ -179,7 +188,7 @@ class MicroLoss:
         if taken := sorted(RESERVED_METRICS & out.metrics.keys()):
             raise ConfigError(f"{label}: its metric {taken[0]!r} has the name of a metric of the run. Rename it")
         for name, values in out.metrics.items():
-            meter.add(name, torch.as_tensor(values), mask)
+            meter.add(name, values, mask)
         if self.first:  # no optimizer step yet: a difference comes from trainer vs. engine, or from staleness
             meter.add(FIRST, fresh)
             meter.add("mismatch_kl", k3(now, behaviour), fresh)

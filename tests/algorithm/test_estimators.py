@@ -14,7 +14,15 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
-from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput, call_component, check_output
+from agentrl.trainer.algorithms.base import (
+    AdvantageInput,
+    AdvantageOutput,
+    LossInput,
+    LossOutput,
+    call_component,
+    check_output,
+    metric_columns,
+)
 from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_estimate
 from agentrl.trainer.estimator_inputs import with_advantages
 from agentrl.trainer.minibatch import with_policies
@@ -179,6 +187,23 @@ def test_what_a_loss_returns_is_named(answer: object, said: str) -> None:
         check_output("algorithm.loss 'mine'", answer, LossOutput, "loss", torch.zeros(4))
     assert f"algorithm.loss 'mine' {said}" in str(error.value)
     check_output("algorithm.loss 'mine'", LossOutput(torch.ones(4)), LossOutput, "loss", torch.zeros(4))
+
+
+def test_a_loss_without_gradient_is_named() -> None:
+    """An entropy bonus or a KL term hid it, and the update learned from these alone; else it was torch's RuntimeError."""
+    given = torch.zeros(4, requires_grad=True)
+    with pytest.raises(ConfigError, match=r"'mine' returned a loss without gradient: nothing is trained\. Compute it from"):
+        check_output("'mine'", LossOutput(given.detach()), LossOutput, "loss", given)
+    check_output("'mine'", LossOutput(0 * given), LossOutput, "loss", given)
+
+
+@pytest.mark.parametrize("metrics", [{"m": "x"}, {1: 1.0}, {"m": torch.ones(3)}, {"m": None}, None, {"m": [1.0, 2.0]}])
+def test_a_metric_of_a_loss_that_is_no_number_is_named(metrics: Any) -> None:
+    with pytest.raises(ConfigError, match=r"'mine': its metric .*; expected a number or a tensor of shape \[4\], by a text"):
+        metric_columns("'mine'", metrics, torch.zeros(4))
+    fine = {"a": 1, "b": torch.ones(4, dtype=torch.bool), "c": torch.tensor([2.0])}
+    assert metric_columns("'mine'", fine, torch.zeros(4)).keys() == fine.keys()
+    assert metric_columns("'mine'", {"a": torch.ones(0)}, torch.zeros(0)).keys() == {"a"}
 
 
 @pytest.mark.parametrize(("answer", "said"), [

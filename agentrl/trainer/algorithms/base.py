@@ -4,7 +4,8 @@ Types, aggregation of token losses, statistics of groups, turns of episodes, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -169,15 +170,32 @@ def call_component(name: str, component: Callable[..., Any], *given: Any) -> Any
 
 
 def check_output(name: str, answer: Any, kind: type[Any], column: str, like: Tensor) -> None:
-    """Raise ConfigError unless component `name` returned a `kind` with a tensor like `like`: in `column`, or itself."""
+    """Raise ConfigError unless component `name` returned a `kind` with a tensor like `like`, also with its gradient: in `column`,
+    or itself."""
     found = (getattr(answer, column, None) if column else answer) if isinstance(answer, kind) else None
     if isinstance(found, Tensor) and found.shape == like.shape:
+        if like.requires_grad and not found.requires_grad:
+            raise ConfigError(
+                f"{name} returned a {column} without gradient, so it trains nothing. Compute it from given.logprobs"
+            )
         return
     shown, inside = (answer, "") if found is None or not column else (found, f" as {column}")
     given = f"a tensor of shape {list(shown.shape)}" if isinstance(shown, Tensor) else f"{shown!r:.60}"
     made = f"{kind.__name__}({column}=...) with a tensor" if column else "a tensor"
     form = f"{made} of shape {list(like.shape)}, one number per token"
     raise ConfigError(f"{name} returned {given}{inside}; expected {form}")
+
+
+def metric_columns(name: str, metrics: Any, like: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of component `name` as tensors. Raises ConfigError for one that is neither a number nor like `like`."""
+    found = dict[str, Tensor]()
+    for key, values in metrics.items() if isinstance(metrics, Mapping) else [("metrics", metrics)]:
+        with suppress(TypeError, ValueError, RuntimeError):
+            found[key] = torch.as_tensor(values)
+        if not isinstance(key, str) or key not in found or found[key].numel() not in (1, like.numel()):
+            form = f"a number or a tensor of shape {list(like.shape)}, by a text"
+            raise ConfigError(f"{name}: its metric {key!r} is {values!r:.60}; expected {form}")
+    return found
 
 
 # Groups and episodes
