@@ -175,9 +175,7 @@ def check_output(name: str, answer: Any, kind: type[Any], column: str, like: Ten
     found = (getattr(answer, column, None) if column else answer) if isinstance(answer, kind) else None
     if isinstance(found, Tensor) and found.shape == like.shape:
         if like.requires_grad and not found.requires_grad:
-            raise ConfigError(
-                f"{name} returned a {column} without gradient, so it trains nothing. Compute it from given.logprobs"
-            )
+            raise ConfigError(f"{name} returned a {column} without gradient: nothing is trained. Compute it from given.logprobs")
         return
     shown, inside = (answer, "") if found is None or not column else (found, f" as {column}")
     given = f"a tensor of shape {list(shown.shape)}" if isinstance(shown, Tensor) else f"{shown!r:.60}"
