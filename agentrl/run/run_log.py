@@ -556,6 +556,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             fault = first_fault(one.trajectories)
             unscored = "" if fault is None else f" ({one.unscored} unscored, the first: {fault})"
             head = f"  {name:<24}" if name else f"[{phase}] held-out success"
-            self.display.say(f"{head} {percent(one.success)} over {one.scored} tasks{unscored}")
+            tasks = len({t.task_key for t in one.trajectories if is_scored(t)})  # a small split's are played several times
+            over = f"{tasks} tasks" if tasks == one.scored else f"{tasks} tasks in {one.scored} episodes"
+            self.display.say(f"{head} {percent(one.success)} over {over}{unscored}")
         if self.health is not None:
             self.health.evaluation(phase, result)

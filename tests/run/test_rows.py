@@ -219,7 +219,8 @@ def test_a_step_tells_the_display_what_the_row_says() -> None:
 async def test_an_evaluation_says_why_its_first_unscored_episode_has_no_score(tmp_path: Path) -> None:
     lost = episode(None, stop=StopReason.ENV_ERROR)
     lost.error = "the service is down"
-    found = summarize([episode(1.0, success=True), lost, episode(None, stop=StopReason.CANCELLED)])
+    # Of a split with fewer tasks than `eval.tasks`, each is played several times.
+    found = summarize([episode(1.0, success=True), lost, episode(1.0, success=True), episode(None, stop=StopReason.CANCELLED)])
     folder, out = RunFolder(tmp_path), io.StringIO()
     folder.trajectories.mkdir()
 
@@ -228,7 +229,7 @@ async def test_an_evaluation_says_why_its_first_unscored_episode_has_no_score(tm
         await log.writes.wait()
         assert display._shown.held == (1.0, 3)
     assert out.getvalue().splitlines()[0] == (
-        "[eval] held-out success 100.0 % over 1 tasks (2 unscored, the first: t: env_error: the service is down)"
+        "[eval] held-out success 100.0 % over 1 tasks in 2 episodes (2 unscored, the first: t: env_error: the service is down)"
     )
     [row] = folder.read_metrics()
     assert row["success"] == 1.0 and row["unscored/env_error"] == row["unscored/cancelled"] == 1
