@@ -76,7 +76,7 @@ class Generation:
     usage: Usage | None = None
     experts: npt.NDArray[Any] | None = None
 
-    def used(self, prompt: int) -> Usage:
+    def counts(self, prompt: int) -> Usage:
         """Return the provider's usage, or else the counts of a prompt of `prompt` ids and its answer."""
         return self.usage or Usage(prompt, len(self.token_ids))
 

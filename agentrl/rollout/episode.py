@@ -195,7 +195,7 @@ async def play_and_score(
 
 def sampling_attributes(generation: Generation, sampling: Sampling, prompt: int) -> dict[str, str | float | None]:
     """Attributes of a turn's sampling span."""
-    used = generation.used(prompt)
+    used = generation.counts(prompt)
     return {
         "input_tokens": used.prompt_tokens,
         "output_tokens": used.sampled_tokens,
@@ -517,7 +517,7 @@ class RunningEpisode:
 
     def _record_tokens(self, turn: Turn, generation: Generation, prompt_tokens: int) -> None:
         turn.ledger, turn.end = len(self.ledgers) - 1, len(self.ledgers[-1]) - 1
-        used = generation.used(prompt_tokens)
+        used = generation.counts(prompt_tokens)
         turn.prompt_tokens, turn.sampled_tokens, turn.usd = used.prompt_tokens, used.sampled_tokens, used.usd
         turn.finish = generation.finish
         turn.seconds = self.turn_s + sum(result.seconds for result in turn.results)

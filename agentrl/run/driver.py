@@ -377,8 +377,8 @@ class RunDriver:
 
 def _seconds_before(folder: RunFolder) -> float:
     """Return the seconds of the run's earlier processes, as its summary has them; after a kill those of its rows."""
-    parts = [f"time/{part}_s" for part in ("rollout", "batch", "update", "publish", "eval", "data")]
-    counted = sum(row.get(part) or 0.0 for row in folder.read_metrics() for part in parts)
+    parts = ("rollout", "batch", "update", "publish", "eval", "data")
+    counted = sum(row.get(f"time/{part}_s") or 0.0 for row in folder.read_metrics() for part in parts)
     with suppress(RunFolderError, TypeError):  # a summary that was edited
         counted = max(counted, (stored_object(folder.summary, "") or {}).get("seconds") or 0.0)
     return counted

@@ -350,7 +350,7 @@ class AgentSession:
         branch.finish = generation.finish
         branch.last = generation.token_ids[-1] if generation.finish == "stop" and generation.token_ids else None
         self._newest = branch
-        used = generation.used(len(position.prompt))
+        used = generation.counts(len(position.prompt))
         record = Turn(turn, message, prompt_tokens=used.prompt_tokens, sampled_tokens=used.sampled_tokens, usd=used.usd)
         record.ledger, record.end = self._branches.index(branch), len(branch.ledger) - 1
         record.seconds, record.finish = seconds, generation.finish
