@@ -90,7 +90,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("groups_filtered", "groups", "groups without variance that were replaced (`rollout.filter_zero_variance`)"),
         MetricInfo("groups_refused", "groups", "groups that `rollout.accept` refused for this update, which were replaced"),
         MetricInfo("env/<name>/groups_<state>", "groups", "groups of this environment dropped for this update, by state"),
-        MetricInfo("members_cancelled", "episodes", "members given up in full groups, since the start (`rollout.oversample_members`)"),
+        MetricInfo("members_cancelled", "episodes", "given up in full groups, since the start (`rollout.oversample_members`)"),
         MetricInfo("episodes_played", "episodes", "episodes that ended since the last update, also those of dropped groups"),
         MetricInfo("episodes_unscored", "episodes", "of these, without a reward (`health.max_unscored`)"),
         MetricInfo("faults/<cause>", "attempts", "attempts since the last update without a score, by cause, retries included"),
