@@ -254,9 +254,9 @@ class OpenEnv(ToolEnv):
         self.total, self.steps, self.over = None, 0, False
         address = self.url.replace("http", "ws", 1) + "/ws"
         try:
-            self.socket = await connect(
-                address, open_timeout=self.timeout, max_size=LARGEST, additional_headers=self.headers, proxy=None
-            )
+            # No limit on pongs, which tunnels drop and a busy server sends late: the deadline of each answer decides.
+            limits: dict[str, Any] = {"open_timeout": self.timeout, "max_size": LARGEST, "ping_timeout": None}
+            self.socket = await connect(address, additional_headers=self.headers, proxy=None, **limits)
         except Exception as fault:  # websockets has an exception class per stage
             raise RemoteEnvError(f"OpenEnv server {self.url}: {type(fault).__name__}: {fault}") from fault
         schema = _schemas.get(self.url)
@@ -321,8 +321,12 @@ class OpenEnv(ToolEnv):
             raise RemoteEnvError(f"OpenEnv server {self.url}: the connection ended: {fault}") from fault
         except ValueError as fault:
             raise EnvError(f"OpenEnv server {self.url}: an answer that is no JSON: {fault}") from fault
-        body: dict[str, Json] = answer.get("data", {})
-        if answer.get("type") != "error":
+        form = answer.get("type") if isinstance(answer, dict) else None
+        body: dict[str, Json] = answer.get("data") if form in ("observation", "state", "error") else None
+        seen = body.get("observation") if isinstance(body, dict) and form == "observation" else body
+        if not isinstance(seen, dict) or form not in (("state" if kind == "state" else "observation"), "error"):
+            raise EnvError(f"OpenEnv server {self.url}: it answers {str(answer)[:80]} to {kind}, expected an observation")
+        if form != "error":
             return body
         errors = body.get("errors")  # for fields of an invalid action
         first = errors[0] if isinstance(errors, list) and errors and isinstance(errors[0], dict) else None

@@ -19,6 +19,7 @@ from typing import Any
 
 import PIL.Image
 import pytest
+import websockets.asyncio.server
 
 from agentrl.contrib.remote_envs.openenv import OpenEnv, _calls
 from agentrl.contrib.suites.verifiers import VerifiersEnv, _to_theirs, to_verifiers
@@ -26,7 +27,7 @@ from agentrl.data.images import Image
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env import Tool, Toolbox
 from agentrl.rollout.samplers import UniformSampler, pool_seeds
-from agentrl.utils.errors import DependencyError, TaskDataError
+from agentrl.utils.errors import DependencyError, EnvError, TaskDataError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
@@ -190,6 +191,31 @@ async def test_openenvs_protocol_from_both_of_our_sides() -> None:
     with pytest.raises(RemoteEnvError, match="the connection ended"):
         await lost.astep(Message("assistant", tool_calls=(ToolCall("act", {"text": "x"}),)))
     assert lost.trajectory.stop.infrastructure and lost.trajectory.reward is None
+
+
+@pytest.mark.parametrize("answer", [
+    '{"type": "state", "data": {"step_count": 1}}', '{"type": "observation"}', '{"type": "observation", "data": {"reward": 0}}',
+    '{"type": "observation", "data": {"observation": null, "done": true}}', "[1]", "null",
+])  # fmt: skip
+async def test_an_answer_that_is_no_observation_is_an_openenv_server_s_fault(answer: str) -> None:
+    """It was read as a step without a reward, which is scored."""
+
+    async def serve_one(socket: Any) -> None:
+        async for message in socket:
+            first = {"type": "observation", "data": {"observation": {"text": "go"}}}
+            await socket.send(json.dumps(first) if json.loads(message)["type"] == "reset" else answer)
+
+    def schema(connection: Any, request: Any) -> Any:
+        return connection.respond(200, '{"action": {"type": "object"}}') if request.path == "/schema" else None
+
+    async with websockets.asyncio.server.serve(serve_one, "127.0.0.1", 0, process_request=schema) as server:
+        env = OpenEnv(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await env.areset(seed=0)
+        assert env.socket.ping_timeout is None, "`timeout` alone says how long an answer may take; tunnels may drop pongs"
+        with pytest.raises(EnvError, match=r"OpenEnv server http.*answers .* to step, expected an observation"):
+            await env.astep(Message("assistant", tool_calls=(ToolCall("act", {}),)))
+        assert env.trajectory.stop.infrastructure
+        await env.aclose()
 
 
 async def test_images_of_an_openenv_tool_are_shown_and_other_blocks_named(monkeypatch: pytest.MonkeyPatch) -> None:
