@@ -322,8 +322,8 @@ class OpenEnv(ToolEnv):
         except ValueError as fault:
             raise EnvError(f"OpenEnv server {self.url}: an answer that is no JSON: {fault}") from fault
         form = answer.get("type") if isinstance(answer, dict) else None
-        body: dict[str, Json] = answer.get("data") if form in ("observation", "state", "error") else None
-        seen = body.get("observation") if isinstance(body, dict) and form == "observation" else body
+        body: dict[str, Json] = data if form is not None and isinstance(data := answer.get("data"), dict) else {}
+        seen = body.get("observation") if form == "observation" else body or None
         if not isinstance(seen, dict) or form not in (("state" if kind == "state" else "observation"), "error"):
             raise EnvError(f"OpenEnv server {self.url}: it answers {str(answer)[:80]} to {kind}, expected an observation")
         if form != "error":
