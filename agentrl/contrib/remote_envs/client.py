@@ -123,11 +123,11 @@ class Link:
                 answer = await self._send(route, content)
             except (httpx.LocalProtocolError, httpx.UnsupportedProtocol) as problem:
                 raise RemoteEnvError(f"{self.url}: {problem}") from problem
-            except (httpx.TransportError, TimeoutError) as problem:
+            except (httpx.TransportError, httpx.DecodingError, TimeoutError) as problem:
                 failed = f"{type(problem).__name__}: {problem}".rstrip(": ")
             else:
                 if answer.status_code == httpx.codes.OK:
-                    return self._json(answer)
+                    return self._json(answer, *(("number", "boot", "open") if route.startswith("/v1/sessions/") else ()))
                 if answer.status_code == httpx.codes.ACCEPTED:
                     heard, tries = time.monotonic(), 0
                     watch(self._json(answer, "calls")["calls"])
@@ -146,7 +146,7 @@ class Link:
         with suppress(ValueError, RecursionError):
             found = read_json(answer.content)
         if not isinstance(found, dict) or not found.keys() >= {*keys}:
-            wanted = " with ".join(["an object", *keys])
+            wanted = " with ".join(["an object", *([", ".join(keys)] if keys else [])])
             raise RemoteEnvError(f"{self.url}: it answers {answer.text[:80]!r}, not {wanted}: is this a server of agentrl?")
         return found
 
@@ -380,6 +380,10 @@ class RemoteEnv(ToolEnv):
         try:
             yield
         except BaseException as fault:
+            if isinstance(fault, RemoteEnvError) and not self._released:
+                # The server may hold the episode all the same, as behind a proxy that failed: ask once, and wait for nothing.
+                asked = self._next_request("end", {"stop": StopReason.ENV_ERROR.value, "error": str(fault)})
+                _submit(self._link._ask(*asked, lambda seen: None, 0.0)).add_done_callback(Future.exception)
             self._released = self._released or isinstance(fault, RemoteEnvError | UserError)
             if self._env_record is not None:
                 await self._fail(fault)

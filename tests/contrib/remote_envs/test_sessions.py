@@ -33,6 +33,7 @@ from tests.conftest import proof
 from tests.contrib.remote_envs.served import TOKEN, VARIABLE, Offer, Running, served
 from tests.contrib.remote_envs.test_equal_episodes import row_of
 from tests.env.toyenvs import Notes, call
+from tests.waits import until
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +115,30 @@ async def test_a_request_whose_answer_is_lost_is_done_once(key_value: Running) -
     assert row_of(one.trajectory) == row_of(two.trajectory)
     # reset, a step for each turn; each of them twice. The last turn ends the episode, so there is nothing to end.
     assert len(transport.seen) == 2 * (1 + len(one.trajectory.turns))
+
+
+@pytest.mark.parametrize("answer", [(500, b"", {}), (200, b"{}", {}), (200, b"no", {"content-encoding": "gzip"})], ids=str)
+async def test_an_episode_that_a_proxy_cuts_off_is_ended_on_the_server(
+    toys: ToyServer, answer: tuple[int, bytes, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it takes a place there until --idle-timeout."""
+    monkeypatch.setattr(link, "PATIENCE", 0.2)
+
+    class Cut(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if not request.url.path.endswith("/step"):
+                return await super().handle_async_request(request)
+            status, content, headers = answer
+            return httpx.Response(status, headers=headers, stream=httpx.ByteStream(content))
+
+    env = toys.env()
+    for pool in range(POOLS):
+        env._link._client(pool)._transport = Cut()
+    await env.areset(seed=0)
+    with pytest.raises(RemoteEnvError, match=f"{toys.url}: "):
+        await env.astep(call("write", text="a"))
+    await env.aclose()
+    assert until(lambda: toys.app.sessions.episodes == 0)
 
 
 async def test_a_number_stands_for_one_request(toys: ToyServer) -> None:
