@@ -39,7 +39,7 @@ from agentrl.utils.threads import in_thread
 # A folder as files
 
 DEEPEST = 64
-_OURS = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_OURS = {getattr(errno, name) for name in "EIO ENOSPC EDQUOT EROFS ESTALE EMFILE ENFILE ENOMEM".split()}
 """Errors of this machine; the caller's path causes all others."""
 
 

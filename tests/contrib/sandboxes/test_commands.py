@@ -1,5 +1,6 @@
 """The local sandbox with commands: what they may do among themselves, and what they cannot do to others."""
 
+import errno
 import os
 import resource
 import subprocess
@@ -7,7 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+import pytest
 
+from agentrl.contrib.sandboxes import local
 from tests.conftest import proof
 from tests.contrib.sandboxes import contract
 from tests.contrib.sandboxes.test_reach import victim as victim
@@ -87,3 +90,18 @@ def test_the_network_is_there_only_if_it_is_asked_for() -> None:
     connect = "python3 -c 'import socket; print(socket.socket().fileno() > 2)' 2>&1 | tail -1"
     assert commands(connect)[0].stdout == "PermissionError: [Errno 1] Operation not permitted\n"
     assert commands(connect, network="all")[0].stdout == "True\n"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE])
+def test_a_disk_of_this_machine_s_that_fails_is_not_the_policy_s_path(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else tests that cannot be written are a reward of 0."""
+    folder = local.Folder()
+
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(number, "the disk")
+
+    monkeypatch.setattr(local.os, "open", fail)
+    for use in (lambda: folder.write({"/a": b""}), lambda: folder.read("/a", 9)):
+        with pytest.raises(OSError, match="the disk") as caught:
+            use()
+        assert caught.value.errno == number
