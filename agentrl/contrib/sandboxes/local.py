@@ -39,7 +39,7 @@ from agentrl.utils.threads import in_thread
 # A folder as files
 
 DEEPEST = 64
-_OURS = {getattr(errno, name) for name in "EIO ENOSPC EDQUOT EROFS ESTALE EMFILE ENFILE ENOMEM".split()}
+_OURS = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """Errors of this machine; the caller's path causes all others."""
 
 
