@@ -135,14 +135,14 @@ class Sandbox(ABC):
         variables = {**self.spec.env, **(env or {})}
         run = Run(argv, self.spec.place(cwd or ""), variables, timeout, max_output, stdin, merge)
         try:  # a zero byte, half of a character, or more text than the kernel passes to a program is the command's fault
-            words = b"".join(map(os.fsencode, [*argv, run.cwd, *variables, *variables.values()]))
-            return await self.execute(run) if b"\0" not in words else refused("embedded null byte")
-        except UnicodeEncodeError as problem:
-            return refused(problem)
-        except SandboxError as fault:
-            if getattr(fault.__cause__, "errno", None) != errno.E2BIG:
+            if b"\0" not in b"".join(map(os.fsencode, [*argv, run.cwd, *variables, *variables.values()])):
+                return await self.execute(run)
+            why: object = "embedded null byte"
+        except (UnicodeEncodeError, SandboxError) as fault:
+            why = fault.__cause__ or fault
+            if isinstance(fault, SandboxError) and getattr(why, "errno", None) != errno.E2BIG:
                 raise
-            return refused(fault.__cause__)
+        return ExecResult(127, "", f"{why}\n", 0.0, "error")
 
     async def execute(self, run: Run) -> ExecResult:
         """Run a command for `exec`."""
@@ -220,10 +220,6 @@ class SandboxProvider(ABC):
         for field_name, reason in words.items():
             if (value := getattr(spec, field_name)) != getattr(default, field_name):
                 raise ConfigError(f'sandbox provider "{self.name}": {field_name} = {value!r}: {reason}')
-
-
-def refused(why: object) -> ExecResult:
-    return ExecResult(127, "", f"{why}\n", 0.0, "error")
 
 
 def missing(path: str) -> FileNotFoundError:
