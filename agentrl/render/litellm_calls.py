@@ -126,14 +126,11 @@ def is_temporary(problem: BaseException) -> bool:
 def retry_wait(problem: BaseException, least: float) -> float | None:
     """Return the seconds until a call is made again after an error: `least`, or the server's Retry-After if longer; None if that
     would not help, or is longer than MAX_WAIT."""
-    import openai  # a dependency of litellm, whose errors are subclasses of openai's
-
     if not is_temporary(problem):
         return None
-    if isinstance(problem, openai.APIStatusError):
-        # litellm replaces the response; the server's headers, if any, are in this attribute.
-        headers = vars(problem).get("litellm_response_headers") or problem.response.headers
-        least = max(least, retry_after(headers) or 0.0)
+    # litellm replaces the response; the server's headers, if any, are in this attribute.
+    headers = vars(problem).get("litellm_response_headers") or getattr(getattr(problem, "response", None), "headers", {})
+    least = max(least, retry_after(headers) or 0.0)
     return least if least <= MAX_WAIT else None
 
 

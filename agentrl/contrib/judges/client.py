@@ -189,7 +189,9 @@ class Judge:
             except Exception as error:  # litellm's errors have no common base class
                 refused = refusal(error, asked, self.settings.api_base)
                 why = f"{type(error).__name__}: {refused or error_line(error, asked.get('api_base'))}"
-                raise JudgeFault(why, retry_wait(error, 0.0)) from error
+                failed = JudgeFault(why)
+                failed.wait = retry_wait(error, 0.0)
+                raise failed from error
             if prices is not None and (usage := response.usage) is not None:
                 used = float(usage.prompt_tokens or 0) * prices[0] + float(usage.completion_tokens or 0) * prices[1]
             try:

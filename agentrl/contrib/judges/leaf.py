@@ -56,9 +56,7 @@ class Verdict:
 class JudgeFault(Exception):
     """A failed attempt. `wait`: seconds that the server asks to wait; None if retries would fail too."""
 
-    def __init__(self, message: str, wait: float | None = 0.0) -> None:
-        super().__init__(message)
-        self.wait = wait
+    wait: float | None = 0.0
 
 
 def read_verdict(text: Any, request: VerdictRequest) -> Json:
