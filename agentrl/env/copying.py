@@ -26,6 +26,8 @@ class Snapshot:
 class _Owner:
     """Placeholder for the environment inside a snapshot, which thus contains no environment."""
 
+    user_toolbox = None  # as an environment, for tools that enclose one
+
     def __reduce__(self) -> str:
         return "ENVIRONMENT"  # copied and unpickled snapshots get the same object
 

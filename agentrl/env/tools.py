@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache, cached_property, partial, update_wrapper
 from itertools import pairwise
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Annotated, Any, ClassVar, Optional, Protocol, get_args, get_origin, get_type_hints, overload
 from weakref import WeakKeyDictionary
 
@@ -233,6 +233,13 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 # Tools
 
+
+def _holds_env(cell: CellType) -> bool:
+    with suppress(ValueError):  # an empty cell
+        return hasattr(cell.cell_contents, "user_toolbox")
+    return False
+
+
 _NO_SLOT: nullcontext[None] = nullcontext()  # stateless, so calls may share it
 
 
@@ -261,14 +268,22 @@ class Tool:
         """Return the tool itself, which is stateless; a bound one is rebound to the copy of its object."""
         if not self.bound:
             return self
-        other = copy.copy(self)
-        object.__setattr__(other, "function", copy.deepcopy(self.function, memo))
+        other, made = copy.copy(self), copy.deepcopy(self.function, memo)
+        if isinstance(made, FunctionType):  # `deepcopy` returns the function itself
+            env = partial(copy.deepcopy, memo=memo)
+            cells = tuple(CellType(env(cell.cell_contents)) if _holds_env(cell) else cell for cell in made.__closure__ or ())
+            made = FunctionType(made.__code__, made.__globals__, made.__name__, made.__defaults__, cells)
+            update_wrapper(made, self.function)
+            made.__dict__, made.__kwdefaults__ = dict(vars(self.function)), self.function.__kwdefaults__
+        object.__setattr__(other, "function", made)
         return other
 
     @property
     def bound(self) -> bool:
-        """True if its function is bound to an object: a bound method, or a partial."""
-        return not isinstance(self.function, FunctionType) and not isinstance(getattr(self.function, "__self__", None), type)
+        """True if its function is bound to an object: a bound method, a partial, or a function that encloses an environment."""
+        if isinstance(self.function, FunctionType):
+            return any(map(_holds_env, self.function.__closure__ or ()))
+        return not isinstance(getattr(self.function, "__self__", None), type)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)

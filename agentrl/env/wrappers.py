@@ -221,6 +221,9 @@ class _Flaky(Tool):
     seed: int
     message: str
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tool:
+        return replace(self, item=copy.deepcopy(self.item, memo)) if self.bound else self
+
     def place(self) -> AbstractAsyncContextManager[Child | None]:
         return self.item.place()
 

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from agentrl.data.trajectory import Json, StopReason
 from agentrl.env import Message, Task, Tool, ToolCall, ToolEnv, tool
+from agentrl.env.wrappers import ToolFaults
 from agentrl.reward import Context, compile_spec
 from tests.env.toyenvs import Notes, call
 
@@ -77,6 +79,34 @@ def test_a_snapshot_travels_to_another_environment_and_through_pickle() -> None:
 class Strange(Notes):
     id = "tests/Strange-v0"
     shared = frozenset({"handle"})
+
+
+class Encloses(Notes):
+    """A tool of the episode encloses the environment."""
+
+    async def setup(self, task: Task) -> None:
+        await super().setup(task)
+
+        def jot(text: str, *, times: int = 2) -> int:
+            self.notes += [text] * times
+            return len(self.notes) + (0 if self.notes else later)
+
+        self.toolbox.add(jot)
+        if self.notes:
+            later = 1
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, partial(ToolFaults, rate=0.0)], ids=["plain", "in a wrapper of tools"])
+def test_a_tool_that_encloses_its_environment_is_the_forks_in_the_fork(wrap: Any) -> None:
+    """A call of the fork wrote into its parent."""
+    env = wrap(Encloses())
+    env.reset(seed=0)
+    other, saved = env.fork(), env.snapshot()
+    assert [one.step(call("jot", text="a"))[0][0].content for one in (other, other, env)] == ["2", "4", "2"]
+    assert (len(env.unwrapped.notes), len(other.unwrapped.notes)) == (2, 4)
+    for one in (env, other):
+        one.restore(saved)
+        assert one.step(call("jot", text="a", times=1))[0][0].content == "1" and one.unwrapped.notes == ["a"]
 
 
 class Uncopied:
