@@ -238,7 +238,7 @@ def bind(
 
 
 def hints_of(function: Any) -> dict[str, Any]:
-    """Read the annotations of a function, without those that cannot be read, as of a type imported for type checkers alone."""
+    """Read the annotations of a function, without those that cannot be read (a type imported for checkers alone)."""
     found, space = dict[str, Any](), getattr(inspect.unwrap(function), "__globals__", {})
     for name, hint in getattr(function, "__annotations__", {}).items():
         with suppress(NameError, TypeError, AttributeError):
