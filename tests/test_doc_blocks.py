@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.cli.main import main
 from tests import doc_blocks
-from tests.conftest import PROOFS, proof
+from tests.conftest import proof
 from tests.doc_blocks import PAGES, ROOT, Block, Reader, blocks_of, problems
 from tests.e2e.runs import SMALL
 
@@ -71,23 +71,6 @@ def test_guides_show_nothing_that_is_not_read() -> None:
     assert [page for page in GUIDES if not blocks_of(page)] == []
 
 
-def test_what_does_not_run_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the guides less than a quarter of the commands, configs and programs; each with its reason."""
-    fenced = [
-        block
-        for page in PAGES
-        for block in blocks_of(page)
-        if block.fenced and block.language in ("sh", "python", "toml", "json")
-    ]
-    resting = [block for block in fenced if block.reason]
-    with capsys.disabled():
-        if PROOFS:
-            print(f"\n{len(fenced)} fenced blocks, of which {len(resting)} do not run here:")
-            print("\n".join(f"  {block.place}: {block.reason}" for block in resting))
-    of_guides = [block for block in fenced if block.page in GUIDES]
-    assert len([block for block in of_guides if block.reason]) * 4 <= len(of_guides)
-
-
 @pytest.mark.parametrize("page", sorted(QUICK))
 def test_a_quick_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert follow(Path(page), tmp_path, monkeypatch) >= 1
@@ -115,7 +98,3 @@ def test_a_page_runs(page: Path, tmp_path: Path, quickstart: Path, monkeypatch: 
         shutil.copytree(quickstart, tmp_path / "runs" / "quickstart")
     runs = [b for b in blocks_of(page) if b.fenced and not b.reason and (b.name or b.language in ("python", "sh"))]
     assert follow(page, tmp_path, monkeypatch) == len(runs)
-
-
-def test_pages_that_other_tests_run_are_there() -> None:
-    assert [path for path in ELSEWHERE.values() if not (ROOT / path).exists()] == []

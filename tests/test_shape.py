@@ -16,7 +16,6 @@ from agentrl.cli.main import COMMANDS
 from agentrl.run.registries import REGISTRIES
 from agentrl.utils.errors import did_you_mean, hint_text
 from agentrl.utils.registry import Registry
-from tests.conftest import LONGEST
 from tests.sources import nodes, tree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,10 +76,6 @@ def test_a_class_name_stands_for_one_thing() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
-
-
-def test_the_files_that_begin_first_are_there() -> None:
-    assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
 
 
 PROBE = """
