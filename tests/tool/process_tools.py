@@ -41,18 +41,10 @@ def sleep() -> int:
 
 
 @tool(process=True, timeout=20)
-def die() -> int:
-    os._exit(3)
-
-
-@tool(process=True, timeout=20)
-def unfit() -> object:
-    return lambda: None
-
-
-@tool(process=True, timeout=20)
-def leave() -> int:
-    sys.exit(5)
+def fails(how: str) -> object:
+    if how == "dies":
+        os._exit(3)
+    return sys.exit(5) if how == "leaves" else lambda: None
 
 
 @tool(process=True, timeout=20)

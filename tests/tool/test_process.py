@@ -13,7 +13,7 @@ from agentrl.env import Tool, Toolbox, tool
 from agentrl.env.catalog import load_tools
 from agentrl.utils.errors import EnvError, ToolTimeoutError
 from agentrl.utils.threads import TOOLS
-from tests.tool.process_tools import die, leave, nap, refuse, sleep, spin, square, unfit, wrapped
+from tests.tool.process_tools import fails, nap, refuse, sleep, spin, square, wrapped
 from tests.waits import runs, until
 
 
@@ -40,13 +40,13 @@ def test_a_call_that_hangs_is_killed_and_leaves_no_thread(hang: Tool) -> None:
     assert fresh[0] == 4 and fresh[1] != pid
 
 
-def test_a_process_that_ends_or_answers_what_cannot_travel_is_a_fault_of_the_environment() -> None:
-    with pytest.raises(EnvError, match="tool die: its process ended with exit code 3"):
-        call(die)
-    with pytest.raises(EnvError, match=r"tool unfit failed: TypeError: what it returned cannot be pickled"):
-        call(unfit)
-    with pytest.raises(EnvError, match=r"tool leave failed: RuntimeError: leave called sys\.exit\(5\)"):
-        call(leave)
+@pytest.mark.parametrize(("how", "why"), [
+    ("dies", ": its process ended with exit code 3"), ("leaves", r" failed: RuntimeError: fails called sys\.exit\(5\)"),
+    ("answers what cannot travel", " failed: TypeError: what it returned cannot be pickled"),
+])  # fmt: skip
+def test_a_process_that_ends_or_answers_what_cannot_travel_is_a_fault_of_the_environment(how: str, why: str) -> None:
+    with pytest.raises(EnvError, match=f"tool fails{why}"):
+        call(fails, how=how)
 
 
 def test_a_child_that_died_between_two_calls_gets_no_call() -> None:

@@ -17,7 +17,7 @@ from typing_extensions import TypeAliasType
 
 from agentrl.data.trajectory import ToolCall
 from agentrl.env import Toolbox
-from agentrl.env.tools import Tool, read_signature, tool
+from agentrl.env.tools import Tool, tool
 from agentrl.utils.errors import ToolSchemaError
 
 
@@ -145,16 +145,17 @@ def test_a_recursive_type_keeps_its_reference() -> None:
     assert not validator.is_valid({"tree": {"value": 1, "left": {"value": "two"}}})
 
 
-def test_a_property_called_title_survives() -> None:
+def test_a_title_of_a_property_or_a_default_survives() -> None:
     class Book(BaseModel):
         title: str
 
-    def f(title: str, book: Book) -> None: ...
+    def f(title: str, book: Book, data: dict[str, str] = {"title": "Emma", "by": "Austen"}) -> None: ...  # noqa: B006
 
     f.__annotations__.update(book=Book)
     properties = parameters(f)["properties"]
     assert properties["title"] == {"type": "string"}
     assert "title" in properties["book"]["properties"]
+    assert properties["data"]["default"] == {"title": "Emma", "by": "Austen"}
 
 
 def test_arguments_arrive_as_python_values() -> None:
@@ -294,15 +295,6 @@ def test_a_schema_that_takes_no_object_is_refused_before_any_call_is(kind: Any, 
 
     with nullcontext() if fine else pytest.raises(TypeError, match=r"tool get: .* at /type: .* takes no arguments"):
         assert Tool.from_schema("get", "", {"type": kind}, answer).check({}) is None
-
-
-def test_a_default_keeps_its_keys():
-    """A default is data: its key "title" is no title of a schema."""
-
-    def book(data: dict[str, str] = {"title": "Emma", "by": "Austen"}) -> None:  # noqa: B006
-        """Keep a book."""
-
-    assert read_signature(book, method=False).parameters["properties"]["data"]["default"] == {"title": "Emma", "by": "Austen"}
 
 
 def test_a_schema_that_takes_too_long_to_be_checked_is_refused_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
