@@ -124,16 +124,14 @@ def test_a_judge_that_cannot_answer_gives_null_and_never_zero(server, garbage):
     assert "the judge could not answer" in reason(result)
 
 
-def test_errors_and_garbage_are_retried(server):
-    server.script = [{"status": 500}, "garbage", '```json\n{"score": 10, "reason": "at last"}\n```']
-    assert scorer(judge(server)).score(episode("done")).value == 1
-    assert len(server.requests) == 3
-
-
-@pytest.mark.parametrize(("status", "retries", "attempts"), [(500, 0, 1), (500, 1, 2), (500, 3, 4), (401, 2, 1), (413, 2, 1)])
-def test_retries_bounds_the_attempts_and_a_refusal_is_not_tried_again(server, status, retries, attempts):
-    server.script = [{"status": status}]
-    assert scorer(judge(server, retries=retries)).score(episode("done")).value is None
+@pytest.mark.parametrize(("script", "retries", "attempts", "value"), [
+    ([{"status": 500}, "garbage", '```json\n{"score": 10, "reason": "at last"}\n```'], 2, 3, 1),
+    *(([{"status": 500}], retries, retries + 1, None) for retries in (0, 1, 3)),
+    *(([{"status": status}], 2, 1, None) for status in (401, 413)),
+])  # fmt: skip
+def test_retries_bounds_the_attempts_and_a_refusal_is_not_tried_again(server, script, retries, attempts, value):
+    server.script = script
+    assert scorer(judge(server, retries=retries)).score(episode("done")).value == value
     assert len(server.requests) == attempts
 
 
@@ -226,7 +224,7 @@ def test_a_budget_in_calls(server):
     assert len(server.requests) == 2
 
 
-def test_a_budget_in_money_is_not_overspent(server):
+def test_a_budget_in_money_is_not_overspent_and_needs_a_price(server):
     """100 prompt tokens at 10 and 10 sampled at 20 USD a million: 0.0012 a call, and at most 0.0084 + 0.002 reserved."""
     client = judge(server, usd=0.02, usd_per_million=(10.0, 20.0))
     compiled = scorer(client, max_tokens=100, prompt="Grade: {answer}")
@@ -235,29 +233,20 @@ def test_a_budget_in_money_is_not_overspent(server):
         for i in range(40):
             compiled.score(episode(f"answer {i}"))
     assert 0 < client.budget.usd <= 0.02
-    assert client.budget.usd == pytest.approx(0.0012 * len(server.requests))
-
-
-def test_a_budget_in_money_needs_a_price(server):
+    paid = len(server.requests)
+    assert client.budget.usd == pytest.approx(0.0012 * paid)
     with pytest.raises(JudgeBudgetError, match="price is not known"):
         scorer(judge(server, usd=1.0)).score(episode("done"))
-    assert not server.requests
+    assert len(server.requests) == paid
 
 
-async def test_awaited_judges_run_together_up_to_the_limit(server):
+@pytest.mark.parametrize(("answers", "asked", "together"), [([f"answer {i}" for i in range(12)], 12, 4), (["same"] * 8, 1, 1)])
+async def test_awaited_judges_run_together_up_to_the_limit_and_equal_questions_once(server, answers, asked, together):
     server.script = [0.3]
     compiled = scorer(judge(server, concurrency=4))
-    results = await asyncio.gather(*(compiled.ascore(episode(f"answer {i}")) for i in range(12)))
-    assert [result.value for result in results] == [0.7] * 12
-    assert server.most_running == 4
-
-
-async def test_equal_questions_at_the_same_time_are_asked_once(server):
-    server.script = [0.2]
-    compiled = scorer(judge(server))
-    results = await asyncio.gather(*(compiled.ascore(episode("same")) for _ in range(8)))
+    results = await asyncio.gather(*(compiled.ascore(episode(answer)) for answer in answers))
     assert {result.value for result in results} == {0.7}
-    assert len(server.requests) == 1
+    assert (len(server.requests), server.most_running) == (asked, together)
 
 
 def test_the_judges_of_one_spec_are_asked_in_one_pass_and_a_closed_gate_asks_none(server):

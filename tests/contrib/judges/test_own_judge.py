@@ -59,9 +59,9 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("judge") / "model", 1)
 
 
-def spec(folder: Path, root: Any = LEAF, **more: Any) -> Path:
-    path = folder / "spec.json"
-    path.write_text(json.dumps({"agentrl_reward": 1, "name": "judged", "success": DIGIT, "root": root, **more}))
+def spec(folder: Path, root: Any = LEAF, name: str = "judged", **more: Any) -> Path:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"agentrl_reward": 1, "name": name, "success": DIGIT, "root": root, **more}))
     return path
 
 
@@ -163,9 +163,9 @@ def request(text: str, max_tokens: int = 64) -> VerdictRequest:
 
 
 class Counting(EmbeddedEngine):
-    """Counts the requests under way; fails so many of the first with `fault`."""
+    """Counts the requests under way; fails so many of the first with `fault`, or aborts `cut` of them."""
 
-    most = under_way = asked = 0
+    most = under_way = asked = cut = 0
     fault: tuple[int, Exception] = (0, Exception())
     slow = 0.0
     grammar: str | None = None
@@ -179,7 +179,8 @@ class Counting(EmbeddedEngine):
             await asyncio.sleep(self.slow)
             if self.asked <= self.fault[0]:
                 raise self.fault[1]
-            return await super().generate(token_ids, sampling, request_key)
+            found = await super().generate(token_ids, sampling, request_key)
+            return replace(found, finish="abort") if self.asked <= self.cut else found
         finally:
             self.under_way -= 1
 
@@ -215,10 +216,8 @@ async def test_as_many_verdicts_are_sampled_at_once_as_concurrency_says(judge: P
 
 async def test_a_row_has_the_seconds_of_verdicts_under_way(judge: Path) -> None:
     """With `max_staleness` above 0 a row may be written while a verdict is sampled, and another before the judge rests."""
-    engine, service = Counting(str(judge)), Judges(RewardConfig())
-    engine.slow = 0.4
-    config = JudgeConfig(engines={"strict": JudgeEngineConfig(path=str(judge))})
-    service._own["strict"] = one = EngineJudge("strict", config, engine, make_renderer(load_tokenizer(str(judge))), "m")
+    service, (_, one, engine) = Judges(RewardConfig()), await asked(judge, [], slow=0.4)
+    service._own["strict"] = one
     await engine.start()
     began, first = time.monotonic(), asyncio.create_task(one.verdict(request("a")))
     await asyncio.sleep(0.2)
@@ -234,13 +233,13 @@ async def test_a_row_has_the_seconds_of_verdicts_under_way(judge: Path) -> None:
     await one.close()
 
 
-@pytest.mark.parametrize(("faults", "retries", "attempts"), [(1, 1, 2), (2, 1, 2), (1, 0, 1)])
-async def test_a_fault_of_the_engine_is_tried_again_and_is_never_a_score(
-    judge: Path, faults: int, retries: int, attempts: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("faults", "cut", "retries", "attempts"), [(1, 0, 1, 2), (2, 0, 1, 2), (1, 0, 0, 1), (0, 1, 1, 2)])
+async def test_a_fault_of_the_engine_or_an_abort_is_tried_again_and_is_never_a_score(
+    judge: Path, faults: int, cut: int, retries: int, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentrl.contrib.judges.engines.BACKOFF", 0.0)
     remember("planted-judge-0123456789")
-    given = {"fault": (faults, EngineError("no: planted-judge-0123456789")), "retries": retries}
+    given = {"fault": (faults, EngineError("no: planted-judge-0123456789")), "cut": cut, "retries": retries}
     [verdict], one, engine = await asked(judge, [request("a")], **given)
     assert engine.asked == attempts
     if faults > retries:
@@ -253,19 +252,6 @@ async def test_a_slow_engine_is_given_up_after_the_timeout(judge: Path) -> None:
     [verdict], _, engine = await asked(judge, [request("a")], slow=5.0, timeout=0.2, retries=0)
     assert verdict.value is None and re.fullmatch(r"engine:strict: judge strict.* 0\.2 s.*", verdict.error)
     assert engine.under_way == 0
-
-
-async def test_a_verdict_that_was_aborted_is_asked_again(judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.contrib.judges.engines.BACKOFF", 0.0)
-    whole = Counting.generate
-
-    async def cut(self: Counting, *given: Any) -> Generation:
-        found = await whole(self, *given)
-        return replace(found, finish="abort") if self.asked == 1 else found
-
-    monkeypatch.setattr(Counting, "generate", cut)
-    [verdict], one, engine = await asked(judge, [request("a")], retries=1)
-    assert verdict.value is not None and engine.asked == 2 and one.counted["failed"] == 0
 
 
 async def test_an_episode_that_is_cancelled_takes_no_verdict_from_another_that_asked_the_same(judge: Path) -> None:
@@ -486,10 +472,7 @@ def asking(folder: Path, judge: str, *, rank: bool = False) -> Path:
     asks = {"use": "judge", "args": {"model": f"engine:{judge}", "prompt": "{answer}", "max_tokens": 64}}
     marked = {**asks, "id": "mark"}
     ranks = {"root": {"use": "group.rank", "args": {"of": asks}, "scope": "group"}, "metrics": [marked]}
-    path = folder / f"by_{judge}.json"
-    parts = ranks if rank else {"root": marked}
-    path.write_text(json.dumps({"agentrl_reward": 1, "name": f"by_{judge}", "success": DIGIT, **parts}))
-    return path
+    return spec(folder, name=f"by_{judge}", **(ranks if rank else {"root": marked}))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -535,20 +518,12 @@ def test_a_rollout_and_its_rescoring_say_the_same(models: Path, here: Path, caps
     assert main(["reward", "score", "by_one.json", "live/trajectories.jsonl", "--judge-model", "other=judge"]) != 0
     said = " ".join(capsys.readouterr().err.split())
     assert "by_one#/root: model = 'engine:one': reward.judge.engines (--judge-model NAME=MODEL) has no judge of that name" in said
-    _specs_of_two_judges_are_compared(models, here, played, capsys)
-    assert main(["eval", "key_value", "--model", str(models / "policy"), "-n", "2", "--out", "eval", *args]) == 0
-    assert json.loads((here / "eval/report.json").read_text())["unscored"] == 0
-
-
-def _specs_of_two_judges_are_compared(
-    models: Path, folder: Path, played: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each spec asks its own; a judge that neither asks, and one that is named twice, are mistakes."""
-    asking(folder, "two")
-    live = str(folder / "live/trajectories.jsonl")
+    # Specs of two judges are compared: each asks its own.
+    asking(here, "two")
+    live = "live/trajectories.jsonl"
     other = ["--judge-model", f"two={models / 'two'}"]
     assert main(["reward", "score", "by_two.json", live, *other, "--out", "s2"]) == 0
-    two = [row["value"] for row in lines(folder / "s2")]
+    two = [row["value"] for row in lines(here / "s2")]
     capsys.readouterr()
     assert main(["reward", "diff", "by_one.json", "by_two.json", live, "--judge-model", "one=judge", *other, "--json"]) == 0
     found = {row["row"]: (row["value_a"], row["value_b"]) for row in json.loads(capsys.readouterr().out)["values"]}
@@ -565,6 +540,8 @@ def _specs_of_two_judges_are_compared(
         options = [word for one in words for word in ("--judge-model", one)]
         assert main(["reward", "score", "by_one.json", live, *options]) == 2
         assert wrong in " ".join(capsys.readouterr().err.split())
+    assert main(["eval", "key_value", "--model", str(models / "policy"), "-n", "2", "--out", "eval", *args]) == 0
+    assert json.loads((here / "eval/report.json").read_text())["unscored"] == 0
 
 
 def test_other_weights_under_the_judges_path_are_not_gone_on_with(models: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from agentrl.utils.errors import ConfigError, ModelError
 from tests import moe
 from tests.e2e.inside import config_of, episodes, execute, updates
 from tests.tiny_families import EXPERTS, build_family
-from tests.trainer.ranks import by_token, noisy
+from tests.trainer.ranks import by_token, logged, noisy
 from tests.trainer.train_batches import make_batch, sharing, toy_optim
 
 CONTEXT = WorkerContext("one", 0, Mesh.of({"dp": 1}, 1))
@@ -120,24 +120,10 @@ def test_a_shared_prefix_goes_to_the_experts_of_its_first_row(folder: str, plain
     assert (logprobs(actor_of(folder), planned) - alone(plain, plain_rows)).abs().max() < 1e-5
 
 
-class Kept:
-    """In an optimizer's place: the gradients of a step."""
-
-    def __init__(self, actor: Actor) -> None:
-        self.named = actor._ready(onload=False).named_weights()
-        actor._ready(onload=False).optimizers = self  # type: ignore[assignment]
-
-    def set_rate(self, factor: float) -> None: ...
-    def drop(self) -> None: ...
-
-    def step(self) -> None:
-        self.gradients = {name: parameter.grad for name, parameter in self.named if parameter.grad is not None}
-
-
 def updated(actor: Actor, batch: TensorDict) -> tuple[dict[str, float], dict[str, Tensor]]:
-    kept = Kept(actor)
+    log = logged(actor)
     metrics = actor.update(mine("update", cut_update(batch, AlgorithmConfig(), 1, step=1)), AlgorithmConfig(), step=1)
-    return metrics, kept.gradients
+    return metrics, log.seen[0]
 
 
 def test_what_is_computed_again_for_the_gradient_goes_to_the_same_experts(folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,38 +25,30 @@ def logits_of(model: Any, routers: Routers | None = None, dictated: Tensor | Non
     return found
 
 
-def chosen(logits: Tensor, indices: Tensor) -> Tensor:
-    return logits.gather(1, indices)
-
-
-def softmax_all(norm: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def all_of(score: Callable[[Tensor], Tensor], norm: bool, scale: float = 1.0) -> Callable[[Tensor, Tensor], Tensor]:
     def gates(logits: Tensor, indices: Tensor) -> Tensor:
-        found = chosen(logits.softmax(-1), indices)
-        return found / found.sum(-1, keepdim=True) if norm else found
-
-    return gates
-
-
-def softmax_chosen(logits: Tensor, indices: Tensor) -> Tensor:
-    return chosen(logits, indices).softmax(-1)
-
-
-def sigmoid(scale: float, norm: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    def gates(logits: Tensor, indices: Tensor) -> Tensor:
-        found = chosen(logits.sigmoid(), indices)
+        found = score(logits).gather(1, indices)
         return scale * (found / found.sum(-1, keepdim=True) if norm else found)
 
     return gates
 
 
+def softmax_chosen(logits: Tensor, indices: Tensor) -> Tensor:
+    return logits.gather(1, indices).softmax(-1)
+
+
+SOFTMAX = partial(torch.softmax, dim=-1)
+
+
 GATES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
-    "qwen3_moe": (softmax_all(True), {"norm_topk_prob": True}), "qwen2_moe": (softmax_all(False), {"norm_topk_prob": False}),
-    "mixtral": (softmax_all(True), {}), "olmoe": (softmax_all(False), {"norm_topk_prob": False}),
-    "ernie4_5_moe": (softmax_all(True), {}), "granitemoe": (softmax_chosen, {}), "gpt_oss": (softmax_chosen, {}),
-    "glm4_moe": (sigmoid(2.5, True), {"routed_scaling_factor": 2.5, "norm_topk_prob": True}),
-    "dots1": (sigmoid(1.5, False), {"routed_scaling_factor": 1.5, "norm_topk_prob": False}),
-    "deepseek_v3": (sigmoid(2.5, True), {"routed_scaling_factor": 2.5, "norm_topk_prob": True}),
-    "deepseek_v2": (softmax_all(False), {"routed_scaling_factor": 1.0}),
+    "qwen3_moe": (all_of(SOFTMAX, True), {"norm_topk_prob": True}),
+    "qwen2_moe": (all_of(SOFTMAX, False), {"norm_topk_prob": False}),
+    "mixtral": (all_of(SOFTMAX, True), {}), "olmoe": (all_of(SOFTMAX, False), {"norm_topk_prob": False}),
+    "ernie4_5_moe": (all_of(SOFTMAX, True), {}), "granitemoe": (softmax_chosen, {}), "gpt_oss": (softmax_chosen, {}),
+    "glm4_moe": (all_of(torch.sigmoid, True, 2.5), {"routed_scaling_factor": 2.5, "norm_topk_prob": True}),
+    "dots1": (all_of(torch.sigmoid, False, 1.5), {"routed_scaling_factor": 1.5, "norm_topk_prob": False}),
+    "deepseek_v3": (all_of(torch.sigmoid, True, 2.5), {"routed_scaling_factor": 2.5, "norm_topk_prob": True}),
+    "deepseek_v2": (all_of(SOFTMAX, False), {"routed_scaling_factor": 1.0}),
 }  # fmt: skip
 
 
