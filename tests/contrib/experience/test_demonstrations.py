@@ -242,8 +242,6 @@ STEPS = 3
 
 def keys(folder: Path) -> list[str]:
     return [
-        "model.init={layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}",
-        "health={lint=false,preflight=false,max_unsolvable=1}",
         f"env={{id='key_value',reward='{digit_in(folder)}',params={{calls=[6,8]}}}}",
         *(f"steps={STEPS}", "eval.tasks=1", "checkpoint.every=1", "checkpoint.keep=9"),
         "rollout={groups=4,group_size=2,max_turns=11,max_turn_tokens=16,temperature=0.8}",
@@ -305,7 +303,7 @@ def ran(folder: Path, *more: str) -> tuple[Path, Seen]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "step", noted)
         patch.setattr(learner, "join_rows", joins)
-        return execute(run_of(folder, "forks", *keys(folder), *more)), seen
+        return execute(tiny(folder, "forks", *keys(folder), *more)), seen
 
 
 def rows_of(batch: TensorDict) -> dict[tuple[int, int], list[list[int]]]:

@@ -1,6 +1,7 @@
 """Rare successes that are kept (`algorithm.experience`) and demonstrations: which, for how long, and what they do to a step."""
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -139,31 +140,46 @@ def step(learner: Learner, batch: TensorDict, number: int, shown: TensorDict | N
     return asyncio.run(learner.step(batch, number))
 
 
-@pytest.mark.parametrize(
-    ("term", "mode", "temperature"),
-    [("policy", "token_mean", 1.0), ("policy", "seq_mean_token_mean", 1.5), ("supervised", "seq_mean_token_mean", 1.5)],
-)
-def test_loss_and_gradient_of_a_step_are_those_by_hand(tiny: str, term: str, mode: str, temperature: float) -> None:
-    chosen = algorithm(aggregate=mode, experience=experience(term=term, coef=0.7), demonstrations=DemonstrationsConfig(coef=0.3))
+@pytest.mark.parametrize(("term", "mode", "temperature", "cut"), [
+    ("policy", "token_mean", 1.0, False), ("policy", "seq_mean_token_mean", 1.5, False),
+    ("supervised", "seq_mean_token_mean", 1.5, False),
+    ("policy", "token_mean", 1.0, True), ("policy", "seq_mean_token_mean", 1.0, True),
+    ("", "token_mean", 1.0, True), ("", "seq_mean_token_mean", 1.0, True),
+])  # fmt: skip
+def test_loss_and_gradient_of_a_step_are_those_by_hand(tiny: str, term: str, mode: str, temperature: float, cut: bool) -> None:
+    """`cut`: of each group a success and a failure are masked; they count in the baseline alone, also of what was kept. Without
+    a `term` nothing is added."""
+    own_keys: dict[str, Any] = {"truncated": "mask"} if cut else {}
+    if term:
+        own_keys |= {"experience": experience(term=term, coef=0.7), "demonstrations": DemonstrationsConfig(coef=0.3)}
+    chosen = algorithm(aggregate=mode, **own_keys)
     learner = opened(tiny, config_of(algorithm=chosen, rollout=RolloutConfig(temperature=temperature)))
     old, new = played(tiny, 1, 10, temperature), played(tiny, 2, 20, temperature)
-    shown = shown_of()
-    keep(learner, old, wanted := [(10, 0), (10, 2), (11, 2)])  # of which two have two ledgers
-    metrics = step(learner, new, 1, shown)
+    for batch in (old, new):
+        batch["truncated"] = ((batch["member"] == 0) | (batch["member"] == 3)) & cut
+    shown, wanted = shown_of(truncated=cut), [(10, 0), (10, 2), (11, 2)]  # of which two have two ledgers
+    if term:
+        keep(learner, old, wanted)
+    metrics = step(learner, new, 1, shown if term else None)  # the mask is for what was sampled
 
     model = plain(tiny)
-    own = by_episode(new, range(len(new)), lambda row: policy_loss(model, new, row, temperature))
-    rows = [row for row in range(len(old)) if (int(old["group"][row]), int(old["member"][row])) in wanted]
-    assert len(rows) == 5
+    trained = (~new["truncated"]).nonzero()[:, 0].tolist()
+    own = by_episode(new, trained, lambda row: policy_loss(model, new, row, temperature))
+    assert metrics["episodes_trained"] == len(own) == (4 if cut else 8)
+    assert metrics["tokens_trained"] == sum(map(len, own.values()))
+    loss = summed(own, mode) / parts(own, mode)
+    pairs = zip(old["group"].tolist(), old["member"].tolist(), old["truncated"].tolist(), strict=True)
+    rows = [row for row, (group, member, masked) in enumerate(pairs) if (group, member) in wanted and not masked]
+    assert len(rows) == (4 if cut else 5)
     if term == "policy":
         again = by_episode(old, rows, lambda row: policy_loss(model, old, row, temperature))
-        added = 0.7 * summed(again, mode) / parts(own, mode)
-    else:
-        added = -0.7 * torch.cat([logprobs(model, old, row, temperature) for row in rows]).mean()
-    taught = -0.3 * torch.cat([logprobs(model, shown, row, temperature) for row in range(2)]).mean()
-    loss = summed(own, mode) / parts(own, mode) + added + taught
+        loss = loss + 0.7 * summed(again, mode) / parts(own, mode)
+    elif term:
+        loss = loss - 0.7 * torch.cat([logprobs(model, old, row, temperature) for row in rows]).mean()
+    if term:
+        loss = loss - 0.3 * torch.cat([logprobs(model, shown, row, temperature) for row in range(2)]).mean()
+        assert metrics["experience/episodes"] == (2 if cut else 3) and metrics["experience/age_max"] == 1
     check_step(metrics, model, loss)
-    assert metrics["experience/episodes"] == 3 and metrics["experience/age_max"] == 1
     if term == "policy":  # the weights are those of before the step
         now = torch.cat([logprobs(model, old, row, temperature).detach() for row in rows])
         apart = now - torch.cat([old["logprobs"][row][old["sampled"][row]].double() for row in rows])
@@ -210,42 +226,6 @@ def test_results_of_tools_are_learned_by_their_likelihood(tiny: str, sharing: st
 def test_echo_needs_a_coefficient_above_0(coef: float) -> None:
     with pytest.raises(ConfigError, match=r"callbacks\.echo\.coef: .* is not a number above 0"):
         Echo(coef)
-
-
-@pytest.mark.parametrize("more", ["nothing", "experience", "demonstrations"])
-@pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean"])
-def test_masked_episodes_count_in_the_baseline_alone(tiny: str, mode: str, more: str) -> None:
-    """Loss and gradient by hand, whether rows are added or not; a kept episode that was cut is not added either."""
-    chosen = algorithm(
-        aggregate=mode,
-        truncated="mask",
-        experience=experience() if more == "experience" else None,
-        demonstrations=DemonstrationsConfig(coef=0.3) if more == "demonstrations" else None,
-    )
-    learner = opened(tiny, config_of(algorithm=chosen))
-    old, new = played(tiny, 1, 10), played(tiny, 2, 20)
-    for batch in (old, new):  # of each group a success and a failure
-        batch["truncated"] = (batch["member"] == 0) | (batch["member"] == 3)
-    shown = None
-    if more == "experience":
-        keep(learner, old, [(10, 0), (10, 2)])
-    elif more == "demonstrations":
-        shown = shown_of(truncated=True)  # the mask is for what was sampled
-    metrics = step(learner, new, 1, shown)
-
-    model = plain(tiny)
-    rows = [row for row in range(len(new)) if int(new["member"][row]) in (1, 2)]
-    own = by_episode(new, rows, lambda row: policy_loss(model, new, row, 1.0))
-    loss = summed(own, mode) / parts(own, mode)
-    if more == "experience":
-        again = [row for row in range(len(old)) if (int(old["group"][row]), int(old["member"][row])) == (10, 2)]
-        assert metrics["experience/episodes"] == 1
-        kept = by_episode(old, again, lambda row: policy_loss(model, old, row, 1.0))
-        loss = loss + summed(kept, mode) / parts(own, mode)
-    elif shown is not None:
-        loss = loss - 0.3 * torch.cat([logprobs(model, shown, row, 1.0) for row in range(2)]).mean()
-    check_step(metrics, model, loss)
-    assert metrics["episodes_trained"] == 4 and metrics["tokens_trained"] == sum(map(len, own.values()))
 
 
 def test_a_batch_that_does_not_say_which_episodes_were_cut_cannot_be_masked(tiny: str) -> None:
@@ -386,11 +366,10 @@ def test_tokens_are_picked_among_an_updates_own(tiny: str, loss: str) -> None:
 
 
 def test_experts_that_nobody_recorded_are_free(tiny: str) -> None:
-    def routed(batch: TensorDict) -> TensorDict:
-        offsets = offsets_of(batch["sampled"])
-        return batch.update({"experts": nested_tensor(torch.ones(int(offsets[-1]), 2, 3, dtype=torch.uint8), offsets)})
-
-    view = Ragged.of(routed(played(tiny, 2, 20)))
+    batch = played(tiny, 2, 20)
+    offsets = offsets_of(batch["sampled"])
+    batch["experts"] = nested_tensor(torch.ones(int(offsets[-1]), 2, 3, dtype=torch.uint8), offsets)
+    view = Ragged.of(batch)
     view = view.with_tokens(advantages=torch.ones(int(view.offsets[-1])))
     store = store_of(share=1.0)
     store.keep(view.with_rows(**{RARE: torch.ones(len(view), dtype=torch.bool)}))
@@ -542,24 +521,19 @@ def test_an_episode_without_an_advantage_is_kept_for_the_supervised_term_alone(t
     ({"algorithm": {"loss": "reinforce"}}, r'"reinforce" has no ratio'),
     ({"algorithm": {"proximal": "recompute"}}, r'proximal = "recompute".*nothing corrects'),
     ({"algorithm": {"advantage": "gae"}, "critic": {}}, r'"gae" is of a critic'),
+    ({"algorithm": {"proximal": "recompute", "correction": "truncated"}}, None),
+    ({"algorithm": {"proximal": "recompute", "loss": "decoupled_ppo"}}, None),
 ])  # fmt: skip
-def test_what_could_not_be_right_is_refused_by_name(sections: dict[str, Any], named: str) -> None:
+def test_what_could_not_be_right_is_refused_by_name(sections: dict[str, Any], named: str | None) -> None:
     def made(term: str) -> Any:
         given = sections.get("algorithm", {})
-        own = {name: Choice(name=value) if name in ("loss", "advantage") else value for name, value in given.items()}
+        own = {name: value if name == "proximal" else Choice(name=value) for name, value in given.items()}
         kept = AlgorithmConfig(**own, experience=ExperienceConfig(term=term))
         more = {"critic": toy_critic()} if "critic" in sections else {}
         return config_of(algorithm=kept, rollout=RolloutConfig(**sections.get("rollout", {})), optim=toy_optim(), **more)
 
-    with pytest.raises(ConfigError, match=named):
+    with nullcontext() if named is None else pytest.raises(ConfigError, match=named):
         check_experience(RunStart(made("policy"), {}))
+        check_learner(made("policy"))
     if "rollout" not in sections:
         check_experience(RunStart(made("supervised"), {}))
-
-
-def test_with_a_correction_the_policy_term_may_recompute() -> None:
-    kept = {"proximal": "recompute", "experience": ExperienceConfig()}
-    for own in ({"correction": Choice(name="truncated")}, {"loss": Choice(name="decoupled_ppo")}):
-        config = config_of(algorithm=AlgorithmConfig(**own, **kept))
-        check_experience(RunStart(config, {}))
-        check_learner(config)
