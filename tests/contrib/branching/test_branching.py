@@ -200,9 +200,7 @@ async def test_a_branch_that_fails_is_unscored_and_its_siblings_are_none_the_wor
 async def test_the_first_turn_that_is_sampled_after_given_ones_has_no_branch() -> None:
     """A branch there would be an episode of its own: it begins at the beginning, as another draw from the same prompt."""
     config = BranchConfig(at="depth", turns=[2, 3], roots=1)
-    said = {"r": [*store(1, 2, 3), OVER], "b0": [OVER], "b1": [OVER]}
-    ref = EnvRef("key_value", {"calls": 6, "set_share": 0.0})
-    found, _ = await played(config, said, ref, given=2)
+    found, _ = await played(config, {"r": [*store(1, 2, 3), OVER], "b0": [OVER], "b1": [OVER]}, given=2)
     assert found["r"].given == 2 and [(t.member, t.branch_turn) for t in found.values()] == [(0, 0), (2, 3)]
 
 
@@ -218,16 +216,12 @@ class Failing(Told):
 async def test_a_root_that_fails_after_turns_with_forks_is_alone_and_its_forks_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    open_now = list[Any]()
-    fork = ToolEnv.fork
+    open_now, closed = list[Any](), list[Any]()
+    fork, close = ToolEnv.fork, ToolEnv.aclose
 
     def forked(self: ToolEnv) -> ToolEnv:
-        made = fork(self)
-        open_now.append(made)
-        return made
-
-    closed = list[Any]()
-    close = ToolEnv.aclose
+        open_now.append(fork(self))
+        return open_now[-1]  # type: ignore[no-any-return]
 
     async def ended(self: ToolEnv) -> None:
         closed.append(self)

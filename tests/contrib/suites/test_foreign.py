@@ -206,24 +206,23 @@ def test_a_blocking_call_that_hangs_has_an_end(pool: Foreign, monkeypatch: pytes
     assert pool.ask("count") == 1
 
 
-def test_nothing_is_left_of_a_process_that_ends(pool: Foreign) -> None:
-    folder, child = cast(list[Any], pool.ask("holds"))
-    assert Path(folder).is_dir()
-    pool.close()
-    assert not Path(folder).parent.exists() and Path(folder).parent.name.startswith("agentrl-foreign-")
-    assert until(lambda: not runs(child), 15)
-
-
-def test_nothing_is_left_of_a_process_that_was_killed_from_outside_while_somebody_held_it(pool: Foreign) -> None:
-    """Its holder never gives it back: the end of this process does, and of what it started as well."""
+@pytest.mark.parametrize("killed", [False, True])
+def test_nothing_is_left_of_a_process_that_ends_or_is_killed_from_outside_while_somebody_holds_it(
+    pool: Foreign, killed: bool
+) -> None:
+    """The holder of a killed one gives it back too late: the end of this process does, and of what it started as well."""
     process = pool.take()
     folder, child = cast(list[Any], process.ask("holds", {}))
-    os.kill(process._process.pid, 9)
-    assert until(lambda: not runs(process._process.pid), 15)
+    assert Path(folder).is_dir() and Path(folder).parent.name.startswith("agentrl-foreign-")
+    if killed:
+        os.kill(process._process.pid, 9)
+        assert until(lambda: not runs(process._process.pid), 15)
+    else:
+        pool.give(process)
     pool.close()
-    assert not Path(folder).parent.exists()
-    assert until(lambda: not runs(child), 15)
-    pool.give(process)  # too late
+    assert not Path(folder).parent.exists() and until(lambda: not runs(child), 15)
+    if killed:
+        pool.give(process)
     assert pool.ask("count") == 1
 
 
