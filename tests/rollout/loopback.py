@@ -10,7 +10,7 @@ from typing import Any, Self
 
 Answer = dict[str, Any] | str | None
 """A message, its text, or None: the socket is closed without an answer. {"status": 429, "headers": {...}, "sleep": s}
-is an error, {"raw": "text"} a body that is no answer."""
+is an error, {"raw": "text"} a body that is no answer, of any status."""
 
 
 class LoopbackServer:
@@ -77,7 +77,8 @@ class Loopback(LoopbackServer):
         if isinstance(answer, dict) and "status" in answer:
             status, headers = answer["status"], answer.get("headers", {})
             time.sleep(answer.get("sleep", 0.0))
-            reply: dict[str, Any] = {"error": {"message": answer.get("message", "not now"), "type": "x", "code": status}}
+            error = {"error": {"message": answer.get("message", "not now"), "type": "x", "code": status}}
+            reply: dict[str, Any] = answer if "raw" in answer else error
         elif isinstance(answer, dict) and "raw" in answer:
             reply = answer
         else:

@@ -104,9 +104,10 @@ def says(text: str = "", *calls: ToolCall) -> Message:
 
 
 class Dice(Still):
-    """Answers with a turn drawn from prompt and seed alone. `slow`: seconds of a turn; `fails`: from which request on."""
+    """Answers with a turn drawn from prompt and seed alone. `slow`: seconds of the turn of a request's number, from 1; `fails`:
+    from which request on."""
 
-    def __init__(self, turns: Sequence[Message], *, slow: float = 0.0, fails: int | None = None) -> None:
+    def __init__(self, turns: Sequence[Message], *, slow: Any = lambda number: 0.0, fails: int | None = None) -> None:
         self.turns = [RENDERER.assistant(turn) for turn in turns]
         self.slow, self.fails, self.asked = slow, fails, list[tuple[list[int], Sampling, str]]()
         self.version, self.running = 0, 0
@@ -115,7 +116,7 @@ class Dice(Still):
         self.asked.append((list(token_ids), sampling, request_key))
         self.running += 1
         try:
-            await asyncio.sleep(self.slow)
+            await asyncio.sleep(self.slow(len(self.asked)))
         finally:
             self.running -= 1
         if self.fails is not None and len(self.asked) > self.fails:

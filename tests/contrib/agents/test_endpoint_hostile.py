@@ -40,16 +40,6 @@ def engine_parts(model_folder, tokenizer):
     return str(model_folder), make_renderer(tokenizer)
 
 
-def hostile() -> list[tuple[str, str, str]]:
-    """(path, field, body) of each field with each value."""
-    found = []
-    for path, (good, fields) in PATHS.items():
-        for field in fields.split():
-            values = [json.dumps(value) for value in WRONG] + RAW
-            found += [(path, field, json.dumps({**good, field: "@"}).replace('"@"', value)) for value in values]
-    return found
-
-
 @pytest.mark.parametrize("every", [15, pytest.param(1, marks=proof)])
 async def test_no_request_in_flight_is_harmed_and_none_is_a_servers_error(engine_parts: Any, every: int) -> None:
     folder, renderer = engine_parts
@@ -68,7 +58,10 @@ async def test_no_request_in_flight_is_harmed_and_none_is_a_servers_error(engine
                     await server.take(session)
 
             alone = (await asked("alone", "chat/completions", json.dumps(QUESTION))).json()["choices"]
-            bad = hostile()[::every]
+            values = [json.dumps(value) for value in WRONG] + RAW
+            every_one = [(path, field) for path, (_, fields) in PATHS.items() for field in fields.split()]
+            bodies = {(path, field): json.dumps({**PATHS[path][0], field: "@"}) for path, field in every_one}
+            bad = [(*place, bodies[place].replace('"@"', value)) for place in every_one for value in values][::every]
             innocent, answers = [], []
             for start in range(0, len(bad), 60):
                 part = bad[start : start + 60]

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.programs import Episode
 from agentrl.data.trajectory import Message, StopReason, Trajectory
 from agentrl.env import tool
-from agentrl.rollout.engine import Generation, Sampling
+from agentrl.rollout.engine import Generation
 from agentrl.utils.errors import AgentrlError
 from agentrl.utils.spans import TracePlace, TraceSpan, add_listener, at
 from tests.contrib.agents.parts import (
@@ -163,13 +162,7 @@ def test_the_calls_of_tools_of_the_agent_s_own_are_read_from_its_requests() -> N
 
 
 def test_a_malformed_call_is_in_the_record_as_one() -> None:
-    broken = RENDERER.assistant(says('<tool_call>{"name": "get", "arguments": {"key": </tool_call>'))
-
-    class Broken(Script):
-        async def generate(self, token_ids: Any, sampling: Any, request_key: str) -> Generation:
-            return Generation(broken, [-0.5] * len(broken), [0] * len(broken), "stop")
-
-    (trajectory,) = play(Broken([]), FUNCTION)
+    trajectory = one(says('<tool_call>{"name": "get", "arguments": {"key": </tool_call>'))
     assert [result.error for result in trajectory.turns[0].results] == ["malformed_call"]
     assert trajectory.stop is StopReason.DONE
 
@@ -198,7 +191,8 @@ def test_sub_agents_side_by_side_are_ledgers_of_their_own_and_every_token_is_tra
     # Whatever the order in which sub-agents come, what each samples is the same; members and seeds differ.
     dice = [says(str(number)) for number in range(50)]
     limits = replace(LIMITS, max_turns=8)
-    runs = [play(Dice(dice, slow=slow), FUNCTION, program=team, members=2, limits=limits) for slow in (0.0, 0.02)]
+    engines = Dice(dice), Dice(dice, slow=lambda number: 0.02)
+    runs = [play(engine, FUNCTION, program=team, members=2, limits=limits) for engine in engines]
     assert [tokens(t) for t in runs[0]] == [tokens(t) for t in runs[1]] and tokens(runs[0][0]) != tokens(runs[0][1])
 
 
@@ -320,14 +314,10 @@ def test_the_seconds_of_a_slow_engine_are_never_the_policys(limit: str) -> None:
             patience = {"timeout": 0.2, "max_retries": 0} if limit == "client" else {}
             return str((await ask(client.with_options(**patience), [user("again")])).content)
 
-    class Slow(Dice):
-        async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-            self.slow = 2.0 if self.asked else 0.0
-            return await super().generate(token_ids, sampling, request_key)
-
+    engine = Dice([says("There are 3.")], slow=lambda number: 2.0 if number > 1 else 0.0)
     agent = AgentConfig(python=FUNCTION.python, blame="policy")
     limits = LIMITS if limit == "client" else replace(LIMITS, **{limit: 1.0})
-    (trajectory,) = play(Slow([says("There are 3.")]), agent, program=hurried, limits=limits)
+    (trajectory,) = play(engine, agent, program=hurried, limits=limits)
     stops = {"turn_timeout": "engine_timeout", "episode_timeout": "done", "client": "agent_error"}
     assert (trajectory.stop.value, trajectory.reward is None) == (stops[limit], limit != "episode_timeout"), trajectory.error
     if limit == "client":
@@ -345,12 +335,8 @@ def test_requests_that_an_agent_s_client_gives_up_are_no_turns(drops: int) -> No
                 with suppress(openai.APITimeoutError):
                     answers += bool(await ask(client.with_options(timeout=0.3), [user(f"question {answers}")]))
 
-    class Busy(Dice):
-        async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-            self.slow = 9.0 if 1 <= len(self.asked) <= drops else 0.0
-            return await super().generate(token_ids, sampling, request_key)
-
-    (trajectory,) = play(Busy([says("There are 3.")]), FUNCTION, program=impatient, limits=replace(LIMITS, max_turns=2))
+    engine = Dice([says("There are 3.")], slow=lambda number: 9.0 if 2 <= number <= drops + 1 else 0.0)
+    (trajectory,) = play(engine, FUNCTION, program=impatient, limits=replace(LIMITS, max_turns=2))
     stop, turns = (StopReason.DONE, 2) if drops == 3 else (StopReason.AGENT_ERROR, 1)
     assert (trajectory.stop, len(trajectory.turns)) == (stop, turns), trajectory.error
     assert drops == 3 or "dropped 8 requests" in (trajectory.error or "")

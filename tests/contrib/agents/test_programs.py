@@ -37,7 +37,8 @@ from tests.contrib.agents.parts import (
     spec_of,
     told,
 )
-from tests.contrib.agents.test_episode import TURNS, asks
+from tests.contrib.agents.test_episode import TURNS, asks, one
+from tests.rollout.loopback import Loopback
 from tests.waits import runs, until
 
 AGENT = [sys.executable, "-S", str(Path(__file__).parent / "agent_over_http.py")]
@@ -135,19 +136,6 @@ def test_concurrency_bounds_the_agents_that_run_at_once() -> None:
 # -- a URL ---------------------------------------------------------------------------------------------
 
 
-async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Any) -> None:
-    head = await reader.readuntil(b"\r\n\r\n")
-    size = next((int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")), 0)
-    status, body = await answer(json.loads(await reader.readexactly(size)))
-    if status is None:
-        writer.close()
-        return
-    text = json.dumps(body).encode()
-    writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n".encode() + text)
-    await writer.drain()
-    writer.close()
-
-
 @pytest.mark.parametrize(("status", "body", "stop", "error"), [
     (200, {"answer": "It is 3."}, StopReason.DONE, None),
     (200, [1], StopReason.AGENT_FAILED, "expected a JSON object"),
@@ -165,21 +153,18 @@ async def test_a_url_gets_everything_in_a_post_and_answers_when_it_is_done(
 
     monkeypatch.setattr(programs, "MAX_ANSWER", 2000)
 
-    async def agent(given: dict[str, Any]) -> tuple[int | None, Any]:
-        async with httpx.AsyncClient(verify=False) as web:
-            ask = {"model": given["model"], "messages": given["messages"], "tools": given["tools"]}
-            heads = {"Authorization": f"Bearer {given['api_key']}"}
-            answer = await web.post(f"{given['openai_base_url']}/chat/completions", json=ask, headers=heads)
-            assert answer.status_code == 200 and given["mcp_url"].endswith("/mcp") and given["user_url"] is None
-        return status, body
+    def agent(given: dict[str, Any], _: int) -> Any:
+        ask = {"model": given["model"], "messages": given["messages"], "tools": given["tools"]}
+        heads = {"Authorization": f"Bearer {given['api_key']}"}
+        answer = httpx.post(f"{given['openai_base_url']}/chat/completions", json=ask, headers=heads, verify=False)
+        assert answer.status_code == 200 and given["mcp_url"].endswith("/mcp") and given["user_url"] is None
+        return None if status is None else {"raw": json.dumps(body), "status": status}
 
-    server = await asyncio.start_server(lambda r, w: handler(r, w, agent), "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/play"
-    harness = Harness(AgentConfig(url=url, answer="output", blame="policy"))
-    policy = Policy(Script([says("I do not know.")]), RENDERER)
-    trajectory = await harness.play(Store(), policy, spec_of(), LIMITS, SPEC, Watch())
-    await harness.close()
-    server.close()
+    with Loopback(agent) as server:
+        harness = Harness(AgentConfig(url=server.url, answer="output", blame="policy"))
+        policy = Policy(Script([says("I do not know.")]), RENDERER)
+        trajectory = await harness.play(Store(), policy, spec_of(), LIMITS, SPEC, Watch())
+        await harness.close()
     assert trajectory.stop is stop and (error is None or error in (trajectory.error or ""))
     assert trajectory.reward == {StopReason.DONE: 1.0, StopReason.AGENT_FAILED: 0.5}.get(stop)
     assert trajectory.agent is not None and trajectory.agent.get("status") == status
@@ -375,17 +360,14 @@ def test_a_start_that_is_cancelled_leaves_nothing_whatever_had_begun(tmp_path: P
 KEY = "agentrl-" + "0123456789abcdefghijklmnopqrstuvwxyzABCDEFG"
 
 
-def brief() -> Brief:
-    return Brief("e", [], [], "http://127.0.0.1/v1", "http://127.0.0.1", KEY)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_key_that_an_agent_tells_is_in_none_of_its_words(fails: bool) -> None:
     """A program that prints it, a function that answers it or raises it."""
     code = "import os, sys; k = os.environ['OPENAI_API_KEY']; print('out', k); print('err', k, file=sys.stderr)"
     command = [sys.executable, "-S", "-c", f"{code}; sys.exit({int(fails)})"]
     record: dict[str, Any] = {}
-    by_command = asyncio.run(Command(AgentConfig(command=command)).run(brief(), None, record))  # type: ignore[arg-type]
+    brief: Any = Brief("e", [], [], "http://127.0.0.1/v1", "http://127.0.0.1", KEY)
+    by_command = asyncio.run(Command(AgentConfig(command=command)).run(brief, None, record))  # type: ignore[arg-type]
     assert (record["stdout"], record["stderr"]) == ("out [key]\n", "err [key]\n")
     assert by_command.output == "out [key]" and by_command.failure == ("exit code 1: err [key]" if fails else None)
 
@@ -395,8 +377,7 @@ def test_the_key_that_an_agent_tells_is_in_none_of_its_words(fails: bool) -> Non
             raise ValueError("x" * 1960 + episode.api_key)  # an error is cut inside it
         return f"it is {episode.api_key}"
 
-    agent = AgentConfig(python=FUNCTION.python, answer="output")
-    (trajectory,) = play(Script([says("There are 3.")]), agent, program=tells)
+    trajectory = one(says("There are 3."), program=tells, answer="output")
     kept = json.dumps(trajectory.to_json())
     assert "agentrl-" not in kept and "[key]" in kept
     assert trajectory.stop is (StopReason.AGENT_ERROR if fails else StopReason.DONE)
@@ -423,8 +404,7 @@ def test_lone_surrogates_of_an_agent_are_replaced_wherever_they_are_kept() -> No
         raise ValueError("no \ud800")
 
     for program, answered in ((odd, True), (raises, False)):
-        agent = AgentConfig(python=FUNCTION.python, answer="output")
-        (trajectory,) = play(Script([says("There are 3.")]), agent, program=program)
+        trajectory = one(says("There are 3."), program=program, answer="output")
         kept = json.dumps(trajectory.to_json(), ensure_ascii=False)
         kept.encode()
         assert "a\ufffd" in kept and (("3 \ufffd" in kept) if answered else ("ValueError: no \ufffd" in kept))
