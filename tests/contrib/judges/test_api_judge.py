@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.cli.main import main
 from agentrl.config import TrainConfig
-from agentrl.config.load import config_from
 from agentrl.config.schema import JudgeConfig, RewardConfig
 from agentrl.contrib.judges.checks import check_budget, questions
 from agentrl.contrib.judges.client import Judge
@@ -174,7 +174,7 @@ def test_a_slow_judge_is_cut_off(server):
     assert "Timeout" in reason(result)
 
 
-def test_the_cache_on_disk_is_keyed_by_content(server, tmp_path):
+def test_the_cache_on_disk_is_keyed_by_content_and_arguments(server, tmp_path):
     first = scorer(judge(server, cache=tmp_path)).score(episode("done"))
     again = scorer(judge(server, cache=tmp_path)).score(episode("done"))
     assert (first.value, again.value) == (0.7, 0.7)
@@ -183,6 +183,14 @@ def test_the_cache_on_disk_is_keyed_by_content(server, tmp_path):
     scorer(judge(server, cache=tmp_path)).score(episode("done!"))
     scorer(judge(server, cache=tmp_path), prompt="Mark: {answer}").score(episode("done"))
     assert len(server.requests) == 3
+    for args, asked in (
+        ({"reasoning_effort": "low"}, 4),
+        ({}, 4),
+        ({"reasoning_effort": "low"}, 4),
+        ({"reasoning_effort": "high"}, 5),
+    ):
+        scorer(judge(server, cache=tmp_path, args=args)).score(episode("done"))
+        assert len(server.requests) == asked
 
 
 def test_every_field_of_a_question_is_in_its_key_and_old_caches_stay_good():
@@ -312,8 +320,6 @@ def test_a_long_transcript_is_cut_in_the_middle(server):
 
 
 def test_offline_scoring_asks_the_judge_once_for_equal_episodes(server, tmp_path, capsys):
-    from agentrl.cli.main import main
-
     file = tmp_path / "episodes.jsonl"
     rows = [episode(f"answer {i % 2}").to_json() for i in range(6)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -364,7 +370,9 @@ def test_how_often_an_episode_asks(tmp_path: Path, root: dict[str, Any], expecte
     assert questions(scorer_of(with_spec(tmp_path, root)), 7) == expected
 
 
-def test_a_budget_that_ends_before_the_run_is_refused_with_the_numbers(tmp_path: Path) -> None:
+def test_a_budget_that_ends_before_the_run_is_refused_with_the_numbers_and_one_that_may_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """128 episodes a step; the evaluation before takes 16 of the 10,000 calls: 9,984 / 128 = 78 steps."""
     sections: dict[str, Any] = {"steps": 200, "rollout": {"groups": 8, "group_size": 16}, "eval": {"tasks": 16, "every": 0}}
     with pytest.raises(ConfigError) as caught:
@@ -373,11 +381,8 @@ def test_a_budget_that_ends_before_the_run_is_refused_with_the_numbers(tmp_path:
                  "reward.judge.calls=25632"):  # fmt: skip
         assert part in str(caught.value), part
     check_budget(scored(with_spec(tmp_path, MARK, reward={"judge": {"calls": 25632}}, **sections)))
-
-
-def test_a_budget_that_may_end_before_the_run_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gated = {"op": "gate", "if": RIGHT, "then": MARK, "else": 0}
-    sections: dict[str, Any] = {"steps": 100, "rollout": {"groups": 8, "group_size": 16}, "eval": {"tasks": 10, "every": 10}}
+    sections |= {"steps": 100, "eval": {"tasks": 10, "every": 10}}
     with caplog.at_level(logging.WARNING, logger="agentrl"):
         check_budget(scored(with_spec(tmp_path, gated, **sections)))
     assert "up to 12910 (100 steps x 128 + 11 evaluations x 10" in caplog.text
@@ -454,20 +459,6 @@ def test_a_judge_has_arguments_too_and_is_asked_with_them_before_a_run(tmp_path:
         before, during = server.requests
     assert before["reasoning_effort"] == during["reasoning_effort"] == "low" and "temperature" not in during
     assert before.keys() == during.keys() and before["max_tokens"] == 50
-
-
-def test_verdicts_are_kept_by_the_arguments() -> None:
-    schema = {"type": "object"}
-    request = VerdictRequest("openai/j", ({"role": "user", "content": "q"},), schema, 50)
-    with Loopback(lambda body, number: json.dumps({"score": number})) as server:
-
-        def ask(**args: Any) -> Any:
-            table = {"env": {"id": "key_value"}, "reward": {"judge": {"api_base": server.url, "cache": "kept", "args": args}}}
-            return Judge(config_from(table, []).reward.judge).ask(request.key(), request).value
-
-        assert [ask(), ask(reasoning_effort="low"), ask(), ask(reasoning_effort="low"), ask(reasoning_effort="high")] == [
-            {"score": 0}, {"score": 1}, {"score": 0}, {"score": 1}, {"score": 2}
-        ]  # fmt: skip
 
 
 def test_a_judge_that_no_task_of_a_benchmark_asks_needs_no_key(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
