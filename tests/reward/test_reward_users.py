@@ -72,14 +72,10 @@ def test_whose_calls_are_compared(by, compare, share):
         assert value("calls.match", args, talked()) == pytest.approx(share)
 
 
-def test_an_ordered_match_over_both_sides():
-    order = {"expect": BOTH, "by": "both", "compare": "superset", "order": "ordered"}
-    assert value("calls.match", order, talked()) == 1.0
-    assert value("calls.match", {**order, "expect": BOTH[::-1]}, talked()) == 0.0
-
-
-def test_other_leaves_of_calls():
-    one = talked()
+def test_an_ordered_match_and_other_leaves_of_calls_over_both_sides():
+    one, order = talked(), {"expect": BOTH, "by": "both", "compare": "superset", "order": "ordered"}
+    assert value("calls.match", order, one) == 1.0
+    assert value("calls.match", {**order, "expect": BOTH[::-1]}, one) == 0.0
     assert value("calls.none", {"names": ["press"]}, one) == 1.0
     assert value("calls.none", {"names": ["press"], "by": "user"}, one) == 0.0
     assert value("calls.none", {"names": ["press"], "by": "both"}, one) == 0.0

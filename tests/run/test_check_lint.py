@@ -56,17 +56,14 @@ def test_a_spec_that_cannot_teach_or_cannot_do_what_it_says_is_refused_with_its_
         notes(with_spec(tmp_path, root))
 
 
-def test_what_only_a_model_spends_is_not_judged_by_scripts(tmp_path: Path) -> None:
-    """They sample no tokens, so gold and an empty answer cost the same."""
-    assert notes(with_spec(tmp_path, {"use": "cost.tokens", "args": {"max": 100}})) == []
-
-
 def test_what_is_suspicious_is_said_and_not_refused(tmp_path: Path) -> None:
     (never,) = notes(with_spec(tmp_path, {"op": "mean", "of": [{**RIGHT, "weight": 3}, {**NEVER, "weight": 1}]}))[-1:]
     assert never == "reward spec 'mine' at /root/of/1: text.equals is 0 in every probe, good or bad"
     floor = notes(with_spec(tmp_path, {"op": "mean", "of": [RIGHT, ALWAYS]}))
     assert "reward spec 'mine' at /root: an empty answer earns 0.5; it should earn nothing" in floor
     assert notes(with_spec(tmp_path, RIGHT)) == []
+    # What only a model spends is not judged by scripts: they sample no tokens, so gold and an empty answer cost the same.
+    assert notes(with_spec(tmp_path, {"use": "cost.tokens", "args": {"max": 100}})) == []
 
 
 def test_a_spec_with_a_judge_is_tried_on_what_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

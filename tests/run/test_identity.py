@@ -15,14 +15,9 @@ from agentrl.config.schema import InitModelConfig
 from agentrl.trainer.pretrained import init_model
 from tests.contrib.mcp.test_mcp import SERVER
 from tests.rollout.loopback import Loopback, solve
+from tests.run.test_api_reasoning import elsewhere as elsewhere  # a fixture
 
 TASKS = ["health.preflight=false", "env.params.set_share=0", "env.params.calls=[2,4]", "rollout.max_turns=8"]
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
 
 
 def evaluate(server: Loopback, *more: str, model: str = "api:openai/test") -> int:

@@ -60,21 +60,15 @@ def test_the_right_number_with_the_wrong_state_is_no_success() -> None:
 
 
 def test_what_belongs_to_the_environment_is_out_of_reach_and_mistakes_come_back_as_messages() -> None:
-    env = make_env("mcp")
-    env.reset(seed=0)
-    assert env.toolbox.names == TOOLS
-    assert "unknown_tool" in says(env, "dump") and "unknown_tool" in says(env, "load", stock={})
-    assert "no item with code" in says(env, "count", code="k1")
-    assert "wrong_type" in says(env, "take", code="k1", amount="many")
-    env.close()
-
-
-def test_building_a_server_leaves_the_process_s_logging_alone() -> None:
     root = logging.getLogger()
     before = (list(root.handlers), root.level)
     env = make_env("mcp")
     env.reset(seed=0)
-    assert (root.handlers, root.level) == before
+    assert (root.handlers, root.level) == before, "building a server leaves the process's logging alone"
+    assert env.toolbox.names == TOOLS
+    assert "unknown_tool" in says(env, "dump") and "unknown_tool" in says(env, "load", stock={})
+    assert "no item with code" in says(env, "count", code="k1")
+    assert "wrong_type" in says(env, "take", code="k1", amount="many")
     env.close()
 
 

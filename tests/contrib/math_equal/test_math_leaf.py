@@ -65,23 +65,15 @@ LONG = {
 }  # fmt: skip
 
 
-def hostile(answer):
+@pytest.mark.parametrize(
+    "answer", [*SOON.values(), *(pytest.param(answer, marks=proof) for answer in LONG.values())], ids=[*SOON, *LONG]
+)
+def test_a_hostile_answer_is_wrong_soon(answer):
     began = time.monotonic()
     found = compile_spec(spec(leaf("math.equal", {"expect": ["4", "x^2+1"], "seconds": 1}))).score(episode(answer))
     assert found.value == 0.0, found.evidence
     assert time.monotonic() - began < 40, "seconds: 1, on a busy machine"
     assert said("4", "4") == 1, "and the next one is scored"
-
-
-@pytest.mark.parametrize("answer", SOON.values(), ids=SOON)
-def test_a_hostile_answer_is_wrong_soon(answer):
-    hostile(answer)
-
-
-@proof
-@pytest.mark.parametrize("answer", LONG.values(), ids=LONG)
-def test_other_hostile_answers_are_wrong_soon(answer):
-    hostile(answer)
 
 
 def test_gold_that_breaks_the_reader_is_not_the_answers_fault(monkeypatch):
@@ -115,13 +107,19 @@ def test_scoring_works_in_threads_which_the_library_alone_does_not():
     assert len(_workers()) <= min(4, os.cpu_count())
 
 
-def test_a_process_that_somebody_else_ends_is_no_reward_of_0():
+@pytest.mark.parametrize(("how", "overdue", "why", "again"), [
+    (signal.SIGKILL, None, "ended with status -9", 4), (signal.SIGSTOP, -5.9, "a busy machine", 1),
+])  # fmt: skip
+def test_a_process_that_somebody_else_ends_and_a_machine_without_time_are_no_reward_of_0(monkeypatch, how, overdue, why, again):
     assert said("4", "4") == 1
     for pid in _workers():
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, how)
+    if overdue:
+        monkeypatch.setattr(equality, "OVERDUE", overdue)
     found = compile_spec(spec(leaf("math.equal", {"expect": "4"}))).score(episode("4"))
-    assert found.value is None and "ended with status -9" in found.evidence["root"]["unscored"]
-    assert [said("4", "4") for _ in range(4)][-1] == 1
+    assert found.value is None and why in found.evidence["root"]["unscored"]
+    monkeypatch.undo()
+    assert [said("4", "4") for _ in range(again)][-1] == 1
 
 
 def test_the_processes_have_a_gigabyte_and_none_of_this_ones_variables(monkeypatch):
@@ -156,17 +154,6 @@ def test_a_process_has_its_seconds_for_each_answer_and_not_for_all_together():
             assert process.ask({**ASKED, "gold": ["x+4"], "answer": answer, "seconds": 1})["right"], asked
             asked += 1
             used = sum(map(int, Path(f"/proc/{process._process.pid}/stat").read_text().split()[13:15])) / ticks
-
-
-def test_a_machine_without_time_is_no_wrong_answer(monkeypatch):
-    assert said("4", "4") == 1
-    for pid in _workers():
-        os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr(equality, "OVERDUE", -5.9)
-    found = compile_spec(spec(leaf("math.equal", {"expect": "4"}))).score(episode("4"))
-    assert found.value is None and "a busy machine" in found.evidence["root"]["unscored"]
-    monkeypatch.undo()
-    assert said("4", "4") == 1
 
 
 def test_processes_end_with_the_one_that_started_them():
@@ -344,17 +331,12 @@ def compared(answer, gold, **more):
 def test_a_right_answer_is_paid(answer, gold):
     found = compared(answer, gold)
     assert found.get("right"), found
+    assert compared(rf"\boxed{{{gold}}}", gold)["right"], "what a script of the task's own would answer"
 
 
 @pytest.mark.parametrize(("answer", "gold"), WRONG)
 def test_a_wrong_answer_is_not(answer, gold):
     assert compared(answer, gold).get("right") is False
-
-
-@pytest.mark.parametrize("gold", [gold for _, gold in RIGHT])
-def test_gold_in_a_box_is_right(gold):
-    """What a script of the task's own would answer."""
-    assert compared(rf"\boxed{{{gold}}}", gold)["right"]
 
 
 @pytest.mark.parametrize("gold", UNREAD)

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Self
 
+import pytest
+
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer, http_server
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
@@ -15,6 +17,11 @@ from agentrl.run.digests import env_digest
 
 TOKEN = "a-token-of-the-tests-only"
 VARIABLE = "AGENTRL_TEST_ENV_TOKEN"
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, TOKEN)
 
 
 class Offer:

@@ -13,7 +13,8 @@ from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from tests.conftest import proof
-from tests.contrib.remote_envs.served import TOKEN, VARIABLE, Running, served
+from tests.contrib.remote_envs.served import Running, served
+from tests.contrib.remote_envs.served import token as token  # a fixture
 
 CASES: dict[str, tuple[str, dict[str, Any], tuple[Choice, ...], tuple[str, ...]]] = {
     "more tools": ("key_value", {"calls": 3}, (), ("calculator",)),
@@ -22,11 +23,6 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[Choice, ...], tuple[str, ...]]
     "sql": ("sql", {}, (), ()), "search": ("search", {}, (), ()), "service_desk": ("service_desk", {}, (), ()),
     "function_calling": ("function_calling", {}, (), ()),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, TOKEN)
 
 
 @pytest.fixture(scope="module")

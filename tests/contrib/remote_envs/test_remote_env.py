@@ -30,16 +30,12 @@ from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ConfigError, UserError
 from tests.conftest import proof
 from tests.contrib.remote_envs.served import TOKEN, VARIABLE, Running, served
+from tests.contrib.remote_envs.served import token as token  # a fixture
 from tests.contrib.remote_envs.test_equal_episodes import row_of
 from tests.e2e.inside import config_of, episodes, execute, updates
 from tests.players import collector_of, run_tasks
 from tests.rollout.conftest import FaultyEngine
 from tests.run.starts import scorer_of
-
-
-@pytest.fixture(autouse=True)
-def token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, TOKEN)
 
 
 @pytest.fixture(scope="module")

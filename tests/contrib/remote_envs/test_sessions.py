@@ -30,15 +30,11 @@ from agentrl.env.check_tools import Subject
 from agentrl.rollout.deadlines import blame_of_running
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError, RemoteEnvError, ToolTimeoutError, UserError
 from tests.conftest import proof
-from tests.contrib.remote_envs.served import TOKEN, VARIABLE, Offer, Running, served
+from tests.contrib.remote_envs.served import TOKEN, Offer, Running, served
+from tests.contrib.remote_envs.served import token as token  # a fixture
 from tests.contrib.remote_envs.test_equal_episodes import row_of
 from tests.env.toyenvs import Notes, call
 from tests.waits import until
-
-
-@pytest.fixture(autouse=True)
-def token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, TOKEN)
 
 
 class Slow(Notes):

@@ -71,16 +71,13 @@ def _verdict(arguments: dict[str, Any], language: str = "java") -> float | None:
     return compile_spec(spec).score(played).value
 
 
-def test_a_java_call_is_right_by_values_in_java_syntax_alone() -> None:
+def test_a_java_call_is_right_by_values_in_java_syntax_and_as_java_alone() -> None:
     assert _verdict(RIGHT) == 1.0
     assert _verdict({**RIGHT, "target": "box"}) == 1.0
     assert _verdict({**RIGHT, "target": "B o-x"}) == 1.0  # texts are normalized as in Python
     for wrong in ({"size": "3"}, {"size": 3}, {"names": '["a", "b"]'}, {"names": ["a", "b"]}, {"target": "bag"}, {"extra": "1"}):
         assert _verdict({**RIGHT, **wrong}) == 0.0, wrong
     assert _verdict({"size": "3L"}) == 0.0
-
-
-def test_the_same_texts_are_wrong_in_another_language() -> None:
     assert _verdict(RIGHT, "javascript") == 0.0
     assert _verdict(RIGHT, "cobol") is None
 
