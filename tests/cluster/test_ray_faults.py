@@ -486,16 +486,15 @@ def test_a_rollout_worker_is_replaced(config: Path, tmp_path: Path, moment: str)
     assert f"(pid {pid}) is gone" in said and "it is started again (1 of 8" in said
     assert "restarting" not in said
     whole = unbroken(config, "uncached", "engine_args={cache=false}")
-    found, expected = ([_without_workers(row) for row in numbers(one)] for one in (tmp_path / "run", whole))
+    told = ("rollout/worker", "rollout/res", "rollout/ret")  # what the workers are told by
+    found, expected = (
+        [{key: value for key, value in row.items() if not key.startswith(told)} for row in numbers(one)]
+        for one in (tmp_path / "run", whole)
+    )
     assert found == expected
     final = "final/model.safetensors"
     assert (tmp_path / "run" / final).read_bytes() == (whole / final).read_bytes()
     once(tmp_path / "run")
-
-
-def _without_workers(row: dict[str, Any]) -> dict[str, Any]:
-    """A metrics row without what the workers are told by."""
-    return {key: value for key, value in row.items() if not key.startswith(("rollout/worker", "rollout/res", "rollout/ret"))}
 
 
 @proof
@@ -533,18 +532,13 @@ def once(run: Path) -> None:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-RANKS = """
-[cluster]
-actors = 2
-startup_timeout = 120.0
-"""
 
 
 @proof
 def test_a_node_that_is_lost_with_a_training_process(tmp_path: Path) -> None:
     """The run goes on if what is left has room; else it ends, names what is missing, and goes on once that is there again."""
     config = CONFIG.format(reward=ROOT / "tests" / "e2e" / "short.json", model=MODEL)
-    (tmp_path / "run.toml").write_text(config + RANKS)
+    (tmp_path / "run.toml").write_text(f"{config}\n[cluster]\nactors = 2\nstartup_timeout = 120.0\n")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
     command = [sys.executable, "-m", "tests.cluster.lost_node", str(tmp_path)]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1700)

@@ -161,25 +161,15 @@ def test_a_model_with_sliding_windows_needs_no_more_than_its_full_layers(monkeyp
         maker(qwen3_8b, "vllm.kv_cache_mib=383").check()
 
 
-def test_steps_smaller_than_a_prompt_are_refused_on_a_cpu_only(cuda: bool, qwen3_8b: str) -> None:
-    made = maker(qwen3_8b, "vllm.args.max_num_batched_tokens=16383")
-    if cuda:
-        made.check()
-        return
-    with pytest.raises(ConfigError, match=r"vllm.args.max_num_batched_tokens = 16383.* vllm.max_model_len = 16384"):
-        made.check()
+@pytest.mark.parametrize(("word", "why"), [
+    ("vllm.args.max_num_batched_tokens=16383", r"vllm.args.max_num_batched_tokens = 16383.* vllm.max_model_len = 16384"),
+    ("rollout.colocate=true", r"rollout.colocate: vLLM frees the memory of GPUs only.* use engine = embedded"),
+])  # fmt: skip
+def test_steps_smaller_than_a_prompt_and_sleep_are_refused_on_a_cpu_only(cuda: bool, qwen3_8b: str, word: str, why: str) -> None:
+    with nullcontext() if cuda else pytest.raises(ConfigError, match=why):
+        maker(qwen3_8b, word).check()
     maker(qwen3_8b, "vllm.args.max_num_batched_tokens=16383", "vllm.max_model_len=16383").check()
-
-
-def test_it_can_sleep_on_a_gpu_only(cuda: bool, qwen3_8b: str) -> None:
-    made = maker(qwen3_8b, "rollout.colocate=true")
-    if cuda:
-        made.check()
-        assert options_of(qwen3_8b, "rollout.colocate=true")["enable_sleep_mode"] is True
-        return
-    with pytest.raises(ConfigError, match=r"rollout.colocate: vLLM frees the memory of GPUs only.* use engine = embedded"):
-        made.check()
-    assert "enable_sleep_mode" not in options_of(qwen3_8b)
+    assert options_of(qwen3_8b, *(["rollout.colocate=true"] if cuda else [])).get("enable_sleep_mode", False) is cuda
 
 
 @installed

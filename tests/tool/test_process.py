@@ -28,6 +28,8 @@ def test_a_call_runs_in_another_process_which_serves_the_next_one_too() -> None:
     assert second.error == "tool_error" and "-4 is negative" in second.content
     assert again == [25, first[1]]
     assert call(wrapped, n=4).value == 8  # a plain function around an async one, as decorators make
+    closed = call(refuse)  # with an error that pickle cannot make again
+    assert closed.error == "tool_error" and "no: closed" in closed.content
 
 
 @pytest.mark.parametrize("hang", [spin, sleep], ids=["spins", "sleeps"])
@@ -68,11 +70,6 @@ def test_ctrl_c_does_not_reach_a_child() -> None:
         return (await napping).value
 
     assert asyncio.run(interrupted()) == pid
-
-
-def test_a_refusal_that_pickle_cannot_make_again_reaches_the_policy() -> None:
-    answer = call(refuse)
-    assert answer.error == "tool_error" and "no: closed" in answer.content
 
 
 def test_a_content_file_of_a_shelf_can_ask_for_it(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.config import load_config
 from agentrl.config.schema import McpServerConfig, ToolsConfig
 from agentrl.contrib.mcp.client import McpSource
 from agentrl.data.trajectory import Message, StopReason, ToolCall
@@ -227,8 +228,6 @@ async def test_over_http_and_through_a_config(script: Path) -> None:
 
 
 def test_the_tools_section_of_a_config_reaches_the_environment(tmp_path: Path, stdio: McpServerConfig) -> None:
-    from agentrl.config import load_config
-
     path = tmp_path / "run.toml"
     words = ", ".join(f'"{word}"' for word in stdio.command)
     path.write_text(
@@ -251,8 +250,12 @@ def test_the_tools_section_of_a_config_reaches_the_environment(tmp_path: Path, s
     env.close()
 
 
-async def test_another_version_of_the_sdk_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was "no answer within 60 s", after as many."""
+async def test_a_server_that_cannot_be_made_and_another_version_of_the_sdk_are_said_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The latter was "no answer within 60 s", after as many."""
+    with pytest.raises(EnvError, match=r"'shop'.*KeyError: 'SHOP'"):
+        await asyncio.wait_for(env_with(McpServerConfig(), lambda: {}["SHOP"]).areset(seed=0), 5)
     monkeypatch.delattr("mcp.Client")
     session = McpSource("shop", McpServerConfig(timeout=60.0), build=lambda: None).session()
     with pytest.raises(EnvError, match=r"MCP server 'shop' .*ImportError: cannot import name 'Client'"):

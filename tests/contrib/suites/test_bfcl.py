@@ -19,6 +19,7 @@ from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.catalog import EnvRef, find_env, make_env
 from agentrl.env.official import Played
+from agentrl.env.spaces import run_sync
 from agentrl.run.compare import official
 from agentrl.utils.errors import ConfigError, EnvError
 from agentrl.utils.search_path import load_module
@@ -52,8 +53,6 @@ def play(env: ToolEnv, *turns: Message, seed: int = 0) -> float:
     for message in turns:
         reward = env.step(message)[1]
     if env.is_open:
-        from agentrl.env.spaces import run_sync
-
         reward = run_sync(env.aend(StopReason.MAX_TURNS))
     return reward
 

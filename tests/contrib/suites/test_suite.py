@@ -47,7 +47,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_suite_without_source_is_listed_and_every_error_says_what_helps(
-    source: Path, capsys: pytest.CaptureFixture[str]
+    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError) as missing:
         build()
@@ -62,11 +62,7 @@ def test_a_suite_without_source_is_listed_and_every_error_says_what_helps(
     assert "sums  not installed" in capsys.readouterr().out
     with pytest.raises(CatalogError, match="no suite 'sum'; did you mean 'sums'"):
         run("install", "sum")
-
-
-def test_check_all_passes_over_what_is_not_installed(
-    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # `check --all` passes over what is not installed.
     monkeypatch.setattr("agentrl.env.catalog.list_envs", lambda: [find_env("sums")])
     assert run("check", "--all", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"failed": 0, "environments": {}, "not_installed": ["toys/Sums-v0"]}

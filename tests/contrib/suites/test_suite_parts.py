@@ -132,11 +132,7 @@ def test_calls_are_written_in_four_forms_and_other_languages_types_become_those_
 def test_a_package_in_place_is_its_folder_and_a_missing_file_is_named(tmp_path: Path) -> None:
     made = PACKAGE.PackageInPlace
     one = made(tmp_path)
-    assert (
-        copy.deepcopy(one) is one
-        and {one, PACKAGE.PackageInPlace(tmp_path)} == {one}
-        and one != PACKAGE.PackageInPlace(tmp_path / "x")
-    )
+    assert copy.deepcopy(one) is one and {one, made(tmp_path)} == {one} and one != made(tmp_path / "x")
     with pytest.raises(ConfigError, match=r"^toy: .*tasks\.json is missing$"), DOMAINS.named_if_missing("toy"):
         (tmp_path / "tasks.json").read_text()
 
