@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import random
+import sys
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import wraps
@@ -147,6 +148,18 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
             owner = next(one for one in cls.__mro__ if hook in vars(one))
             if (owner is cls or not issubclass(owner, EnvHooks)) and inspect.isfunction(own := vars(owner)[hook]):
                 setattr(cls, hook, _check_hook(hook, own))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raise HookError, naming FILE:LINE, for a value that would hide a method or a read-only property, or is no user."""
+        made = getattr(type(self), name, None)
+        hides = made.fset is None if isinstance(made, property) else inspect.isfunction(made) and not callable(value)
+        bases = (vars(base) for base in type(self).__mro__ if base.__module__.startswith("agentrl.env."))
+        if (hides and any(name in base for base in bases)) or (name == "user" and not isinstance(value, User | None)):
+            at = sys._getframe(1)
+            own = "is the simulated user" if name == "user" else "belongs to ToolEnv"
+            fix = f"Choose another name for it ({at.f_code.co_filename}:{at.f_lineno})"
+            raise HookError(f"{type(self).__name__}: self.{name} = {value!r:.80}, but {name!r} {own}. {fix}")
+        super().__setattr__(name, value)
 
     @abstractmethod
     def make_task(self, rng_seed: int, split: str) -> Task:

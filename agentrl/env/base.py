@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,16 +22,7 @@ from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace
 from agentrl.env.toolbox import CountTokens, Toolbox, estimate_tokens
 from agentrl.env.tools import Tool, tool_methods
 from agentrl.env.users import GOLD, AsksModel, Parting, RecordedUser, User, make_call, next_step, record_result, user_view
-from agentrl.utils.errors import (
-    ConfigError,
-    EnvError,
-    HookError,
-    PolicyTimeoutError,
-    ToolTimeoutError,
-    UserLimitError,
-    fault_text,
-    place_of,
-)
+from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError, fault_text, place_of
 from agentrl.utils.event_loop import LateError, within
 from agentrl.utils.search_path import find_file, is_given, own_reward
 
@@ -198,17 +188,6 @@ class ToolEnv(Forkable):
         self._cut_for: StopReason | None = None
         self._env_calls = 0
         self._env_last: Observation = []
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Raise HookError, naming FILE:LINE, for a value that would hide a method or a read-only property, or is no user."""
-        made = getattr(type(self), name) if name in _TAKEN else None
-        hides = made.fset is None if isinstance(made, property) else inspect.isfunction(made) and not callable(value)
-        if hides or (name == "user" and not isinstance(value, User | None)):
-            at = sys._getframe(1)
-            own = "is the simulated user" if name == "user" else "belongs to ToolEnv"
-            fix = f"Choose another name for it ({at.f_code.co_filename}:{at.f_lineno})"
-            raise HookError(f"{type(self).__name__}: self.{name} = {value!r:.80}, but {name!r} {own}. {fix}")
-        super().__setattr__(name, value)
 
     # -- what an author calls, and the user's side --------------------------------------------------
 
@@ -577,16 +556,6 @@ class ToolEnv(Forkable):
 
             info["unscored"] = next(reasons(record.evidence), "")
         return info
-
-
-_TAKEN = frozenset(
-    name
-    for base in ToolEnv.__mro__
-    if base.__module__.startswith("agentrl.env.")
-    for name, made in vars(base).items()
-    if inspect.isfunction(made) or (isinstance(made, property) and made.fset is None)
-)
-"""Names of the methods and read-only properties of `ToolEnv`."""
 
 
 def plain_prompt(env: ToolEnv, task: Task) -> list[Message]:
