@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -20,15 +20,7 @@ from agentrl.data.expert_routing import free, router_code
 from agentrl.data.rows import Ragged, build, nested_tensor, on_device, pack, sampled_offsets, spread, unpack
 from agentrl.data.schedule import FRESH, ORIGIN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
-from agentrl.trainer.algorithms.base import (
-    Denominators,
-    LossInput,
-    LossOutput,
-    aggregate,
-    call_component,
-    check_output,
-    metric_columns,
-)
+from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate, call_loss
 from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, k3, kl_estimate
 from agentrl.trainer.attention import packed_rows
 from agentrl.trainer.language_model import Micro
@@ -157,9 +149,7 @@ class MicroLoss:
             piece.column("picked") if "picked" in self.view else None,
         )
         label = f"algorithm.loss {self.algorithm.loss.name!r}"
-        out: LossOutput = call_component(label, self.policy, given)
-        check_output(label, out, LossOutput, "loss", logprobs)
-        out = replace(out, metrics=metric_columns(label, out.metrics, logprobs))
+        out = call_loss(label, self.policy, given)
         # Without `detach` the gradient of the weights would teach the policy to lower the weights of its tokens.
         policy = tokens = out.loss * weights.detach()
         if self.algorithm.entropy_bonus:

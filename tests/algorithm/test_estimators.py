@@ -20,8 +20,8 @@ from agentrl.trainer.algorithms.base import (
     LossInput,
     LossOutput,
     call_component,
+    call_loss,
     check_output,
-    metric_columns,
 )
 from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_estimate
 from agentrl.trainer.estimator_inputs import with_advantages
@@ -199,11 +199,16 @@ def test_a_loss_without_gradient_is_named() -> None:
 
 @pytest.mark.parametrize("metrics", [{"m": "x"}, {1: 1.0}, {"m": torch.ones(3)}, {"m": None}, None, {"m": [1.0, 2.0]}])
 def test_a_metric_of_a_loss_that_is_no_number_is_named(metrics: Any) -> None:
+    def called(metrics: Any, size: int = 4) -> LossOutput:
+        zero = torch.zeros(size)
+        given = LossInput(zero, zero, zero, zero, zero == 0, torch.tensor([0, size]))
+        return call_loss("'mine'", lambda given: LossOutput(given.logprobs, metrics), given)
+
     with pytest.raises(ConfigError, match=r"'mine': its metric .*; expected a number or a tensor of shape \[4\], by a text"):
-        metric_columns("'mine'", metrics, torch.zeros(4))
+        called(metrics)
     fine = {"a": 1, "b": torch.ones(4, dtype=torch.bool), "c": torch.tensor([2.0])}
-    assert metric_columns("'mine'", fine, torch.zeros(4)).keys() == fine.keys()
-    assert metric_columns("'mine'", {"a": torch.ones(0)}, torch.zeros(0)).keys() == {"a"}
+    assert called(fine).metrics.keys() == fine.keys()
+    assert called({"a": torch.ones(0)}, 0).metrics.keys() == {"a"}
 
 
 @pytest.mark.parametrize(("answer", "said"), [

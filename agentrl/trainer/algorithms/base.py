@@ -184,16 +184,19 @@ def check_output(name: str, answer: Any, kind: type[Any], column: str, like: Ten
     raise ConfigError(f"{name} returned {given}{inside}; expected {form}")
 
 
-def metric_columns(name: str, metrics: Any, like: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of component `name` as tensors. Raises ConfigError for one that is neither a number nor like `like`."""
-    found = dict[str, Tensor]()
+def call_loss(name: str, loss: Callable[..., Any], given: LossInput) -> LossOutput:
+    """Call a loss, and return its output with the metrics as tensors. Raises as `call_component` and `check_output`, also for a
+    metric that is neither a number nor like the loss."""
+    answer = call_component(name, loss, given)
+    check_output(name, answer, LossOutput, "loss", given.logprobs)
+    found, metrics, like = dict[str, Tensor](), answer.metrics, given.logprobs
     for key, values in metrics.items() if isinstance(metrics, Mapping) else [("metrics", metrics)]:
         with suppress(TypeError, ValueError, RuntimeError):
             found[key] = torch.as_tensor(values)
         if not isinstance(key, str) or key not in found or found[key].numel() not in (1, like.numel()):
             form = f"a number or a tensor of shape {list(like.shape)}, by a text"
             raise ConfigError(f"{name}: its metric {key!r} is {values!r:.60}; expected {form}")
-    return found
+    return replace(answer, metrics=found)  # type: ignore[no-any-return]
 
 
 # Groups and episodes
