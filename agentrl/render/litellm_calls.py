@@ -113,20 +113,15 @@ def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str,
     return row
 
 
-def is_temporary(problem: BaseException) -> bool:
-    """Return True if an error may be temporary: an outage, a rate limit or a lost connection."""
+def retry_wait(problem: BaseException, least: float) -> float | None:
+    """Return the seconds until a call is made again after an outage, a rate limit or a lost connection: `least`, or the server's
+    Retry-After if longer; None if that is longer than MAX_WAIT, and for other errors, which would come again."""
     import openai  # a dependency of litellm, whose errors are subclasses of openai's
 
     status = getattr(problem, "status_code", None)  # some errors of litellm lack the openai class of their status
     busy = isinstance(status, int) and (status >= 500 or status in _BUSY)
     lost = isinstance(problem, openai.APIConnectionError) or (isinstance(problem, openai.APIError) and busy)
-    return lost and refusal(problem) is None
-
-
-def retry_wait(problem: BaseException, least: float) -> float | None:
-    """Return the seconds until a call is made again after an error: `least`, or the server's Retry-After if longer; None if that
-    would not help, or is longer than MAX_WAIT."""
-    if not is_temporary(problem):
+    if not lost or refusal(problem) is not None:
         return None
     # litellm replaces the response; the server's headers, if any, are in this attribute.
     headers = vars(problem).get("litellm_response_headers") or getattr(getattr(problem, "response", None), "headers", {})

@@ -21,9 +21,8 @@ class Callback:
         super().__init_subclass__(**kwargs)
         for name in vars(cls):
             if name.startswith("on_") and not hasattr(Callback, name):
-                raise TypeError(
-                    f"{cls.__name__}.{name}: no run calls it; {did_you_mean(name, HOOKS, 'known: ' + ', '.join(HOOKS))}"
-                )
+                hint = did_you_mean(name, HOOKS, f"known: {', '.join(HOOKS)}")
+                raise TypeError(f"{cls.__name__}.{name}: no run calls it; {hint}")
 
     def on_step(self, row: Mapping[str, Any], session: Any) -> Any:
         """Called after update `row["step"]`; `row`: as in metrics.jsonl, `session`: the run's live parts (run/session.py)."""

@@ -194,16 +194,13 @@ class Judge:
                 raise failed from error
             if prices is not None and (usage := response.usage) is not None:
                 used = float(usage.prompt_tokens or 0) * prices[0] + float(usage.completion_tokens or 0) * prices[1]
+            cut = ""
             try:
                 choice = choice_of(response)
-            except LookupError as problem:
-                raise JudgeFault(str(problem)) from problem
-            try:
+                cut = " (it was cut: raise the leaf's max_tokens)" if choice.finish_reason == "length" else ""
                 return read_verdict(choice.message.content, request)
-            except JudgeFault as fault:
-                if choice.finish_reason != "length":
-                    raise
-                raise JudgeFault(f"{fault} (it was cut: raise the leaf's max_tokens)") from fault
+            except (LookupError, JudgeFault) as fault:
+                raise JudgeFault(f"{fault}{cut}") from fault
         finally:
             self.budget.settle(reserved, used)
 

@@ -134,10 +134,10 @@ class Sandbox(ABC):
         argv = [self.shell, "-c", command] if isinstance(command, str) else list(command)
         variables = {**self.spec.env, **(env or {})}
         run = Run(argv, self.spec.place(cwd or ""), variables, timeout, max_output, stdin, merge)
+        why: object = "embedded null byte"
         try:  # a zero byte, half of a character, or more text than the kernel passes to a program is the command's fault
             if b"\0" not in b"".join(map(os.fsencode, [*argv, run.cwd, *variables, *variables.values()])):
                 return await self.execute(run)
-            why: object = "embedded null byte"
         except (UnicodeEncodeError, SandboxError) as fault:
             why = fault.__cause__ or fault
             if isinstance(fault, SandboxError) and getattr(why, "errno", None) != errno.E2BIG:
