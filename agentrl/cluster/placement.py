@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
@@ -28,6 +28,7 @@ from agentrl.config.schema import ClusterConfig, PoolConfig
 from agentrl.utils.errors import ConfigError, ResourceError, did_you_mean
 from agentrl.utils.processor import usable_cpus
 from agentrl.utils.terminal import columns
+from agentrl.utils.threads import setting
 
 # Pools
 
@@ -335,18 +336,13 @@ def joins(cluster: ClusterConfig) -> bool:
 _planned: ContextVar[list[ClusterNode] | None] = ContextVar("the nodes of a planned run", default=None)
 
 
-@contextmanager
-def planned_elsewhere(nodes: tuple[int, int] | None = None) -> Iterator[None]:
+def planned_elsewhere(nodes: tuple[int, int] | None = None) -> AbstractContextManager[None]:
     """Plan a run for other machines inside the context, without joining a cluster.
 
     `nodes`: number of nodes and GPUs per node; None: one node with unlimited GPUs."""
     count, gpus = nodes or (1, math.inf)
     names = [f"node {number:0{len(str(count))}}" for number in range(1, count + 1)]
-    token = _planned.set([ClusterNode(name, math.inf, float(gpus)) for name in names])
-    try:
-        yield
-    finally:
-        _planned.reset(token)
+    return setting(_planned, [ClusterNode(name, math.inf, float(gpus)) for name in names])
 
 
 def is_planned() -> bool:

@@ -23,6 +23,7 @@ from agentrl.rollout.episode import EpisodeHook, EpisodeSpec, Limits, Policy, ru
 from agentrl.utils.event_loop import EPISODE
 from agentrl.utils.registry import Registry
 from agentrl.utils.spans import span
+from agentrl.utils.threads import setting
 
 # The player
 
@@ -138,28 +139,27 @@ class LocalPlayer(Player):
         part, spec = self._envs[job.env], job.spec
         policy = part.policy if job.temperature is None else part.policy.at(job.temperature, job.trained)
         scorer = part.scorer if self._asks or not part.scorer.asks else None
-        before = EPISODE.set(spec.key)  # also for the tasks and threads that the episode starts
-        try:
-            with span("episode", f"{part.name} {spec.key}", track=spec.key) as opened:
-                if env is None:
-                    ref = part.env
-                    if job.params:  # cached, since each new reference looks its environment up in the catalog
-                        key = json.dumps([part.name, dict(job.params)], sort_keys=True)
-                        ref = self._refs.setdefault(key, ref.with_params(job.params))
-                    env = ref.build()
-                met = policy.engine.meet(env, spec.key)
-                if part.agents is None:
-                    trajectory = await run_episode(met, policy, spec, part.limits, scorer, watch, hook)
-                else:
-                    trajectory = await part.agents.play(met, policy, spec, part.limits, scorer, watch)
-                trajectory.env = part.name
-                if opened is not None:
-                    success = None if trajectory.success is None else float(trajectory.success)
-                    opened.set(env=part.name, key=spec.key, task=trajectory.task.id, reward=trajectory.reward, success=success)
-                    opened.set(stop=trajectory.stop.value, error=trajectory.error)
-                    opened.set(turns=len(trajectory.turns), tokens=trajectory.sampled_tokens)
-        finally:
-            EPISODE.reset(before)
+        with (
+            setting(EPISODE, spec.key),  # also for the tasks and threads that the episode starts
+            span("episode", f"{part.name} {spec.key}", track=spec.key) as opened,
+        ):
+            if env is None:
+                ref = part.env
+                if job.params:  # cached, since each new reference looks its environment up in the catalog
+                    key = json.dumps([part.name, dict(job.params)], sort_keys=True)
+                    ref = self._refs.setdefault(key, ref.with_params(job.params))
+                env = ref.build()
+            met = policy.engine.meet(env, spec.key)
+            if part.agents is None:
+                trajectory = await run_episode(met, policy, spec, part.limits, scorer, watch, hook)
+            else:
+                trajectory = await part.agents.play(met, policy, spec, part.limits, scorer, watch)
+            trajectory.env = part.name
+            if opened is not None:
+                success = None if trajectory.success is None else float(trajectory.success)
+                opened.set(env=part.name, key=spec.key, task=trajectory.task.id, reward=trajectory.reward, success=success)
+                opened.set(stop=trajectory.stop.value, error=trajectory.error)
+                opened.set(turns=len(trajectory.turns), tokens=trajectory.sampled_tokens)
         return trajectory
 
     async def close(self) -> None:

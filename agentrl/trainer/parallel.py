@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial
 from agentrl.config.schema import ModelConfig
 from agentrl.utils.errors import ConfigError, ModelError
 from agentrl.utils.registry import Registry
+from agentrl.utils.threads import setting
 
 # The layout of rows
 
@@ -29,14 +30,8 @@ layout: Callable[[], Any] = _LAYOUT.get
 """`layout()` -> PackedSequences of this thread's current pass; None outside of `use_layout`."""
 
 
-@contextmanager
-def use_layout(packed: Any) -> Iterator[None]:
-    """Make `layout` return `packed` within the context."""
-    token = _LAYOUT.set(packed)
-    try:
-        yield
-    finally:
-        _LAYOUT.reset(token)
+use_layout: Callable[[Any], AbstractContextManager[None]] = partial(setting, _LAYOUT)
+"""`use_layout(packed)` makes `layout` return `packed` within its context."""
 
 
 def recompute_layout() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -12,8 +12,8 @@ import sys
 import traceback
 import types
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ import cloudpickle
 from agentrl.utils.errors import CatalogError, ConfigError, checks_arguments, did_you_mean, fault_text, hint_text, is_alien
 from agentrl.utils.parsing import parse_alone
 from agentrl.utils.redaction import texts
+from agentrl.utils.threads import setting
 
 # Objects that a program gives to agentrl in Python and a config names "given:NAME": environments, reward functions and specs,
 # losses, filters, policies.
@@ -45,26 +46,20 @@ class Given:
 
 
 _TABLE: dict[str, Given] = {}
-HELD: ContextVar[ChainMap[str, Given] | None] = ContextVar("agentrl_given", default=None)
+HELD = ContextVar("agentrl_given", default=ChainMap(_TABLE))  # noqa: B039 - outside of calls, the table itself
 """Objects of the Python call under way, which another call's object of the same name does not replace."""
 
 
-@contextmanager
-def holding(before: ChainMap[str, Given] | None = None) -> Iterator[None]:
+def holding(before: ChainMap[str, Given] | None = None) -> AbstractContextManager[None]:
     """Hold the objects that this call gives and uses, and those of the call `before` it (default: around it)."""
-    before = HELD.get() if before is None else before
-    token = HELD.set(ChainMap({}, *(() if before is None else before.maps)))
-    try:
-        yield
-    finally:
-        HELD.reset(token)
+    return setting(HELD, (HELD.get() if before is None else before).new_child())
 
 
 def _find(name: str) -> Given | None:
     held, key = HELD.get(), name.removeprefix(PREFIX)
-    if held is None or not (key in held or key in _TABLE):
-        return _TABLE.get(key)
-    return held[key] if key in held else held.maps[0].setdefault(key, _TABLE[key])
+    if key in _TABLE and not any(key in call for call in held.maps[:-1]):
+        held.maps[0][key] = _TABLE[key]
+    return held.get(key)
 
 
 @checks_arguments
@@ -89,12 +84,11 @@ def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), tr
     if before is not None and isinstance(before.value, Mapping) != isinstance(value, Mapping):
         raise ConfigError(f"{name!r} was given already, as something else (a reward spec, or a function); give it another name")
     made = _TABLE[name] = Given(value, frozenset(needs), frozenset(traits))
-    if held is not None:
-        other = held.maps[0].get(name, made).value
-        if own and not (other is value or (isinstance(value, Mapping) and other == value)):
-            two = f"{other!r:.80} and {value!r:.80}"
-            raise ConfigError(f"{name!r}: it names two objects of this call, {two}. Rename one, or agentrl.give(IT, 'NAME')")
-        held[name] = made
+    other = held.maps[0].get(name, made).value
+    if own and not (other is value or (isinstance(value, Mapping) and other == value)):
+        two = f"{other!r:.80} and {value!r:.80}"
+        raise ConfigError(f"{name!r}: it names two objects of this call, {two}. Rename one, or agentrl.give(IT, 'NAME')")
+    held[name] = made
     return PREFIX + name
 
 
@@ -131,7 +125,7 @@ def value_of(name: str) -> Any:
 
 def names() -> list[str]:
     """Return all given names that a config may use in this process."""
-    return sorted(PREFIX + name for name in {*_TABLE, *(HELD.get() or ())})
+    return sorted(PREFIX + name for name in HELD.get())
 
 
 def used_names(table: Any) -> list[str]:
@@ -172,10 +166,9 @@ def unpack(content: bytes) -> None:
 def source_digest(name: str) -> str | None:
     """Digest an object's source text; None for an unknown name, or without source (typed at a prompt)."""
     value = value_of(name)
-    if isinstance(value, Mapping):
-        return "sha256:" + sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    source = partial(inspect.getsource, value)  # of a class, it parses the file
     try:
-        text = parse_alone(partial(inspect.getsource, value))  # of a class, it parses the file
+        text = json.dumps(value, sort_keys=True, default=str) if isinstance(value, Mapping) else parse_alone(source)
     except (OSError, TypeError):  # a class of a notebook: only its functions have source
         parts = list(vars(value).values()) if isinstance(value, type) else []
         inside = [getattr(part, "__func__", getattr(part, "function", part)) for part in parts]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
 from agentrl.utils.errors import fault_text
+from agentrl.utils.threads import setting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -121,14 +122,9 @@ def set_place(place: TracePlace | None) -> None:
     _HERE.set(place)
 
 
-@contextmanager
-def at(place: TracePlace | None) -> Iterator[None]:
+def at(place: TracePlace | None) -> AbstractContextManager[None]:
     """Make `place`, also of another process, the parent of spans inside the context; None: no trace."""
-    token = _HERE.set(place)
-    try:
-        yield
-    finally:
-        _HERE.reset(token)
+    return setting(_HERE, place)
 
 
 def span(kind: Kind, name: str = "", *, track: str | None = None, root: bool = False) -> AbstractContextManager[TraceSpan | None]:

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from queue import Empty, SimpleQueue
@@ -78,6 +78,16 @@ async def in_thread(purpose: Purpose, function: Callable[P, R], /, *args: P.args
     """
     call = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
     return await asyncio.get_running_loop().run_in_executor(_pool(purpose), call)
+
+
+@contextlib.contextmanager
+def setting(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+    """Set a context variable inside the context."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 QUICK: contextvars.ContextVar[bool] = contextvars.ContextVar("agentrl_quick", default=False)

@@ -408,7 +408,8 @@ def test_a_config_of_what_is_python_is_refused_where_it_is_not(monkeypatch: pyte
     contents = contents_of(config, "train").digests
     names = ["the source of given:Pick", "the source of given:share_of_low_ids"]
     assert all(contents[name].startswith("sha256:") for name in names) and set(names) <= set(contents_of(config, "train").code)
-    monkeypatch.setattr(agentrl.utils.search_path, "_TABLE", {})
+    for name in [*agentrl.utils.search_path._TABLE]:
+        monkeypatch.delitem(agentrl.utils.search_path._TABLE, name)
     with pytest.raises(ConfigError, match=r"env.reward: 'given:share_of_low_ids' was defined in Python, .* agentrl.give\(IT\)"):
         contents_of(config, "train")
 

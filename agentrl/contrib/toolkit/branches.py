@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import ItemsView, Iterator, MutableMapping, ValuesView
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import is_dataclass
 from datetime import date, datetime
@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from agentrl.data.trajectory import Json
 from agentrl.reward.values import join
 from agentrl.utils.parsing import in_json
-from agentrl.utils.threads import fork_safe
+from agentrl.utils.threads import fork_safe, setting
 
 T = TypeVar("T")
 
@@ -45,15 +45,10 @@ def branch(base: T) -> T:
     return made  # type: ignore[no-any-return]
 
 
-@contextmanager
-def looking() -> Iterator[None]:
+def looking() -> AbstractContextManager[None]:
     """Read branches without copies inside the block. The code must neither change nor keep the values, like a scan over all
     rows."""
-    token = _NO_COPIES.set(True)
-    try:
-        yield
-    finally:
-        _NO_COPIES.reset(token)
+    return setting(_NO_COPIES, True)
 
 
 def _branch(base: Any) -> Any:

@@ -21,6 +21,7 @@ from agentrl.engines.embedded.kv_cache import CachedSequence, KvShape, Slots, Sp
 from agentrl.engines.weights.parameters import expected_parameters
 from agentrl.render.modality import auto_class
 from agentrl.utils.errors import EngineError, ModelError
+from agentrl.utils.threads import setting
 
 # With cache slots
 
@@ -69,17 +70,13 @@ class EmbeddedModel:
     @torch.inference_mode()
     def forward(self, token_ids: list[int], spans: Sequence[Span], last: list[int]) -> Tensor:
         """Return float32 logits [len(last), V] after the flat tokens at the indices `last`."""
-        under_way = attention.SPANS.set(spans)
-        try:
-            with nullcontext() if self._watch is None else self._watch.watching():
-                output = self.module(
-                    input_ids=torch.tensor([token_ids], device=self.device),
-                    position_ids=torch.cat([span.positions for span in spans]).unsqueeze(0),
-                    use_cache=False,
-                    logits_to_keep=torch.tensor(last, device=self.device),
-                )
-        finally:
-            attention.SPANS.reset(under_way)
+        with setting(attention.SPANS, spans), nullcontext() if self._watch is None else self._watch.watching():
+            output = self.module(
+                input_ids=torch.tensor([token_ids], device=self.device),
+                position_ids=torch.cat([span.positions for span in spans]).unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=torch.tensor(last, device=self.device),
+            )
         self.experts = None if self._watch is None else self._watch.experts()
         logits: Tensor = output.logits[0].float()
         return logits
