@@ -38,7 +38,7 @@ from agentrl.env.call_options import Options
 from agentrl.env.copying import Snapshot
 from agentrl.env.spaces import Action, Observation
 from agentrl.env.toolbox import PendingCall, Toolbox
-from agentrl.env.tools import Tool, ToolSet, ToolSource
+from agentrl.env.tools import Tool
 from agentrl.env.users import GOLD, RecordedUser
 from agentrl.utils.errors import ConfigError, EnvError, RemoteEnvError, UserError
 from agentrl.utils.parsing import read_json
@@ -210,6 +210,10 @@ def _key(link: Link, asked: EnvRequest) -> tuple[str, str]:
     return link.url, json.dumps(asked.row(), sort_keys=True, default=repr)
 
 
+def _of_card(key: str, read: Callable[[Any], Any]) -> Any:
+    return property(lambda self: read(self.card[key]))
+
+
 class RemoteEnv(ToolEnv):
     """An environment on a server: each turn is one request, and the record is copied from the server.
 
@@ -250,17 +254,10 @@ class RemoteEnv(ToolEnv):
         """The server's description of this environment. Blocks on first use in a process."""
         return card_of(self._link, self._asked)
 
-    @property
-    def splits(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(self.card["splits"])
-
-    @property
-    def order_free(self) -> bool:  # type: ignore[override]
-        return bool(self.card["order_free"])
-
-    @property
-    def idle_share(self) -> float:  # type: ignore[override]
-        return float(self.card["idle_share"])
+    splits = _of_card("splits", tuple)
+    order_free = _of_card("order_free", bool)
+    idle_share = _of_card("idle_share", float)
+    user_repeats = _of_card("scripted", bool)
 
     @property
     def toolbox(self) -> Toolbox:  # type: ignore[override]
@@ -298,11 +295,10 @@ class RemoteEnv(ToolEnv):
         self._call_now("teach", {"params": params, "rng": rng.getstate()}, TypeError, ValueError, NotImplementedError)
         return RemoteTeacher(self)
 
-    def add_source(self, source: ToolSource) -> None:
+    def add_source(self, source: Any) -> None:
         raise EnvError(f"{self.id}: its tools run on the server {self._link.url}, so it takes none from here")
 
-    def add_set(self, make: Callable[[], ToolSet]) -> None:
-        raise EnvError(f"{self.id}: its tools run on the server {self._link.url}, so it takes none from here")
+    add_set = add_source
 
     def state(self) -> Json:
         return None if self._env_record is None else self._env_record.state
@@ -311,10 +307,6 @@ class RemoteEnv(ToolEnv):
     def has_user(self) -> bool:
         """The server's latest answer; False before an episode."""
         return self._has_user
-
-    @property
-    def user_repeats(self) -> bool:
-        return bool(self.card["scripted"])
 
     # -- episodes ----------------------------------------------------------------------------------------
 
@@ -341,15 +333,14 @@ class RemoteEnv(ToolEnv):
             return self._observe(answer), dict(answer["result"]["info"])
 
     async def astep(self, action: Action) -> StepResult:
-        if self._env_record is None or not self._env_open:
-            raise EnvError(f"{self.id}: step without a running episode; call reset first")
+        record = self._running("step")
         if not (isinstance(action, str) or (isinstance(action, Message) and action.role == "assistant")):
             raise TypeError(f"an action is a string or a Message of role assistant, not {action!r}"[:200])
         async with self._end_on_error():
             answer = self._apply_answer(await self._call("step", {"action": action}))
         result, reward = answer["result"], 0.0
         if not self._env_open:
-            reward = await super().aend(self._env_record.stop, self._env_record.error)
+            reward = await super().aend(record.stop, record.error)
         return self._observe(answer), reward, result["terminated"], result["truncated"], dict(result["info"])
 
     async def aend(self, stop: StopReason, error: str | None = None) -> float:
@@ -360,8 +351,7 @@ class RemoteEnv(ToolEnv):
         return await super().aend(stop, error)
 
     async def auser_call(self, call: ToolCall) -> ToolResult:
-        if self._env_record is None or not self._env_open:
-            raise EnvError(f"{self.id}: a call without a running episode; call reset first")
+        self._running("a call")
         async with self._end_on_error():
             return result_of(self._apply_answer(await self._call("user_call", {"call": call}))["result"])
 
