@@ -20,6 +20,7 @@ from agentrl.env.tools import Tool
 from agentrl.reward import Score, Scorer
 from agentrl.reward.lint import copied_question
 from agentrl.utils.errors import EnvError
+from agentrl.utils.event_loop import cancel_all
 
 # Findings
 
@@ -355,5 +356,4 @@ async def _cancel(env: ToolEnv) -> None:
     env.toolbox.replace(Tool.from_schema(original.name, "", parameters, hang, Options(check="off")))
     turn = asyncio.ensure_future(env.astep(_call(original)))
     await asyncio.sleep(0.01)
-    turn.cancel()
-    await asyncio.gather(turn, return_exceptions=True)
+    await cancel_all([turn])

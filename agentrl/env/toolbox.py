@@ -26,7 +26,7 @@ from agentrl.utils.errors import (
     ToolTimeoutError,
     fault_text,
 )
-from agentrl.utils.event_loop import LateError, run_contained, within
+from agentrl.utils.event_loop import LateError, cancel_all, run_contained, within
 from agentrl.utils.parsing import TwiceError, as_value_error, deep_copy_json, in_json, json_text, own_name
 from agentrl.utils.redaction import redact, redact_json, redact_said
 from agentrl.utils.schemas import own_names
@@ -313,9 +313,7 @@ class Toolbox:
                 results += await asyncio.gather(*tasks)
             finally:
                 # If one call failed or the turn was cancelled, the others must not keep running in the background.
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await cancel_all(tasks)
         return results
 
     def _prepare(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | Problem:

@@ -41,7 +41,7 @@ from agentrl.trainer.publish import Publisher
 from agentrl.trainer.train_engine import offloads_when_idle
 from agentrl.trainer.update_hooks import UpdateHook, call_hook
 from agentrl.utils.errors import AgentrlError, CallbackError, CheckpointError
-from agentrl.utils.event_loop import SLOW_LOOP, LoopWatchdog, OwnedTasks
+from agentrl.utils.event_loop import SLOW_LOOP, LoopWatchdog, OwnedTasks, cancel_all
 from agentrl.utils.files import naming
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.search_path import pack_given, unpack
@@ -167,8 +167,7 @@ class Saver(Writes):
         if self._last is not None:
             if (task := asyncio.current_task()) is not None and task.cancelling() == 1:
                 await self._finish_stopped(self._last)
-            self._last.cancel()
-            await asyncio.gather(self._last, return_exceptions=True)
+            await cancel_all([self._last])
 
     async def _finish_stopped(self, saving: asyncio.Task[Any]) -> None:
         """Wait for a save after the run was stopped; a second stop cancels it."""
@@ -179,8 +178,7 @@ class Saver(Writes):
                 if not saving.cancelled() and (fault := saving.exception()) is not None:
                     self._say(f"the checkpoint was not written: {fault}")
         finally:
-            saving.cancel()
-            await asyncio.gather(saving, return_exceptions=True)  # its parts must not be closed under it
+            await cancel_all([saving])  # its parts must not be closed under it
 
     async def rate(self, evaluated: Evaluation) -> None:
         """Record an evaluation of the ledger's version, whose checkpoint exists already."""

@@ -13,7 +13,7 @@ import threading
 import time
 from asyncio import events
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import thread
 from contextlib import AbstractAsyncContextManager, suppress
 from contextvars import ContextVar
@@ -89,6 +89,14 @@ def loop_clock() -> LoopClock:
     return _CLOCKS[loop]
 
 
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait for their end, whatever they raise."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
 @dataclass(eq=False, slots=True)
 class OwnedTasks(AbstractAsyncContextManager["OwnedTasks"]):
     """Tasks that no caller awaits; `close`, as the exit of the context, cancels them and waits."""
@@ -107,10 +115,8 @@ class OwnedTasks(AbstractAsyncContextManager["OwnedTasks"]):
 
     async def close(self, *_: object) -> None:
         """Cancel the running tasks and wait for their end; idempotent."""
-        while tasks := list(self._tasks):
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        while self._tasks:
+            await cancel_all(self._tasks)
 
     __aexit__ = close
 

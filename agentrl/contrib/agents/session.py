@@ -18,7 +18,7 @@ from agentrl.render.base import Renderer
 from agentrl.render.syntaxes import SYNTAXES
 from agentrl.rollout.engine import Engine, Generation, OnTokens, Sampling, Usage, derive
 from agentrl.utils.errors import AgentrlError, EngineError, PromptTooLongError, RenderError, fault_text
-from agentrl.utils.event_loop import OwnedTasks
+from agentrl.utils.event_loop import OwnedTasks, cancel_all
 from agentrl.utils.threads import in_thread
 
 log = logging.getLogger(__name__)
@@ -317,9 +317,7 @@ class AgentSession:
         try:
             generations = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
         if any(generation.finish == "abort" for generation in generations):
             raise EngineError(f"a request of session {self.name} was aborted")
         return generations

@@ -16,6 +16,7 @@ from pathlib import Path
 from agentrl.contrib.gpu_tests.session import STOP_S, VISIBLE, Case, FileJob, FileResult, FileSession
 from agentrl.run.display import clock
 from agentrl.utils.errors import ResourceError
+from agentrl.utils.event_loop import cancel_all
 
 READ_S = 1.0
 """Seconds between readings of the cards' memory."""
@@ -79,9 +80,7 @@ class Scheduler:
                     self.results.append(task.result())
                     self._ended(task.result())
         finally:
-            for task in self.running:  # after an error in this method
-                task.cancel()
-            await asyncio.gather(*self.running, return_exceptions=True)
+            await cancel_all(self.running)  # after an error in this method
         return self.results
 
     def _start_files(self, now: float) -> None:

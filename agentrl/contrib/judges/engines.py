@@ -28,7 +28,7 @@ from agentrl.run.engine_choice import AUTO, EngineChoice
 from agentrl.run.services import RunServices
 from agentrl.trainer.pretrained import load_tokenizer, model_context, named_anywhere, unused_ids
 from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError, RenderError
-from agentrl.utils.event_loop import LateError, within
+from agentrl.utils.event_loop import LateError, cancel_all, within
 from agentrl.utils.redaction import redact_said
 
 BACKOFF = 0.5
@@ -57,10 +57,7 @@ class EngineJudge:
 
     async def close(self) -> None:
         """Cancel running requests and close the engine; idempotent."""
-        running = list(self._running.values())
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_all(self._running.values())
         await self.engine.close()
 
     async def forget(self) -> None:

@@ -20,6 +20,7 @@ from agentrl.config.schema import SandboxConfig
 from agentrl.contrib.sandboxes import bubblewrap
 from agentrl.contrib.sandboxes.contract import SANDBOXES, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.utils.errors import ConfigError, EnvError, ResourceError, SandboxError, hint_text
+from agentrl.utils.event_loop import cancel_all
 from agentrl.utils.redaction import resolve_references
 
 # Choose a provider
@@ -127,9 +128,7 @@ class SandboxPool:
 
     async def close(self) -> None:
         """Stop the warm sandboxes."""
-        for task in list(self._refills):
-            task.cancel()
-        await asyncio.gather(*self._refills, return_exceptions=True)
+        await cancel_all(self._refills)
         while self._idle:
             await self.release(self._idle.pop()[1])
 

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayError
 from agentrl.engines.token_text import check_request
 from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, OnTokens, Sampling, StreamingEngine
 from agentrl.utils.errors import EngineError
-from agentrl.utils.event_loop import OwnedTasks
+from agentrl.utils.event_loop import OwnedTasks, cancel_all
 
 # Batches of requests
 
@@ -155,9 +155,7 @@ async def answer_batches(
             if part:
                 yield part
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_all(running)
 
 
 # This process's replica as an engine
