@@ -154,14 +154,6 @@ class TemplateRenderer(Renderer):
         suffix = self._turns.suffix(messages)
         return self._with_images(self._text.encode(suffix if ended else stop + suffix), messages)
 
-    def accept_images(self, pictures: Placeholders) -> TemplateRenderer:
-        """Enable images, and return the renderer. Raises ModelError if the tokenizer lacks the tokens for them."""
-        missing = [token for token in (pictures.begin, pictures.pad, pictures.end) if token not in self._text.control]
-        if missing:
-            raise ModelError(f"the tokenizer has no control token {missing[0]!r}, which it needs for images")
-        self._text.pictures = pictures
-        return self
-
     def _with_images(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
         """Attach the messages' images to the ids. Raises RenderError if the template omitted one or wrote it twice."""
         pictures = self._text.pictures
@@ -304,7 +296,11 @@ def make_renderer(
     try:
         with limit_lines():
             made = TemplateRenderer(tokenizer, parser, None if day is None else date.fromisoformat(day))
-        return made if pictures is None else made.accept_images(pictures)
+        made._text.pictures = pictures
+        for token in () if pictures is None else (pictures.begin, pictures.pad, pictures.end):
+            if token not in made._text.control:
+                raise ModelError(f"the tokenizer has no control token {token!r}, which it needs for images")
+        return made
     except EndlessTemplateError as endless:
         raise ModelError(f"{owner}: its chat template does not end: {endless}. Bound that loop, or {advice(tokenizer)}") from None
     except RenderError as problem:
