@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import logging
@@ -38,7 +37,7 @@ from agentrl.render.litellm_calls import (
 )
 from agentrl.render.tool_calls import sendable
 from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage
-from agentrl.utils.errors import ConfigError, DependencyError, EngineError, RenderError, UserError, did_you_mean, raised_text
+from agentrl.utils.errors import ConfigError, EngineError, RenderError, UserError, did_you_mean, need_package, raised_text
 from agentrl.utils.event_loop import EPISODE, run_contained
 from agentrl.utils.threads import DaemonThreads, in_thread
 
@@ -194,8 +193,7 @@ class LiteLlmEngine(MessageEngine):
         """`model`: in litellm's form, such as `openai/gpt-5-mini`. `options` are passed to litellm unchanged (`api_key`, ...).
         The wait between attempts is `backoff` seconds, doubled each time, or the server's Retry-After if longer; above
         a minute the call fails. Raises DependencyError without litellm."""
-        if importlib.util.find_spec("litellm") is None:
-            raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
+        need_package("litellm", "API models need litellm: pip install 'agentrl[litellm]'")
         super().__init__(transcript or Transcript())
         self._model, self._cfg, self._backoff = model, cfg, backoff
         self._options = dict(options or {})

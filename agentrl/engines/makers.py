@@ -4,7 +4,6 @@ Importing a maker loads no engine."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +12,7 @@ from agentrl.engines.weights.parameters import positions_of
 from agentrl.env.check_tools import SCRIPTS
 from agentrl.render.modality import config_modality
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker, EngineMemory
-from agentrl.utils.errors import ConfigError, DependencyError, ModelError, hint_text
+from agentrl.utils.errors import ConfigError, ModelError, hint_text, need_package
 from agentrl.utils.search_path import PREFIX as GIVEN
 from agentrl.utils.search_path import given_object, is_given
 
@@ -74,8 +73,7 @@ class ApiMaker(TranscriptMaker):
             raise ConfigError("--model api:NAME: NAME is missing; litellm's form, for example api:openai/gpt-4.1-mini")
         if self.config.rollout.top_k:
             raise ConfigError("rollout.top_k: API models take no top_k")
-        if importlib.util.find_spec("litellm") is None:
-            raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
+        need_package("litellm", "API models need litellm: pip install 'agentrl[litellm]'")
 
     def make_with(self, transcript: Transcript) -> Any:
         return self.engine()(api_name(self.config.model.path), self.config.api, transcript=transcript)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
+from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, SupportsFloat, SupportsIndex, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -116,6 +117,12 @@ def place_of(made: Any, problem: BaseException | None = None) -> str:
     frames = traceback.extract_tb(None if problem is None else problem.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]
     return f"{file}:{lines[-1] if lines else line}"
+
+
+def need_package(module: str, text: str) -> None:
+    """Raise DependencyError with `text` if a Python package is not installed."""
+    if find_spec(module) is None:
+        raise DependencyError(text)
 
 
 def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:

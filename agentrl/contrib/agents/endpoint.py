@@ -18,7 +18,6 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -31,7 +30,7 @@ from agentrl.data.trajectory import Json
 from agentrl.engines.chat_format import RequestError
 from agentrl.render.base import Renderer
 from agentrl.rollout.engine import Engine, Sampling
-from agentrl.utils.errors import AgentrlError, DependencyError, ResourceError
+from agentrl.utils.errors import AgentrlError, ResourceError, need_package
 from agentrl.utils.network import exempt, strict_json
 
 if TYPE_CHECKING:
@@ -78,8 +77,7 @@ class Endpoint(LocalServer):
         turn. `port`: 0 picks a free one. `decode`: the tokenizer's; without it requests for `logprobs` are refused. `max_body`:
         bytes. Raises DependencyError without the extra 'server'."""
         for package in ("starlette", "uvicorn"):
-            if find_spec(package) is None:
-                raise DependencyError(f"the endpoint needs {package}: pip install 'agentrl[server]'")
+            need_package(package, f"the endpoint needs {package}: pip install 'agentrl[server]'")
         self._served = ServedPolicy(engine, renderer, sampling or Sampling(max_tokens=1024), decode)
         self._model = model
         self._host, self._port = host, port
@@ -234,8 +232,7 @@ class ToolServer(LocalServer):
 
     def __init__(self, host: str) -> None:
         """Raises DependencyError without the extra 'mcp'."""
-        if find_spec("mcp") is None:
-            raise DependencyError("tools for an agent need mcp: pip install 'agentrl[mcp]'")
+        need_package("mcp", "tools for an agent need mcp: pip install 'agentrl[mcp]'")
         self._host, self._port = host, 0
         self._episodes: dict[str, ServedEpisode] = {}
 

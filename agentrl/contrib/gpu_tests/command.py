@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 
 from agentrl.cli.arguments import COMMANDS, whole_number
-from agentrl.utils.errors import DependencyError
+from agentrl.utils.errors import need_package
 
 OUT = Path(".pytest_cache") / "agentrl"
 EPILOG = """examples:
@@ -46,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the tests; returns 0, 1 if one failed or was not run, 130 after Ctrl-C."""
-    if importlib.util.find_spec("pytest") is None:
-        raise DependencyError("agentrl test needs pytest: pip install 'agentrl[testing]'")
+    need_package("pytest", "agentrl test needs pytest: pip install 'agentrl[testing]'")
     import asyncio
 
     from agentrl.contrib.gpu_tests.run import run_tests

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Hashable
 from contextlib import suppress
 from decimal import Decimal
-from importlib.util import find_spec
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import LifoQueue
@@ -24,7 +23,7 @@ from agentrl.data.trajectory import Json
 from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, Reading, View, object_schema, or_ref
 from agentrl.reward.leaves.answer import WHERE, spoken_text, wanted_texts
 from agentrl.reward.values import UnscorableError, brief
-from agentrl.utils.errors import DependencyError
+from agentrl.utils.errors import need_package
 from agentrl.utils.processor import usable_cpus
 from agentrl.utils.threads import SCORING, after_fork
 
@@ -140,8 +139,7 @@ class MathEqual(Leaf):
 
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args, context)
-        if find_spec("math_verify") is None:
-            raise DependencyError("the leaf math.equal compares by math-verify: pip install 'agentrl[math]'")
+        need_package("math_verify", "the leaf math.equal compares by math-verify: pip install 'agentrl[math]'")
         self.seconds = int(args.get("seconds", 5))
 
     def blocks(self) -> bool:

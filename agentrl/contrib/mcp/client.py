@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from pydantic import ValidationError
@@ -22,7 +21,7 @@ from agentrl.data.images import Image
 from agentrl.env.call_options import Options
 from agentrl.env.toolbox import as_text
 from agentrl.env.tools import TOOL_SOURCES, Tool
-from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, ImageError, ToolError
+from agentrl.utils.errors import AgentrlError, ConfigError, EnvError, ImageError, ToolError, need_package
 from agentrl.utils.redaction import learn, redact, redact_json, redact_said, resolve_references
 from agentrl.utils.schemas import as_2020
 from agentrl.utils.threads import by_size
@@ -56,8 +55,7 @@ class McpSource:
 
         Raises DependencyError without the SDK, ConfigError unless exactly one of command, url and `build` is set.
         """
-        if find_spec("mcp") is None:
-            raise DependencyError("tools.mcp needs the MCP SDK: pip install 'agentrl[mcp]'")
+        need_package("mcp", "tools.mcp needs the MCP SDK: pip install 'agentrl[mcp]'")
         if sum((bool(server.command), bool(server.url), build is not None)) != 1:
             raise ConfigError(f"tools.mcp.{name}: give either a command (a list of words) or a url")
         if not server.command and build is None:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from agentrl.contrib.toolkit.taskdata import data_files, named_split
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import StopReason, Task, Trajectory
 from agentrl.trainer.checkpoint import MANIFEST, check_model, seal
-from agentrl.utils.errors import BadRowError, CheckpointError, ConfigError, DependencyError, hint_text
+from agentrl.utils.errors import BadRowError, CheckpointError, ConfigError, hint_text, need_package
 from agentrl.utils.files import atomic_write, decode_text, open_plain
 from agentrl.utils.parsing import read_json
 
@@ -69,8 +68,8 @@ def sources(paths: Sequence[str]) -> dict[Path, str | None]:
             raise ConfigError(f"data.path: {path}: no file ending in {' or '.join(SUFFIXES)} in this folder")
         else:
             found |= {file: named_split(file, place) for file in files if file not in found}
-    if any(file.suffix == ".parquet" for file in found) and find_spec("pyarrow") is None:
-        raise DependencyError("data.path: Parquet needs pyarrow: pip install 'agentrl[parquet]'")
+    if any(file.suffix == ".parquet" for file in found):
+        need_package("pyarrow", "data.path: Parquet needs pyarrow: pip install 'agentrl[parquet]'")
     first: dict[Path, Path] = {}
     for file, split in found.items():
         kept = first.setdefault(file.resolve(), file)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from agentrl.contrib.remote_envs.server import open_socket
@@ -15,7 +14,7 @@ from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env.base import ToolEnv
 from agentrl.env.toolbox import error_text
 from agentrl.env.tools import Tool
-from agentrl.utils.errors import AgentrlError, DependencyError, EnvError
+from agentrl.utils.errors import AgentrlError, EnvError, need_package
 from agentrl.utils.parsing import json_text
 
 HOST = "127.0.0.1"
@@ -107,8 +106,7 @@ def _images(messages: Sequence[Message]) -> tuple[Image, ...]:
 
 def build_server(served: Served, instructions: str) -> Any:
     """Build the SDK's low-level server for one environment. Raises DependencyError without the SDK."""
-    if find_spec("mcp") is None:
-        raise DependencyError("agentrl env serve --mcp needs the MCP SDK: pip install 'agentrl[mcp]'")
+    need_package("mcp", "agentrl env serve --mcp needs the MCP SDK: pip install 'agentrl[mcp]'")
     import mcp_types as types
     from mcp.server.lowlevel import Server
 

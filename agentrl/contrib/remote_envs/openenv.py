@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -26,7 +25,7 @@ from agentrl.env.base import ScorerLike, ToolEnv
 from agentrl.env.call_options import compile_validator
 from agentrl.env.toolbox import as_text
 from agentrl.env.tools import Tool
-from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, RemoteEnvError, TaskDataError, ToolError
+from agentrl.utils.errors import AgentrlError, ConfigError, EnvError, RemoteEnvError, ToolError, need_package
 from agentrl.utils.network import strict_json
 from agentrl.utils.parsing import read_json
 
@@ -231,8 +230,7 @@ class OpenEnv(ToolEnv):
     def __init__(self, *, url: str, rules: str = "", timeout: float = 60.0, name: str = "", token: str = "", **base: Any) -> None:
         """`url`: of the server. `rules`: system message. `timeout`: seconds per answer. `name`: of the environment in records.
         `token`: sent as `Authorization: Bearer TOKEN`. Raises DependencyError without websockets."""
-        if find_spec("websockets") is None:
-            raise DependencyError("OpenEnv needs websockets: pip install 'agentrl[openenv]'")
+        need_package("websockets", "OpenEnv needs websockets: pip install 'agentrl[openenv]'")
         super().__init__(**base)
         self.id = name or self.id  # type: ignore[misc]
         self.url, self.rules, self.timeout = url.rstrip("/"), rules, timeout
@@ -243,8 +241,6 @@ class OpenEnv(ToolEnv):
 
     def make_task(self, rng_seed: int, split: str) -> Task:
         """Draw the server's seeds: even ones for training, odd ones held out."""
-        if split not in SPLITS:
-            raise TaskDataError(f"{self.url}: no split {split!r}; expected one of {', '.join(SPLITS)}")
         seed = rng_seed * 2 % 2**31 + SPLITS.index(split)
         return Task(f"openenv/{split}/{rng_seed}", rng_seed, split, {"seed": seed})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import importlib.util
 import logging
 import socket
 import sys
@@ -26,7 +25,7 @@ from agentrl.env import ToolEnv
 from agentrl.env.address import EnvRequest
 from agentrl.env.base import plain_prompt
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
-from agentrl.utils.errors import CatalogError, ConfigError, DependencyError, EnvError, UserError, fault_text, hint_text
+from agentrl.utils.errors import CatalogError, ConfigError, EnvError, UserError, fault_text, hint_text, need_package
 from agentrl.utils.network import strict_json
 from agentrl.utils.redaction import references
 
@@ -157,8 +156,7 @@ async def http_server(app: EnvApp, host: str, port: int) -> AsyncIterator[tuple[
     both).
 
     `port`: 0 picks a free one. Raises DependencyError without the extra 'server', ConfigError if the port is taken."""
-    if importlib.util.find_spec("websockets") is None:
-        raise DependencyError("agentrl env serve --http needs websockets: pip install 'agentrl[server]'")
+    need_package("websockets", "agentrl env serve --http needs websockets: pip install 'agentrl[server]'")
     listener, name, server = open_socket(host, port), f"[{host}]" if ":" in host else host, LocalServer()
     serving = await server.serve(
         app.asgi(),

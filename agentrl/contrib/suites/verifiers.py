@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, partial, wraps
-from importlib.util import find_spec
 from inspect import isawaitable
 from typing import Any
 
@@ -19,13 +18,11 @@ from agentrl.env.authoring import SPLITS
 from agentrl.env.base import ScorerLike, ToolEnv
 from agentrl.env.spaces import Observation
 from agentrl.env.tools import Tool
-from agentrl.utils.errors import DependencyError, EnvError, TaskDataError
+from agentrl.utils.errors import EnvError, TaskDataError, need_package
 from agentrl.utils.parsing import read_json
+from agentrl.utils.threads import setting
 
-
-def _require() -> None:
-    if find_spec("verifiers") is None:
-        raise DependencyError("verifiers needs its package: pip install 'agentrl[verifiers]'")
+_NEEDS = ("verifiers", "verifiers needs its package: pip install 'agentrl[verifiers]'")
 
 
 # -- messages, both ways ---------------------------------------------------------------------------
@@ -114,7 +111,7 @@ def to_verifiers(
     (eval dataset), scored by our reward spec. An episode that could not be scored has the reward nan.
     `options` go to verifiers. Raises DependencyError without the package.
     """
-    _require()
+    need_package(*_NEEDS)
     import verifiers as vf
     from verifiers.utils.message_utils import normalize_messages
 
@@ -171,7 +168,7 @@ class VerifiersEnv(ToolEnv):
     def __init__(self, *, load: str = "", args: dict[str, Any] | None = None, environment: Any = None, **base: Any) -> None:
         """`load`, `args`: arguments of `verifiers.load_environment`; or an existing `environment`. Raises
         DependencyError without the package."""
-        _require()
+        need_package(*_NEEDS)
         import verifiers as vf
 
         super().__init__(**base)
@@ -183,8 +180,6 @@ class VerifiersEnv(ToolEnv):
             self.toolbox.add(Tool.from_schema(item.name, item.description, dict(item.parameters), _refuse_call))
 
     def make_task(self, rng_seed: int, split: str) -> Task:
-        if split not in SPLITS:
-            raise TaskDataError(f"verifiers: no split {split!r}; expected one of {', '.join(SPLITS)}")
         rows = self.theirs.get_dataset() if split == "train" else self.theirs.get_eval_dataset()
         draw = rng_seed % len(rows)
         row = json.loads(json.dumps(rows[draw], default=str))
@@ -235,14 +230,12 @@ class VerifiersEnv(ToolEnv):
 
     async def conclude(self) -> None:
         """Score the episode, also one cut at a limit of ours. Raises EnvError for a reward function that failed."""
-        state, token = self.theirs_state, _FAULTS.set([])
-        try:
+        state, faults = self.theirs_state, list[str]()
+        with setting(_FAULTS, faults):
             await self.theirs.cleanup(state)
             await self.theirs.rubric.score_rollout(state)
-            if faults := _FAULTS.get():
-                raise EnvError(f"verifiers: its reward function {faults[0]}")
-        finally:
-            _FAULTS.reset(token)
+        if faults:
+            raise EnvError(f"verifiers: its reward function {faults[0]}")
         self.result = {"reward": float(state["reward"]), "metrics": dict(state["metrics"] or {})}
 
 

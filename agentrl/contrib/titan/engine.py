@@ -19,7 +19,7 @@ from agentrl.trainer.model_folder import Loader, materialize
 from agentrl.trainer.optim import Offloaded
 from agentrl.trainer.pretrained import empty_model, load_model_config
 from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, Layout, compute_dtype
-from agentrl.utils.errors import ConfigError, DependencyError
+from agentrl.utils.errors import ConfigError, DependencyError, need_package
 
 # The package
 
@@ -32,8 +32,7 @@ def require_torchtitan() -> None:
     Its models import Triton kernels for a token exchange between experts that is not used here. Without Triton, which CPU
     builds of torch lack, a module whose functions raise replaces these kernels.
     """
-    if importlib.util.find_spec("torchtitan") is None:
-        raise DependencyError("model.engine = \"titan\" needs torchtitan: pip install 'agentrl[titan]'")
+    need_package("torchtitan", "model.engine = \"titan\" needs torchtitan: pip install 'agentrl[titan]'")
     if KERNELS not in sys.modules and importlib.util.find_spec("triton") is None:
         sys.modules[KERNELS] = _Missing(KERNELS)
     try:

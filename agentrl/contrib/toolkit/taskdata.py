@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from agentrl.contrib.toolkit.chat_forms import without_padding
 from agentrl.data.trajectory import Json, Task
 from agentrl.env.authoring import content_split, task_rng
 from agentrl.env.call_options import nearest
-from agentrl.utils.errors import DependencyError, TaskDataError, did_you_mean, fault_text
+from agentrl.utils.errors import TaskDataError, did_you_mean, fault_text, need_package
 from agentrl.utils.files import decode_text
 from agentrl.utils.parsing import is_unbounded, json_form, parts_of, read_json
 from agentrl.utils.schemas import BadSchemaError, checked_validator, fault_words, first_fault
@@ -216,8 +215,7 @@ def _read_rows(file: Path) -> Iterator[tuple[str, Any]]:
                     except ValueError as problem:
                         raise TaskDataError(f"{file}:{number}: not JSON: {problem}") from problem
         return
-    if find_spec("pyarrow") is None:
-        raise DependencyError(f"{file}: needs pyarrow: pip install 'agentrl[parquet]'")
+    need_package("pyarrow", f"{file}: needs pyarrow: pip install 'agentrl[parquet]'")
     import pyarrow
     import pyarrow.ipc
     import pyarrow.parquet

@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import PrometheusConfig
@@ -21,7 +20,7 @@ from agentrl.contrib.toolkit.http_server import ThreadServer
 from agentrl.rollout.engine import EngineStats
 from agentrl.run.metrics import info_of, metrics_table
 from agentrl.run.trackers import LIVE_METRICS, Outlet
-from agentrl.utils.errors import ConfigError, DependencyError, ResourceError
+from agentrl.utils.errors import ConfigError, ResourceError, need_package
 
 if TYPE_CHECKING:
     from agentrl.run.session import Session
@@ -56,8 +55,7 @@ class MetricsEndpoint:
     @classmethod
     def check(cls, cfg: PrometheusConfig) -> None:
         """Raise a UserError if the endpoint cannot be opened."""
-        if find_spec("prometheus_client") is None:
-            raise DependencyError("[prometheus] needs prometheus-client: pip install 'agentrl[prometheus]'")
+        need_package("prometheus_client", "[prometheus] needs prometheus-client: pip install 'agentrl[prometheus]'")
         _open_port(cfg).close()
 
     def __init__(self, cfg: PrometheusConfig, trackers: Sequence[Outlet] = ()) -> None:

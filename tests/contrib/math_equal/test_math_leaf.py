@@ -177,7 +177,7 @@ def test_arguments():
 
 
 def test_without_the_package_the_spec_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(equality, "find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.utils.errors.find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=r"pip install 'agentrl\[math\]'"):
         compile_spec(spec(leaf("math.equal", {"expect": "4"})))
 

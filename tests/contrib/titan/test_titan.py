@@ -163,7 +163,7 @@ def test_roles_and_packages_that_are_missing(alone: None, tiny: str, monkeypatch
         TitanEngine.check(ModelConfig(engine="titan", tensor_parallel=2, expert_parallel=2), 4)
     with pytest.raises(ConfigError, match=r"model\.tensor_parallel = 8 does not divide the model's 4 attention heads"):
         TitanEngine.check(ModelConfig(engine="titan", path=tiny, tensor_parallel=8), 8)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.utils.errors.find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=r"pip install 'agentrl\[titan\]'"):
         TitanEngine.check(ModelConfig(engine="titan"), 1)
 

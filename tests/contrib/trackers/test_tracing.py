@@ -20,7 +20,6 @@ from agentrl.cluster.launch import launch
 from agentrl.cluster.worker import Broadcast, Strategy, Worker
 from agentrl.config.load import config_from
 from agentrl.config.schema import PrometheusConfig
-from agentrl.contrib.trackers import prometheus as scrape
 from agentrl.contrib.trackers import tracing as otel
 from agentrl.contrib.trackers.prometheus import MetricsEndpoint, metric_of_key
 from agentrl.contrib.trackers.tracing import Timeline, Tracing, attributes_of, lanes, name_of
@@ -329,7 +328,7 @@ def test_a_port_that_is_taken_and_a_host_that_is_none_are_refused(monkeypatch: p
             MetricsEndpoint(PrometheusConfig(port=port))
     with pytest.raises(ConfigError, match=r"prometheus.host = 'no.such.host.invalid': not an address"):
         check_trackers(RunStart(of(prometheus={"host": "no.such.host.invalid"})))
-    monkeypatch.setattr(scrape, "find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.utils.errors.find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=r"pip install 'agentrl\[prometheus\]'"):
         check_trackers(RunStart(of(prometheus={})))
 

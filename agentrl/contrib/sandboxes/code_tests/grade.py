@@ -23,7 +23,7 @@ from agentrl.contrib.sandboxes.sandbox_pool import require, sandbox_config
 from agentrl.data.trajectory import Json
 from agentrl.reward.leaf import LEAVES, REF, Args, Context, Leaf, Reading, View, object_schema, or_ref
 from agentrl.reward.values import UnscorableError, brief
-from agentrl.utils.errors import DependencyError, SandboxError
+from agentrl.utils.errors import SandboxError, need_package
 from agentrl.utils.parsing import module_of, read_json
 
 # Two processes run in the sandbox: pytest with the tests (`runner.py`), and the policy's code (`policy.py`), which the tests
@@ -197,8 +197,7 @@ class CodeTests(Leaf):
 
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args, context)
-        if importlib.util.find_spec("pytest") is None:
-            raise DependencyError("the leaf code.tests runs pytest: pip install 'agentrl[testing]'")
+        need_package("pytest", "the leaf code.tests runs pytest: pip install 'agentrl[testing]'")
         require(sandbox_config(None))
         seconds, total = float(args.get("seconds", 10.0)), float(args.get("total_seconds", 60.0))
         if seconds > total:

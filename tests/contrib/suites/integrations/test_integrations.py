@@ -74,7 +74,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         for call in (lambda: VerifiersEnv(load="x"), lambda: to_verifiers(lambda: None, None)):  # type: ignore[arg-type,return-value]
             with pytest.raises(DependencyError, match=r"agentrl\[verifiers\]"):
                 call()
-    monkeypatch.setattr("agentrl.contrib.remote_envs.openenv.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.utils.errors.find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=r"agentrl\[openenv\]"):
         OpenEnv(url="http://x")
 
@@ -82,7 +82,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_the_rows_of_a_verifiers_environment_are_its_tasks_each_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the package: only the two datasets are read."""
     monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
-    monkeypatch.setattr("agentrl.contrib.suites.verifiers.find_spec", lambda name: object())
+    monkeypatch.setattr("agentrl.utils.errors.find_spec", lambda name: object())
     train, held_out = ([{"prompt": [{"role": "user", "content": f"{kind} {n}"}], "answer": str(n)} for n in range(size)]
                        for kind, size in (("train", 5), ("eval", 3)))  # fmt: skip
     theirs = SimpleNamespace(
@@ -104,7 +104,7 @@ def test_the_rows_of_a_verifiers_environment_are_its_tasks_each_once_an_epoch(mo
 
 def test_images_of_a_verifiers_environment_are_shown_and_other_parts_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
-    monkeypatch.setattr("agentrl.contrib.suites.verifiers.find_spec", lambda name: object())
+    monkeypatch.setattr("agentrl.utils.errors.find_spec", lambda name: object())
     shown = Image.of(PIL.Image.new("RGB", (4, 3), "red"))
     part = {"type": "image_url", "text": None, "image_url": {"url": f"data:image/png;base64,{shown.data}"}}
     text = {"type": "text", "text": "which color?", "image_url": None}  # as a dataset gives it
