@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import MappingProxyType
@@ -158,15 +158,14 @@ class EnvRef:
     def entry(self) -> EnvEntry:
         """The catalog entry, looked up once. Raises CatalogError for an unknown id, with the nearest ones."""
         path = None if self.source is None else here(self.source)
-        if path is None:
-            return find_env(self.id)
-        if path.is_file():
-            for entry in _entries_of(path):
-                if self.id in (entry.id, entry.name):
-                    return entry
+        for entry in _entries_of(path) if path is not None and path.is_file() else ():
+            if self.id in (entry.id, entry.name):
+                return entry
         try:
             return find_env(self.id)
         except CatalogError as problem:
+            if path is None:
+                raise
             raise CatalogError(
                 f"{problem}\nits file was {self.source}, which is not on this machine; only files in envs/ of the "
                 "working directory or of AGENTRL_PATH are copied to other machines"
@@ -327,19 +326,11 @@ def shelf_problems() -> list[str]:
     return found
 
 
-def find_reward(name: str) -> Path:
-    """Find the reward spec at a path, or `rewards/NAME.json` on a shelf. Raises CatalogError if not found."""
-    return find_file(name, "rewards", ".json", "reward spec")
-
-
-def find_config(name: str) -> Path:
-    """Find the config at a path, or `configs/NAME.toml` on a shelf. Raises CatalogError if not found."""
-    return find_file(name, "configs", ".toml", "config")
-
-
-def find_tools(name: str) -> Path:
-    """Find the tool module at a path, or `tools/NAME.py` on a shelf. Raises CatalogError if not found."""
-    return find_file(name, "tools", ".py", "tool set")
+find_reward = partial(find_file, folder="rewards", suffix=".json", what="reward spec")
+find_config = partial(find_file, folder="configs", suffix=".toml", what="config")
+find_tools = partial(find_file, folder="tools", suffix=".py", what="tool set")
+"""Find the file at a path, or by its NAME on a shelf: `rewards/NAME.json`, `configs/NAME.toml`, `tools/NAME.py`. Raise
+CatalogError if not found."""
 
 
 # -- inside ----------------------------------------------------------------------------------------
