@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 PHASES = {
     "sft": "a supervised step of the warm start",
@@ -38,10 +38,7 @@ class MetricInfo:
     per_env: bool = False
 
 
-def _episodes(name: str, unit: str, meaning: str) -> MetricInfo:
-    return MetricInfo(name, unit, meaning, _PLAYED, per_env=True)
-
-
+_episodes = partial(MetricInfo, phases=_PLAYED, per_env=True)
 TABLE: dict[str, tuple[MetricInfo, ...]] = {
     "What episodes scored": (
         _episodes("success", "share", "share of successes among the episodes whose success is known; evaluations of several "

@@ -681,9 +681,8 @@ SchemaValidator = _extend(Draft202012Validator, {name: _timed_keyword(keyword) f
 """Validator of draft 2020-12 whose patterns and work are limited (`first_fault`)."""
 
 
-def validator(schema: Any) -> Any:
-    """Build a `SchemaValidator` of a trusted or checked schema; it fetches nothing."""
-    return SchemaValidator(schema, registry=EMPTY_REGISTRY)
+validator = partial(SchemaValidator, registry=EMPTY_REGISTRY)
+"""Builds a `SchemaValidator` of a trusted or checked schema; it fetches nothing."""
 
 
 def checked_validator(schema: Any) -> Any:

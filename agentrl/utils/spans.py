@@ -122,9 +122,8 @@ def set_place(place: TracePlace | None) -> None:
     _HERE.set(place)
 
 
-def at(place: TracePlace | None) -> AbstractContextManager[None]:
-    """Make `place`, also of another process, the parent of spans inside the context; None: no trace."""
-    return setting(_HERE, place)
+at: Callable[[TracePlace | None], AbstractContextManager[None]] = functools.partial(setting, _HERE)
+"""`at(place)` makes a place, also of another process, the parent of spans inside its context; None: no trace."""
 
 
 def span(kind: Kind, name: str = "", *, track: str | None = None, root: bool = False) -> AbstractContextManager[TraceSpan | None]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from agentrl.data.images import Image
@@ -28,9 +29,8 @@ SECRET = 32
 """Minimum characters of a session id, which must be random."""
 
 
-def new_id() -> str:
-    """Generate an unguessable id of 192 random bits."""
-    return secrets.token_urlsafe(24)
+new_id = partial(secrets.token_urlsafe, 24)
+"""Generates an unguessable id of 192 random bits."""
 
 
 def dumps(value: Json) -> bytes:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import ItemsView, Iterator, MutableMapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, MutableMapping, ValuesView
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import is_dataclass
 from datetime import date, datetime
 from enum import Enum
+from functools import partial
 from threading import RLock
 from typing import Any, Self, TypeVar
 
@@ -45,10 +46,8 @@ def branch(base: T) -> T:
     return made  # type: ignore[no-any-return]
 
 
-def looking() -> AbstractContextManager[None]:
-    """Read branches without copies inside the block. The code must neither change nor keep the values, like a scan over all
-    rows."""
-    return setting(_NO_COPIES, True)
+looking: Callable[[], AbstractContextManager[None]] = partial(setting, _NO_COPIES, True)
+"""Reads branches without copies inside its context. The code must neither change nor keep the values, as in a scan of rows."""
 
 
 def _branch(base: Any) -> Any:

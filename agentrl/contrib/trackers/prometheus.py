@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import PrometheusConfig
@@ -203,10 +204,7 @@ COUNTERS: Mapping[str, str] = {
 }
 
 
-def _stem(name: str) -> str:
-    return re.sub(r"[\W_]+", "_", name).strip("_")
-
-
+_stem = partial(re.sub, r"[\W_]+", "_")
 _PLAIN = frozenset(_stem(entry.name) for _, entry in metrics_table())
 
 
@@ -223,7 +221,7 @@ def metric_of_key(key: str) -> tuple[str, dict[str, str], float, str]:
     match = re.fullmatch("".join("(.+)" if part.startswith("<") else re.escape(part) for part in parts), plain)
     values = match.groups() if match is not None else ()
     labels = {"env": env} | {part[1:-1]: text for part, text in zip(parts[1::2], values, strict=True)}
-    stem = _stem("".join(parts[::2]))
+    stem = _stem("".join(parts[::2])).strip("_")
     if parts[1:] and stem in _PLAIN:  # a family has one set of labels
         stem += f"_by_{parts[-2][1:-1]}"
     if info is None:
