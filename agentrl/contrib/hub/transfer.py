@@ -53,9 +53,8 @@ def push(source: str, name: str, which: str = "last", adapter: bool = False) -> 
             kind, folder = "model", run_folder(path)  # push the model, the config without secrets, and figures
             config = load_config(folder.config)
             if adapter:
-                step = export_run(
-                    folder.path, staged, int(which) if which.isdigit() else None, best=which == "best", adapter=True
-                )
+                number = int(which) if which.isdigit() else None
+                step = export_run(folder.path, staged, number, best=which == "best", adapter=True)
             else:
                 model = model_of(folder, which)
                 _stage_files(Path(model.path), "model", staged)
