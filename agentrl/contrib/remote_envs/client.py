@@ -298,7 +298,7 @@ class RemoteEnv(ToolEnv):
     def add_source(self, source: Any) -> None:
         raise EnvError(f"{self.id}: its tools run on the server {self._link.url}, so it takes none from here")
 
-    add_set = add_source
+    add_set = add_source  # type: ignore[assignment]  # another name of its argument
 
     def state(self) -> Json:
         return None if self._env_record is None else self._env_record.state
