@@ -26,18 +26,11 @@ def _control_tool(name: str, description: str, properties: dict[str, Any], requi
     return Tool.from_schema(name, description, schema, dict)  # never called: `Served` answers
 
 
+_STARTS = "Start an episode on the task of a seed; returns the task. The current episode ends."
+_SAYS = "Say something to the user; if the user has nothing to add, this ends the episode."
 _OWN_TOOLS = {
-    START: _control_tool(
-        START,
-        "Start an episode on the task of a seed; returns the task. The current episode ends.",
-        {"seed": {"type": "integer", "minimum": 0}},
-    ),
-    ANSWER: _control_tool(
-        ANSWER,
-        "Say something to the user; if the user has nothing to add, this ends the episode.",
-        {"text": {"type": "string"}},
-        ["text"],
-    ),
+    START: _control_tool(START, _STARTS, {"seed": {"type": "integer", "minimum": 0}}),
+    ANSWER: _control_tool(ANSWER, _SAYS, {"text": {"type": "string"}}, ["text"]),
 }
 Said = tuple[str, tuple[Image, ...]]
 """A text, and the images whose lines are in it."""
