@@ -25,7 +25,7 @@ from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchang
 from agentrl.contrib.agents.record import ServedEpisode
 from agentrl.contrib.agents.session import AgentSession, Live, ServedPolicy, refusal_of
 from agentrl.contrib.toolkit.chat_forms import call_result, tool_list
-from agentrl.contrib.toolkit.http_server import LocalServer, open_listener
+from agentrl.contrib.toolkit.http_server import MAX_BODY, LocalServer, open_listener
 from agentrl.data.trajectory import Json
 from agentrl.engines.chat_format import RequestError
 from agentrl.render.base import Renderer
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-MAX_BODY = 16 << 20
-"""Maximum bytes of a request's body."""
 LEAVE_S = 5
 """Seconds that `close` waits for clients that still read an answer."""
 WIRES = (CHAT, RESPONSES, ANTHROPIC)

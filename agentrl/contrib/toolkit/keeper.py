@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 GRACE = 0.3
 """Seconds between SIGTERM and SIGKILL."""
@@ -41,7 +42,9 @@ def main(command: list[str]) -> int:
         signal.signal(number, lambda *_: None)
     try:
         stdin = None if reads else subprocess.DEVNULL
-        child = subprocess.Popen(command, stdin=stdin, start_new_session=True, preexec_fn=die_with_parent)
+        # The kernel kills the child when this process dies.
+        dies = partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        child = subprocess.Popen(command, stdin=stdin, start_new_session=True, preexec_fn=dies)
     except OSError as problem:
         print(f"{command[0]}: {problem.strerror}", file=sys.stderr)
         return NOT_STARTED
@@ -50,11 +53,6 @@ def main(command: list[str]) -> int:
     code = _wait(child, woken, reads)
     end_all()
     return 128 - code if code < 0 else code
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent, the keeper, dies."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _wait(child: "subprocess.Popen[bytes]", woken: int, reads: bool) -> int:
