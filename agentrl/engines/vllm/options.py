@@ -167,20 +167,16 @@ def _plain(hint: Any) -> bool:
 
 WINDOWS_PLUS_ONE = ("cohere2", "cohere2_moe")
 """Families whose sliding layers see one key more in vLLM than in transformers (`sliding_window` keys)."""
-LOADS_NOTHING = "vLLM's loader takes no new weights for its experts and sinks"
-NO_ROUTER_BIAS = "vLLM's router for CPUs leaves out the bias that experts are chosen with"
 OTHER_LATENT = "with its latent attention on a CPU, logprobs of a tiny model are off by 5 after the first token"
 OTHER_CONVOLUTION = "with its convolutions on a CPU, logprobs of a tiny model are off by 0.6 after the first token"
-BFLOAT16_ONLY = "vLLM's gated delta nets on a CPU take bfloat16 only, and die at the first request"
-OTHER_HYBRID = "logprobs of a tiny model are off by 6 on a CPU, by its Mamba layers"
-REFUSED: dict[str, str] = {"gpt_oss": LOADS_NOTHING}
+REFUSED: dict[str, str] = {"gpt_oss": "vLLM's loader takes no new weights for its experts and sinks"}
 """Family that cannot be trained with vLLM on any device -> reason."""
 REFUSED_ON_CPU: dict[str, str] = {
-    "ernie4_5_moe": NO_ROUTER_BIAS,
+    "ernie4_5_moe": "vLLM's router for CPUs leaves out the bias that experts are chosen with",
     "lfm2": OTHER_CONVOLUTION,
     "lfm2_moe": OTHER_CONVOLUTION,
-    "qwen3_next": BFLOAT16_ONLY,
-    "granitemoehybrid": OTHER_HYBRID,
+    "qwen3_next": "vLLM's gated delta nets on a CPU take bfloat16 only, and die at the first request",
+    "granitemoehybrid": "logprobs of a tiny model are off by 6 on a CPU, by its Mamba layers",
     "deepseek_v2": OTHER_LATENT,
     "deepseek_v3": OTHER_LATENT,
 }
