@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -192,10 +191,12 @@ class Preparation:
             for file, split in sources(self.data.path).items():
                 for place, row in rows_of(file):
                     self.rows += 1
-                    self._attempt(place, partial(self._row, place, row, split, found, writer))
+                    with self._attempt(place):
+                        self._row(place, row, split, found, writer)
             choose: Callable[..., Iterable[Sequence[Scored]]] = pairs if self.each == 2 else lambda *given: zip(best(*given))
             for episodes in choose(found, self.data, self.passed):
-                self._attempt(episodes[0].place, partial(self._episodes, episodes, writer))
+                with self._attempt(episodes[0].place):
+                    self._add(writer, str(episodes[0].task), [self._ledgers(one.place) for one in episodes])
             share = len(self.left_out) / max(self.rows, 1)
             named = "".join(f"\n  {place}: {why}" for place, why in self.left_out[:NAMED])
             more = f"\n  ... and {len(self.left_out) - NAMED} more" if len(self.left_out) > NAMED else ""
@@ -215,9 +216,10 @@ class Preparation:
                 raise ConfigError(f"data.{key} applies to recorded episodes, and none of the {self.rows} rows is one. Remove it")
             return writer.finish(self.data.heldout, seed, self.rows, self.left_out, dict(self.passed), dict(self.unread))
 
-    def _attempt(self, place: RowPlace, do: Callable[[], None]) -> None:
+    @contextmanager
+    def _attempt(self, place: RowPlace) -> Iterator[None]:
         try:
-            do()
+            yield
         except BadRowError as problem:
             self.left_out.append((str(place), str(problem)))
 
@@ -257,9 +259,6 @@ class Preparation:
                 self.unread += chat.unread
             # Named by its content: a duplicate conversation must not be both trained on and held out.
             self._add(writer, sha256("\n".join(sorted(chat.content for chat in chats)).encode()).hexdigest(), ledgers)
-
-    def _episodes(self, episodes: Sequence[Scored], writer: RowWriter) -> None:
-        self._add(writer, str(episodes[0].task), [self._ledgers(one.place) for one in episodes])
 
     def _ledgers(self, place: RowPlace) -> Ledgers:
         with open_plain(place.file) as lines:
