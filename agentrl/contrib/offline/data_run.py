@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.group import WorkerGroup, check_arrived, check_shared
 from agentrl.cluster.placement import has_gpus
-from agentrl.cluster.ray_cluster import start_ray, stop_ray
+from agentrl.cluster.ray_cluster import ray_of
 from agentrl.config import TrainConfig
 from agentrl.config.identity import Identity, check_references, identity_of
 from agentrl.config.load import check_unread
@@ -256,16 +257,15 @@ class DataRunKind:
             path = await in_thread("files", model_folder, config.seed, self.config.model, folder)
             if data.loss == "reward":
                 path = await in_thread("files", classifier_of, path, folder.path / "classifier", self.config.model)
-        began = False
-        if config.cluster.backend == "ray":
-            with display.doing("starting Ray"):
-                began = start_ray(config.cluster)
-        pools, group = None, None
-        try:
+        with ExitStack() as ends:
+            if config.cluster.backend == "ray":
+                with display.doing("starting Ray"):
+                    ends.enter_context(ray_of(config.cluster))
             kind = OBJECTIVES[data.loss]
             with display.doing("starting the training processes"):
-                pools = RunRoles(EngineChoice(config)).open_pools()
-                group = start_actors(config.model, config.cluster, pools, kind.role)
+                if (pools := RunRoles(EngineChoice(config)).open_pools()) is not None:
+                    ends.callback(pools.close)
+                group = ends.enter_context(start_actors(config.model, config.cluster, pools, kind.role))
             await check_shared(group, folder.path, "out")
             with display.doing("loading the model"):
                 init: Any = kind.role.init_model  # type: ignore[attr-defined]
@@ -279,13 +279,6 @@ class DataRunKind:
             checkpoints = Checkpoints(folder.checkpoints, saved.keep, saved.keep_best)
             run = DataRun(data, folder, display, run_log, store, identity, group, objective, checkpoints, *every, config.seed)
             return await _run(run, interrupt)
-        finally:
-            if group is not None:
-                group.close()
-            if pools is not None:
-                pools.close()
-            if began:
-                stop_ray()
 
     def summary(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a data run's entries of summary.json, except its final status."""
