@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
@@ -19,19 +18,9 @@ from agentrl.config.envs import leaves
 from agentrl.config.identity import without_secrets
 from agentrl.run.folder import RunFolder
 from agentrl.run.trackers import FLUSH_S, TRACKERS, Cell, Status, TrackedRun, Tracker
-from agentrl.utils.errors import ConfigError, DependencyError
+from agentrl.utils.errors import ConfigError, need_package
 from agentrl.utils.files import atomic_write
 from agentrl.utils.parsing import json_text, read_json
-
-# Packages
-
-
-def require_packages(tracker: str, extra: str, *packages: str) -> None:
-    """Raise DependencyError, with the install command, if one of the packages is missing."""
-    missing = [package for package in packages if find_spec(package) is None]
-    if missing:
-        raise DependencyError(f"{tracker} needs {', '.join(missing)}: pip install 'agentrl[{extra}]'")
-
 
 # Record of the rows sent to a service
 
@@ -99,7 +88,7 @@ class WeightsAndBiases(Tracker):
 
     @classmethod
     def check(cls, args: Mapping[str, Any]) -> None:
-        require_packages('trackers "wandb"', "wandb", "wandb")
+        need_package("wandb", "trackers \"wandb\" needs wandb: pip install 'agentrl[wandb]'")
         # W&B finds a key without a prompt in these variables, and in the file that `wandb login` writes.
         login: Any = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
         if not login:
@@ -193,7 +182,8 @@ class MLflow(Tracker):
     def check(cls, args: Mapping[str, Any]) -> None:
         uri = _uri(args["uri"])
         database = uri.partition(":")[0].startswith(("sqlite", "postgresql", "mysql", "mssql"))
-        require_packages('trackers "mlflow"', "mlflow", "mlflow", *(("sqlalchemy", "alembic") if database else ()))
+        for package in ("mlflow", *(("sqlalchemy", "alembic") if database else ())):
+            need_package(package, f"trackers \"mlflow\" needs {package}: pip install 'agentrl[mlflow]'")
         if not uri:
             raise ConfigError(
                 'trackers "mlflow": set args.uri or MLFLOW_TRACKING_URI to the address of your server; without a network use '
@@ -263,7 +253,7 @@ class Trackio(Tracker):
 
     @classmethod
     def check(cls, args: Mapping[str, Any]) -> None:
-        require_packages('trackers "trackio"', "trackio", "trackio")
+        need_package("trackio", "trackers \"trackio\" needs trackio: pip install 'agentrl[trackio]'")
         space = args["space"] or os.environ.get("TRACKIO_SPACE_ID")
         if space:
             from huggingface_hub import get_token

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from agentrl.cluster.host import AROUND_CALLS
 from agentrl.cluster.worker import Worker
 from agentrl.config.schema import ProfileConfig, TracesConfig
 from agentrl.run.trackers import TRACING, TrackedRun
-from agentrl.utils.errors import ConfigError, DependencyError, WorkerError
+from agentrl.utils.errors import ConfigError, DependencyError, WorkerError, need_package
 from agentrl.utils.parsing import json_text
 from agentrl.utils.redaction import redact_said
 from agentrl.utils.spans import (
@@ -367,8 +366,8 @@ def attributes_of(found: TraceSpan, common: Mapping[str, str]) -> dict[str, Valu
 def _exporter() -> EntryPoint | None:
     """Return the exporter that OTEL_TRACES_EXPORTER names (default: otlp), or None for "none". Raises DependencyError for a
     missing package, ConfigError for an exporter that no installed package has."""
-    if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
-        raise DependencyError("[traces] needs opentelemetry-sdk: pip install 'agentrl[otel]'")
+    for package in ("opentelemetry", "opentelemetry.sdk"):
+        need_package(package, "[traces] needs opentelemetry-sdk: pip install 'agentrl[otel]'")
     name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
     if name == "none":
         return None

@@ -421,6 +421,6 @@ def test_what_cannot_be_traced_is_refused_before_the_run(monkeypatch: pytest.Mon
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier pigeon")
     with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL = 'carrier pigeon': expected one of http/protobuf, grpc"):
         check_trackers(RunStart(of(traces={})))
-    monkeypatch.setattr(otel, "find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.utils.errors.find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=r"pip install 'agentrl\[otel\]'"):
         check_trackers(RunStart(of(traces={})))

@@ -183,14 +183,14 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
 ) -> None:
     find = importlib.util.find_spec
     hidden = lambda package, *more: None if package == name else find(package, *more)  # noqa: E731
-    monkeypatch.setattr("agentrl.contrib.trackers.services.find_spec", hidden)
+    monkeypatch.setattr("agentrl.utils.errors.find_spec", hidden)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     with pytest.raises(DependencyError, match=rf"pip install 'agentrl\[{name}\]'"):
         check_trackers(RunStart(tracked(tmp_path, {"name": name}).config))
 
 
 def test_a_login_that_is_missing_is_refused_with_the_way_that_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.contrib.trackers.services.find_spec", lambda package: True)
+    monkeypatch.setattr("agentrl.utils.errors.find_spec", lambda package: True)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
