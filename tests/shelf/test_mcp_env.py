@@ -220,7 +220,7 @@ def test_a_changed_task_file_is_read_again(stdio: dict[str, Any], tmp_path: Path
 
 
 def test_without_the_sdk_listing_works_and_building_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.contrib.mcp.client.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.utils.errors.find_spec", lambda name: None)
     assert "agentrl/Mcp-v0" in {entry.id for entry in list_envs()}
     with pytest.raises(DependencyError, match=r"agentrl\[mcp\]"):
         EnvRef("mcp").build()
