@@ -16,7 +16,12 @@ from tests.conftest import proof
 ROOT = Path(__file__).resolve().parents[1]
 CONTRIB = ROOT / "agentrl" / "contrib"
 FOLDERS = sorted(path.name for path in CONTRIB.iterdir() if (path / "__init__.py").is_file())
-COMMANDS = {"gpu_tests": ["test"], "hub": ["push", "pull"], "view": ["view", "runs", "show"]}  # these leave with a folder
+COMMANDS = {
+    "doctor": ["doctor"],
+    "gpu_tests": ["test"],
+    "hub": ["push", "pull"],
+    "view": ["view", "runs", "show"],
+}  # these leave with a folder
 RUN = [
     "train", "quickstart", "steps=1", "sft=false", "cluster.backend=inline", "engine=embedded", "eval.tasks=2",
     "rollout.groups=2", "rollout.group_size=2", "trackers=[]", "stop_at_success=false", "health.lint=false",
@@ -40,7 +45,6 @@ REFUSED = {  # by name, without the folder
 ABOUT_ALL = [
     "tests/config/test_no_dead_keys.py", "tests/run/test_metrics.py::test_no_entry_is_of_a_number_that_no_code_makes",
     "tests/test_contrib.py", "tests/test_doc_blocks.py", "tests/test_docs.py", "tests/test_faults.py",
-    "tests/test_shape.py::test_the_files_that_begin_first_are_there",
 ]  # fmt: skip
 
 

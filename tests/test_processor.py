@@ -125,7 +125,8 @@ def test_a_real_control_group_is_seen_by_all_that_count() -> None:
     program = """
 import os, sys
 for group in sys.argv[1:]: open(group + "/cgroup.procs", "w").write(str(os.getpid()))
-from agentrl.cluster import doctor, placement, ray_cluster
+from agentrl.cluster import placement, ray_cluster
+from agentrl.contrib.doctor import machine_checks as doctor
 from agentrl.utils.processor import threads_for
 from agentrl.run.role_placement import Peak, peaks
 found = {one.check: one.found for one in doctor.check_machine()}

@@ -282,7 +282,7 @@ def test_a_client_of_an_environment_s_server_reads_none_of_its_variables() -> No
 @pytest.mark.parametrize(("row", "refused"), [
     ({"env": {"id": "key_value", "params": {"x": ["env:REFERRED"]}}}, None),
     ({"env": [{"id": "key_value", "wrappers": [{"name": "w", "args": {"x": "${env:WITHIN}"}}]}]}, None),
-    ({"env": {"id": "key_value"}, "trackers": [{"name": "jsonl", "args": {"x": "env:REFERRED"}}]}, None),
+    ({"env": {"id": "key_value"}, "trackers": [{"name": "wandb", "args": {"x": "env:REFERRED"}}]}, None),
     ({"env": {"id": "key_value"}, "api": {"base": "http://${env:WITHIN}@h"}}, None),
     ({"env": {"id": "key_value"}, "model": {"path": "env:REFERRED"}}, "model.path = 'env:REFERRED': a reference"),
     ({"env": {"id": "key_value"}, "engine_args": {"key": "a${env:WITHIN}"}}, "engine_args.key = 'a${env:WITHIN}': a ref"),

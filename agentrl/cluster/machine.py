@@ -9,13 +9,16 @@ import os
 import socket
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from agentrl.utils.errors import DispatchError, ResourceError
+from agentrl.utils.registry import Registry
 
 NETWORK_FILE_SYSTEMS = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.sshfs", "gpfs", "beegfs", "glusterfs", "9p", "afs")
@@ -235,3 +238,20 @@ def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backen
     else:
         store = TCPStore(rendezvous.host, rendezvous.port, world_size, is_master=False, timeout=span)
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=span)
+
+
+Level = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFinding:
+    """One finding; `advice` is the fix if the level is not "ok"."""
+
+    check: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+MACHINE_CHECKS: Registry[Callable[[], Iterator[MachineFinding]]] = Registry("doctor", "MACHINE_CHECKS", "agentrl.cluster.machine")
+"""Checks registered by optional features and plug-ins."""

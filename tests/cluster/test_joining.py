@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from agentrl.cluster import ray_cluster
-from agentrl.cluster.doctor import _reachable
 from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig
+from agentrl.contrib.doctor.machine_checks import _reachable
 from agentrl.utils.errors import ResourceError
 from tests.conftest import proof
 

@@ -10,10 +10,11 @@ import pytest
 import ray
 import torch
 
-from agentrl.cluster import doctor, ray_group
 from agentrl.cluster import group as groups
+from agentrl.cluster import ray_group
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ClusterConfig, PoolConfig
+from agentrl.contrib.doctor import machine_checks as doctor
 from agentrl.utils.errors import (
     CheckpointError,
     ConfigError,

@@ -110,7 +110,7 @@ class Leaky(Tracker):
 CONFIG = """
 name = "run"
 steps = 1
-trackers = [{{ name = "jsonl" }}, {{ name = "leaky", args = {{ token = "env:TRACKER" }} }}]
+trackers = [{{ name = "tensorboard" }}, {{ name = "leaky", args = {{ token = "env:TRACKER" }} }}]
 trajectories_every = 1
 engine = "embedded"
 env = {{ id = "leaky", reward = "spec.json", params = {{ service_token = "{param}" }} }}

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.cli.main import main
-from agentrl.cluster import doctor
 from agentrl.cluster.placement import ClusterNode
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.identity import check_resumed
 from agentrl.config.schema import ClusterConfig
+from agentrl.contrib.doctor import machine_checks as doctor
 from agentrl.engines.vllm.vllm_maker import VllmMaker
 from agentrl.run import role_placement
 from agentrl.run.assembly import Inputs, RunStart

@@ -227,7 +227,7 @@ class TrainConfig(Frozen):
     health: HealthConfig = HealthConfig()
     """Checks of whether a run can learn, and has learned."""
     trackers: list[Choice] = Field(default_factory=lambda: [Choice(name="tensorboard")])
-    """Outputs of metrics in addition to metrics.jsonl: "tensorboard", "jsonl", "wandb", "mlflow", "trackio"
+    """Outputs of metrics in addition to metrics.jsonl: "tensorboard", "wandb", "mlflow", "trackio"
     (docs/observability.md), or one in `plugins/`."""
     callbacks: list[Choice] = Field(default_factory=list)
     """Classes in `plugins/` that are called for each update and each finished group (docs/python.md)."""

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
-from agentrl.cluster.doctor import MACHINE_CHECKS, MachineFinding
+from agentrl.cluster.machine import MACHINE_CHECKS, MachineFinding
 from agentrl.contrib.sandboxes import bubblewrap
 from agentrl.contrib.sandboxes.contract import (
     SANDBOXES,

