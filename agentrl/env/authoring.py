@@ -151,14 +151,13 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raise HookError, naming FILE:LINE, for a value that would hide a method or a read-only property, or is no user."""
-        made = getattr(type(self), name, None)
-        hides = made.fset is None if isinstance(made, property) else inspect.isfunction(made) and not callable(value)
-        bases = (vars(base) for base in type(self).__mro__ if base.__module__.startswith("agentrl.env."))
-        if (hides and any(name in base for base in bases)) or (name == "user" and not isinstance(value, User | None)):
-            at = sys._getframe(1)
-            own = "is the simulated user" if name == "user" else "belongs to ToolEnv"
-            fix = f"Choose another name for it ({at.f_code.co_filename}:{at.f_lineno})"
-            raise HookError(f"{type(self).__name__}: self.{name} = {value!r:.80}, but {name!r} {own}. {fix}")
+        if (made := getattr(type(self), name, None)) is not None or name == "user":  # rare: each step sets attributes
+            hides = made.fset is None if isinstance(made, property) else inspect.isfunction(made) and not callable(value)
+            ours = any(name in vars(base) for base in type(self).__mro__ if base.__module__.startswith("agentrl.env."))
+            if (hides and ours) or (name == "user" and not isinstance(value, User | None)):
+                at, own = sys._getframe(1), "is the simulated user" if name == "user" else "belongs to ToolEnv"
+                fix = f"Choose another name for it ({at.f_code.co_filename}:{at.f_lineno})"
+                raise HookError(f"{type(self).__name__}: self.{name} = {value!r:.80}, but {name!r} {own}. {fix}")
         super().__setattr__(name, value)
 
     @abstractmethod
