@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli.main import main
-from tests import doc_blocks
 from tests.conftest import proof
 from tests.doc_blocks import PAGES, ROOT, Block, Reader, blocks_of, problems
 from tests.e2e.runs import SMALL
@@ -54,14 +53,6 @@ def test_every_block_of_a_page_is_what_it_says(page: Path) -> None:
 def test_what_is_wrong_in_a_block_is_found(language: str, text: str, wrong: str) -> None:
     [problem] = problems(Block(Path("docs/README.md"), 7, language, "", text, ""))
     assert problem.startswith("docs/README.md:7: ") and wrong in problem
-
-
-def test_a_reason_is_that_of_the_block_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doc_blocks, "ROOT", tmp_path)
-    fence = "```sh\nagentrl doctor\n```\n"
-    text = f"<!-- not run: one -->\n{fence}\n<!-- a note -->\n{fence}\n<!-- not run: two -->\n\n{fence}"
-    (tmp_path / "page.md").write_text(text)
-    assert [block.reason for block in blocks_of(Path("page.md"))] == ["one", "", "two"]
 
 
 def test_guides_show_nothing_that_is_not_read() -> None:

@@ -172,6 +172,7 @@ def test_a_correct_one_passes_and_keeps_nothing_of_its_trial(dry: Callable[..., 
     assert ADVANTAGES.entry("mine").make.__globals__["SEEN"] == []  # type: ignore[attr-defined]
     for key, right in (
         ("env.sandbox", MADE + "return made"),
+        ("algorithm.loss", LOSS + "LossOutput(-batch.advantages * batch.logprobs, {'half': 0.5})"),
         ("rollout.accept", FILTER + "group.trajectories[0].task.data['n'] > 2"),
     ):
         dry(key, right, code=0)
