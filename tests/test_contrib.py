@@ -16,12 +16,8 @@ from tests.conftest import proof
 ROOT = Path(__file__).resolve().parents[1]
 CONTRIB = ROOT / "agentrl" / "contrib"
 FOLDERS = sorted(path.name for path in CONTRIB.iterdir() if (path / "__init__.py").is_file())
-COMMANDS = {
-    "doctor": ["doctor"],
-    "gpu_tests": ["test"],
-    "hub": ["push", "pull"],
-    "view": ["view", "runs", "show"],
-}  # these leave with a folder
+# These leave with a folder.
+COMMANDS = {"doctor": ["doctor"], "gpu_tests": ["test"], "hub": ["push", "pull"], "view": ["view", "runs", "show"]}
 RUN = [
     "train", "quickstart", "steps=1", "sft=false", "cluster.backend=inline", "engine=embedded", "eval.tasks=2",
     "rollout.groups=2", "rollout.group_size=2", "trackers=[]", "stop_at_success=false", "health.lint=false",

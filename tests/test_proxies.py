@@ -19,7 +19,7 @@ from agentrl.contrib.users import ModelUser
 from agentrl.env.users import UserModel
 from agentrl.render.litellm_calls import load_litellm
 from agentrl.utils import network as proxies
-from agentrl.utils.errors import EnvError
+from agentrl.utils.errors import AgentFaultError, EnvError
 from tests.rollout.loopback import LoopbackServer
 
 NAMES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
@@ -65,7 +65,10 @@ def post(url: str) -> tuple[str | None, str | None]:
         finally:
             await program.close()
 
-    outcome = asyncio.run(run())
+    try:
+        outcome = asyncio.run(run())
+    except AgentFaultError as fault:
+        return None, str(fault)
     return outcome.output, outcome.failure
 
 
