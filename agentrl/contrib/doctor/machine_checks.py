@@ -51,7 +51,7 @@ def check_versions() -> Iterator[MachineFinding]:
     yield _finding(
         "python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer", otherwise="fail"
     )
-    versions = {one.name: one.version for one in metadata.distributions()}
+    versions = {one.name: one.version for one in reversed([*metadata.distributions()])}  # of two, the first is imported
     for name in CORE:
         advice = "install agentrl with its dependencies (make install)"
         yield _finding(name, name in versions, versions.get(name, "not installed"), advice, otherwise="fail")
