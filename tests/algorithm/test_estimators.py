@@ -13,7 +13,6 @@ from agentrl.data.rows import Ragged, build, collate, nested_tensor
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.trainer.algorithms import advantages, policy_loss
-from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import (
     AdvantageInput,
     AdvantageOutput,
@@ -27,7 +26,6 @@ from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_est
 from agentrl.trainer.estimator_inputs import with_advantages
 from agentrl.trainer.minibatch import with_policies
 from agentrl.utils.errors import CallbackError, ConfigError
-from tests.sources import core_names
 
 
 def batch_of(**more: Any) -> AdvantageInput:
@@ -230,35 +228,7 @@ def test_what_a_correction_returns_is_named(answer: Any, said: str) -> None:
     assert f"algorithm.correction {name!r} {said}" in str(error.value)
 
 
-# -- groups without a difference, and credit from trajectories -------------------------------------
-
-
-def alike_members(reward: float, lengths: list[int], dtype: torch.dtype) -> AdvantageInput:
-    """A group of members of one reward: a token of context, then so many sampled ones, the last with the reward."""
-    ends = torch.tensor(lengths).add(1).cumsum(0)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-    mask, rewards = torch.ones(int(ends[-1]), dtype=torch.bool), torch.zeros(int(ends[-1]), dtype=dtype)
-    mask[offsets[:-1]], rewards[ends - 1] = False, reward
-    count, zero = len(lengths), torch.zeros(len(mask), dtype=torch.int64)
-    all_of = torch.full((count,), reward, dtype=dtype)
-    terms, group = all_of[:, None].repeat(1, 2), torch.zeros(count, dtype=torch.int64)
-    return AdvantageInput(
-        rewards, mask, offsets, group, all_of, turns=zero, member=torch.arange(count), terms=terms, anchors=zero
-    )
-
-
-GROUP_BASED = [name for name in core_names(ADVANTAGES) if "group" in ADVANTAGES.entry(name).needs]
-
-
-@pytest.mark.parametrize("name", GROUP_BASED)
-@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, -2.3, 1e6 + 0.1])
-def test_a_group_without_a_difference_gets_exactly_zero(name: str, reward: float) -> None:
-    args = {"terms": ["a", "b"]} if name == "multi_reward" else {}
-    for dtype in (torch.float32, torch.float64):
-        for size in (3, 5, 6, 7, 11, 16, 33, 64):
-            out = advantages(name, args)(alike_members(reward, [1 + i % 3 for i in range(size)], dtype))
-            assert out.advantages.dtype == dtype
-            assert out.advantages.abs().max().item() == 0.0, (dtype, size)
+# -- credit from trajectories ----------------------------------------------------------------------
 
 
 def played(member: int, reward: float, ledgers: int) -> Trajectory:
