@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.data.rows import Ragged, build, nested_tensor, pack
 from agentrl.data.schedule import Tree, find_trees, share, token_ratio, with_trees
-from agentrl.trainer.attention import packed_attention, packed_rows
 from tests.conftest import examples
 
 SHORT = 2
@@ -75,23 +71,6 @@ def test_every_plain_token_is_computed_somewhere_with_its_own_history(rows):
             seen = mask[made.at[start + position]].nonzero().flatten()
             assert made.token_ids[seen].tolist() == one[: position + 1]
         start += len(one)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(text, st.integers(0, 1)), min_size=1, max_size=6))
-def test_attention_equals_the_dense_mask(rows):
-    batch = group_batch([row[0] for row in rows], [row[1] for row in rows])
-    made = share(batch, range(len(rows)), find_trees(batch, SHORT))
-    generator = torch.Generator().manual_seed(0)
-    size = len(made.token_ids)
-    query = torch.randn(size, 4, 8, generator=generator)
-    key, value = (torch.randn(size, 2, 8, generator=generator) for _ in range(2))
-    packed = replace(packed_rows(made.spans), fused=False)  # by blocks, as on a GPU
-    given = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    out = packed_attention(torch.nn.Identity(), *given, None, packed=packed, scaling=8**-0.5)[0][0]
-    full = [tensor.repeat_interleave(2, 1).transpose(0, 1) for tensor in (key, value)]
-    dense = F.scaled_dot_product_attention(query.transpose(0, 1), *full, attn_mask=visible(made.spans))
-    assert torch.allclose(out, dense.transpose(0, 1), atol=1e-5)
 
 
 def test_what_could_be_shared_counts_tokens():
