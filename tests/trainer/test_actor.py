@@ -63,15 +63,6 @@ def test_supervised_steps_learn_and_end_with_a_model_on_disk(tiny: str, tmp_path
     assert same(weights(again), exported)
 
 
-def test_sft_loss_is_the_mean_over_assistant_tokens(tiny: str) -> None:
-    group = start(tiny)
-    group.run(Actor.begin_sft, toy_sft())
-    batch = make_batch(6)
-    expected = -group.run(Actor.compute_logprob, batch)["logprobs"].values().sum() / batch["sampled"].values().sum()
-    [metrics] = train_batch(group, Actor.sft_steps, batch, 1)
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
-
-
 def test_clear_errors(tiny: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such model folder"):
         start(str(tmp_path / "tinny"))

@@ -72,15 +72,6 @@ def test_advantages_are_the_estimators_and_the_teachers_log_probabilities_less_t
     learner.close()
 
 
-def test_a_teacher_that_is_the_policy_teaches_nothing(tiny: str) -> None:
-    section = DistillationConfig(path=tiny, reward_coef=0.0)
-    algorithm = AlgorithmConfig(advantage=Choice(name="rloo"), loss=PLAIN, proximal="recompute", distillation=section)
-    learner = opened(tiny, config_of(algorithm=algorithm))
-    found = asyncio.run(learner.step(members_of(2, 0), 0))
-    assert found["grad_norm"] < 1e-5 and found["teacher/kl"] == pytest.approx(0.0, abs=1e-6)
-    learner.close()
-
-
 def words(out: Path, teacher: str, *more: str) -> list[str]:
     given = [f"algorithm.distillation={{path='{teacher}',reward_coef=0.0}}", "rollout.group_size=1", "rollout.groups=12"]
     return [*given, "steps=8", "optim.lr=1e-2", "checkpoint.every=1", "checkpoint.keep=9", "algorithm.minibatch=64", *more]
