@@ -77,6 +77,11 @@ class Ragged:
         found: tuple[Image, ...] = self.batch.get(IMAGES)[row].data if IMAGES in self else ()
         return found
 
+    def positions(self, rows: Rows) -> torch.Tensor:
+        """Return the positions of the tokens of `rows` in a flat token column, int64, in the order of the rows."""
+        runs = token_runs(np.asarray(rows, dtype=np.int64), self.offsets.numpy())
+        return torch.cat([torch.arange(start, stop) for start, stop in runs])
+
     @cached_property
     def episode(self) -> np.ndarray:
         """Number the episode of each row by first appearance, int64 [N]; an episode is one (group, member)."""
@@ -219,17 +224,6 @@ def pack(view: Ragged, rows: Rows) -> TensorDict:
     # The attention kernels take int32.
     out["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
     return build(out, None)
-
-
-def unpack(view: Ragged, rows: Sequence[int], values: torch.Tensor, into: torch.Tensor) -> None:
-    """Write per-token `values` [T, ...] of packed `rows` into the column `into`.
-
-    `into`: a flat token column of `view`. Without rows (a dummy) nothing is written."""
-    at = 0
-    for row in rows:
-        start, stop = int(view.offsets[row]), int(view.offsets[row + 1])
-        into[start:stop] = values[at : at + stop - start]
-        at += stop - start
 
 
 # Device transfer

@@ -308,8 +308,7 @@ def with_selection(view: Ragged, parts: list[np.ndarray], loss: Choice, seed: in
     noise = mix.to(torch.float64)
     picked = torch.zeros(len(trained), dtype=torch.bool)
     for rows in parts:
-        own = rows[origins(view)[rows] == FRESH]
-        every = torch.cat([torch.arange(int(view.offsets[row]), int(view.offsets[row + 1])) for row in own])
+        every = view.positions(rows[origins(view)[rows] == FRESH])
         indices = every[trained[every]]
         if not len(indices):
             continue

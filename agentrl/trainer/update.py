@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.expert_routing import free, router_code
-from agentrl.data.rows import Ragged, build, nested_tensor, on_device, pack, sampled_offsets, spread, unpack
+from agentrl.data.rows import Ragged, build, nested_tensor, on_device, pack, sampled_offsets, spread
 from agentrl.data.schedule import FRESH, ORIGIN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate, call_loss
@@ -413,10 +413,9 @@ def forward_columns(
     for rows in micros:
         # Also for a dummy without rows: its pass takes part in the collectives of the other ranks and writes nothing.
         packed = Pack(view, rows, engine.device, replay)
-        for name, values in zip(names, forward(packed.micro), strict=True):
-            tokens = torch.zeros(len(packed.mask))
-            tokens[packed.mask] = values.float().cpu()
-            unpack(view, rows, tokens, out[name])
+        found = zip(names, forward(packed.micro), strict=True)
+        for name, values in found if rows else ():
+            out[name][view.positions(rows)[packed.mask]] = values.float().cpu()
     return build({name: nested_tensor(values, view.offsets) for name, values in out.items()}, len(view))
 
 

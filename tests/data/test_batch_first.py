@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from agentrl.data.rows import Ragged, collate, concat, pack, select, unpack
+from agentrl.data.rows import Ragged, collate, concat, pack, select
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 
@@ -56,15 +56,14 @@ def test_collate_refuses_unscored_and_can_keep_it_as_nan():
     assert torch.isnan(collate([trajectory(None)], allow_unscored=True)["reward"]).all()
 
 
-def test_pack_select_concat_unpack():
+def test_pack_positions_select_and_concat():
     batch = collate([trajectory(1.0), trajectory(0.0, member=1)])
     packed = pack(Ragged.of(batch), [1, 0])
     assert packed["position_ids"].tolist() == [*range(10), *range(10)]
     assert packed["cu_seqlens"].tolist() == [0, 10, 20] and packed["cu_seqlens"].dtype == torch.int32
     assert packed["member"].tolist() == [1, 0]
-    into = torch.zeros(20)
-    unpack(Ragged.of(batch), [1, 0], torch.arange(20.0), into)
-    assert into[:10].tolist() == list(range(10, 20))
+    view = Ragged.of(batch)
+    assert view.positions([1, 0]).tolist() == [*range(10, 20), *range(10)] and view.positions([]).tolist() == []
     assert concat([batch, select(batch, [])])["token_ids"].values().equal(batch["token_ids"].values())
     dummy = pack(Ragged.of(select(batch, [])), [])
     assert dummy["token_ids"].shape == (1,) and not dummy["sampled"].any()
