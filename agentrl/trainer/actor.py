@@ -23,7 +23,7 @@ from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators
 from agentrl.trainer.minibatch import MINIBATCHES, SOURCE, LogRatios, RowsShard, Visits
 from agentrl.trainer.optim import optim_of, rate, sft_optim
-from agentrl.trainer.roles import POLICIES, TrainedRole, open_engine
+from agentrl.trainer.roles import POLICIES, TrainedRole
 from agentrl.trainer.train_engine import BaseEngine
 from agentrl.trainer.update import Meter, MicroLoss, Pack, Steps, compute_logprobs, measured_means, visit_order
 from agentrl.utils.errors import AgentrlError, BrokenWeightsError, ConfigError
@@ -99,14 +99,8 @@ class Actor(TrainedRole):
         self._visits: Visits | None = None
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None) -> None:
-        """Load the policy from a folder or hub name. `total_steps`: training steps of the run, for the schedule.
-
-        Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
-        """
-        rate(optim.warmup, optim.warmup, optim.schedule, total_steps)  # raises now rather than at the end of the warm-up
-        self._optim, self._total_steps = optim_of(optim, model), total_steps
-        self._engine = open_engine(self, path, model, optim.max_grad_norm)
-        self._engine.use_optimizer(self._optim)
+        """Load the policy from a folder or hub name. `total_steps`, errors: as for `_open`."""
+        self._open(path, model, optim_of(optim, model), total_steps)
 
     def show(self, name: str) -> None:
         """Register the policy as `name`, for a moving reference in this process."""

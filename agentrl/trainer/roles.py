@@ -109,13 +109,17 @@ class SavedRole(ModelRole):
 
 
 class TrainedRole(SavedRole):
-    """A role that trains, with a learning rate schedule over its training steps.
+    """A role that trains, with a learning rate schedule over its training steps."""
 
-    `init_model` of the role sets `_optim` and `_total_steps` (length of the run, for the schedule).
-    """
+    def _open(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None, role: Role = "policy") -> None:
+        """Load the model and create its optimizer. `total_steps`: training steps of the run, for the schedule.
 
-    _optim: OptimConfig
-    _total_steps: int | None
+        Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
+        """
+        rate(optim.warmup, optim.warmup, optim.schedule, total_steps)  # raises now rather than at the end of the warm-up
+        self._optim, self._total_steps = optim, total_steps
+        self._engine = open_engine(self, path, model, optim.max_grad_norm, role)
+        self._engine.use_optimizer(optim)
 
     def _set_rate(self, lr: float | None = None) -> float:
         """Set the learning rate of the next training step, by default the schedule's; returns it."""
@@ -207,15 +211,9 @@ class Critic(TrainedRole):
     def init_model(
         self, path: str, model: ModelConfig, optim: OptimConfig, critic: CriticConfig, total_steps: int | None = None
     ) -> None:
-        """Load the backbone from a folder or hub name; the value head starts at zero. `total_steps`: as for `Actor`.
-
-        Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
-        """
-        rate(optim.warmup, optim.warmup, optim.schedule, total_steps)
-        self._optim, self._total_steps = critic_optim(optim, critic, model), total_steps
-        engine = open_engine(self, path, model, optim.max_grad_norm, "value")
-        engine.use_optimizer(self._optim)
-        self._engine, self._critic, self._cap = engine, critic, optim.micro_tokens
+        """Load the backbone from a folder or hub name; the value head starts at zero. Raises as `_open`."""
+        self._open(path, model, critic_optim(optim, critic, model), total_steps, "value")
+        self._critic, self._cap = critic, optim.micro_tokens
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Compute ragged `values` at the sampled tokens, 0 elsewhere."""
@@ -287,21 +285,17 @@ class RewardModel(ModelRole):
         self._engine.freeze()
         self._cap = optim.micro_tokens
 
+    @torch.no_grad()
     def compute_scores(self, batch: TensorDict) -> TensorDict:
         """Compute the row column `score` float32 [N], read at each row's last token."""
-        return compute_scores(self._ready(), Ragged.of(batch), self._cap)
-
-
-@torch.no_grad()
-def compute_scores(engine: BaseEngine, view: Ragged, cap: int) -> TensorDict:
-    """Compute the scores of this rank's rows; all ranks call it together."""
-    out = torch.zeros(len(view))
-    [micros] = plan_micro_batches(view, cap, engine, [np.arange(len(view))])
-    for rows in micros:
-        scores = engine.scores(Pack(view, rows, engine.device).micro)
-        if rows:
-            out[torch.tensor(rows)] = scores.cpu()
-    return build({"score": out}, len(view))
+        engine, view = self._ready(), Ragged.of(batch)
+        out = torch.zeros(len(view))
+        [micros] = plan_micro_batches(view, self._cap, engine, [np.arange(len(view))])
+        for rows in micros:
+            scores = engine.scores(Pack(view, rows, engine.device).micro)
+            if rows:
+                out[torch.tensor(rows)] = scores.cpu()
+        return build({"score": out}, len(view))
 
 
 def with_scores(view: Ragged, scores: torch.Tensor, weight: float) -> tuple[Ragged, float]:

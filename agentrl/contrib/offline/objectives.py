@@ -25,10 +25,10 @@ from agentrl.run.display import Count
 from agentrl.run.sft import steps_batch
 from agentrl.trainer.actor import Actor, sft_steps
 from agentrl.trainer.checkpoint import MANIFEST, check_model, seal
-from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, cut_steps
+from agentrl.trainer.minibatch import MINIBATCHES, cut_steps
 from agentrl.trainer.optim import optim_of, rate
 from agentrl.trainer.pretrained import is_classifier, load_tokenizer
-from agentrl.trainer.roles import TrainedRole, compute_scores, open_engine
+from agentrl.trainer.roles import RewardModel, TrainedRole
 from agentrl.trainer.train_engine import BaseEngine
 from agentrl.trainer.update import Pack, Steps
 from agentrl.utils.errors import ModelError
@@ -53,43 +53,28 @@ class OfflineActor(Actor):
         self._updates += 1
         return {**metrics, "lr": lr}
 
-    def prefer(self, batch: TensorDict, pairs: int, beta: float) -> dict[str, float]:
-        """Take one DPO step over the rows of `pairs` pairs. Row columns: `trajectory` (2 i: chosen, 2 i + 1: rejected) and
-        `reference`."""
+    def prefer(self, batch: TensorDict, reference: Tensor, beta: float) -> dict[str, float]:
+        """Take one DPO step over the rows of P pairs (row column `trajectory`). `reference`: as for `preference`."""
         engine, lr = self._ready(), self._set_rate()
-        metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, pairs, policy_totals, beta)
+        metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, reference, policy_totals, beta)
         self._updates += 1
         return {**metrics, "lr": lr}
 
 
-class RewardTrainer(TrainedRole):
-    """One rank of a trained sequence classifier. All ranks run every method together."""
+class RewardTrainer(TrainedRole, RewardModel):
+    """One rank of a sequence classifier that is trained. All ranks run every method together."""
 
-    dispatch_table: ClassVar[dict[str, Strategy]] = {
-        "init_model": Broadcast(),
-        "compute_scores": RowsShard(),
-        "prefer": MINIBATCHES,
-        "export_hf": Broadcast(),
-    }
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"prefer": MINIBATCHES, "export_hf": Broadcast()}
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None) -> None:
-        """Load the classifier from a folder. `total_steps`: length of the run, for the schedule.
-
-        Raises ModelError for a folder without a model, ConfigError if the schedule needs a length and has none."""
-        rate(optim.warmup, optim.warmup, optim.schedule, total_steps)
-        self._optim, self._total_steps = optim_of(optim, model, "reward"), total_steps
-        self._engine = open_engine(self, path, model, optim.max_grad_norm, "score")
-        self._engine.use_optimizer(self._optim)
-
-    def compute_scores(self, batch: TensorDict) -> TensorDict:
-        """Compute the row column `score`, float32 [N], at each row's last token."""
-        return compute_scores(self._ready(), Ragged.of(batch), self._optim.micro_tokens)
+        """Load the classifier from a folder. `total_steps`, errors: as for `_open`."""
+        self._open(path, model, optim_of(optim, model, "reward"), total_steps, "score")
+        self._cap = optim.micro_tokens
 
     def prefer(self, batch: TensorDict, pairs: int) -> dict[str, float]:
         """Take one optimizer step over `pairs` pairs; an episode's score is that of its last row (column `whole`)."""
-        engine, lr = self._ready(), self._set_rate()
-        view, cap = Ragged.of(batch), self._optim.micro_tokens
-        metrics = pair_step(engine, view, cap, pairs, lambda engine, piece: engine.scores(piece.micro), 1.0)
+        engine, lr, nothing = self._ready(), self._set_rate(), torch.zeros(pairs, 2, dtype=torch.float64)
+        metrics = pair_step(engine, Ragged.of(batch), self._cap, nothing, lambda engine, piece: engine.scores(piece.micro), 1.0)
         self._updates += 1
         return {**metrics, "lr": lr}
 
@@ -201,12 +186,7 @@ class Preferring(Objective):
             at = ended.done = at + len(examples)
 
     async def step(self, examples: np.ndarray) -> Found:
-        view = await self.view(examples)
-        last = _last_rows(view)
-        reference = torch.zeros(len(view), dtype=torch.float64)
-        reference[last] = self._reference[examples].flatten()
-        view = view.with_rows(reference=reference, whole=torch.ones(len(view), dtype=torch.bool))
-        return await self.train(OfflineActor.prefer, view, len(examples), self.data.beta)
+        return await self.train(OfflineActor.prefer, await self.view(examples), self._reference[examples], self.data.beta)
 
     async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
         totals = await self._totals(await self.view(examples), len(examples))
@@ -228,8 +208,7 @@ class Scoring(Objective):
         view = await self.view(examples)
         whole = torch.zeros(len(view), dtype=torch.bool)
         whole[_last_rows(view)] = True
-        view = view.with_rows(reference=torch.zeros(len(view), dtype=torch.float64), whole=whole)
-        return await self.train(RewardTrainer.prefer, view, len(examples))
+        return await self.train(RewardTrainer.prefer, view.with_rows(whole=whole), len(examples))
 
     async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
         view = await self.view(examples)
@@ -285,24 +264,23 @@ def policy_totals(engine: BaseEngine, piece: Pack) -> Tensor:
     return torch.zeros(len(piece.compact) - 1, device=logprobs.device).index_add(0, rows, logprobs)
 
 
-def pair_step(engine: BaseEngine, view: Ragged, cap: int, pairs: int, values: RowValues, beta: float) -> dict[str, float]:
+def pair_step(engine: BaseEngine, view: Ragged, cap: int, reference: Tensor, values: RowValues, beta: float) -> dict[str, float]:
     """Take one optimizer step on the loss `preference`; every rank calls it with its own rows. Row columns: `trajectory` (2 i:
-    chosen, 2 i + 1: rejected), `reference`, and `whole` (bool: the row's number is added to its episode's).
+    chosen, 2 i + 1: rejected), and `whole` (bool: the row's number is added to its episode's; default: every row's).
 
     Raises NonFiniteError if the weights are not finite afterwards.
     """
     [micros] = plan_micro_batches(view, cap, engine)
-    place, part = view.row("trajectory"), view.row("whole").double()
+    place, part = view.row("trajectory"), torch.ones(len(view), dtype=torch.float64)
+    if "whole" in view:
+        part = view.row("whole").double()
     with torch.no_grad():
         own = [values(engine, Pack(view, rows, engine.device)).double().cpu() for rows in micros]
-    totals, reference = torch.zeros(2 * pairs, dtype=torch.float64), torch.zeros(2 * pairs, dtype=torch.float64)
+    totals = torch.zeros(reference.numel(), dtype=torch.float64)
     for rows, numbers in zip(micros, own, strict=True):
         if rows:
             totals.index_add_(0, place[rows], numbers * part[rows])
-    totals = engine.reduce(totals, "sum").view(pairs, 2).requires_grad_(True)
-    every = np.concatenate([np.asarray(rows, dtype=np.int64) for rows in micros])
-    reference.index_add_(0, place[every], (view.row("reference").double() * part)[every])
-    reference = engine.reduce(reference, "sum").view(pairs, 2)
+    totals = engine.reduce(totals, "sum").view_as(reference).requires_grad_(True)
     loss, found = preference(totals, reference, beta)
     [slopes] = torch.autograd.grad(loss, totals)
     by_row = slopes.flatten()[place] * part

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import DataConfig, ModelConfig
 from agentrl.contrib.offline.objectives import OfflineActor, Preferring, RewardTrainer, Scoring, Supervised
 from agentrl.contrib.offline.store import RowStore, RowWriter
-from agentrl.data.rows import Ragged
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.run.display import Count
 from agentrl.run.sft import steps_batch
@@ -124,11 +124,9 @@ def test_a_score_is_that_of_an_episodes_last_row_alone(folder: Path, stored: Any
         assert found["reward_chosen"] == pytest.approx(float(scores[:, 0].mean()), rel=1e-5)
 
 
-def paired(reference: torch.Tensor | None = None, sharing: Any = "off") -> Ragged:
-    """The batch with what a step of pairs needs; `reference`: of each row."""
-    view = Ragged.of(steps_batch(episodes(), 2 * PAIRS, sharing))
-    given = torch.zeros(len(view), dtype=torch.float64) if reference is None else reference
-    return view.with_rows(reference=given, whole=torch.ones(len(view), dtype=torch.bool))
+def paired(sharing: Any = "off") -> TensorDict:
+    """The rows of all pairs."""
+    return steps_batch(episodes(), 2 * PAIRS, sharing)
 
 
 def same(found: dict[str, float], name: str) -> None:
@@ -144,18 +142,16 @@ def test_the_supervised_loss_is_trls(folder: Path) -> None:
 @pytest.mark.parametrize(("cap", "sharing"), [(512, "off"), (512, "on"), (40, "off")])
 def test_the_dpo_loss_and_its_gradient_are_trls_also_with_the_rows_of_a_pair_apart(folder: Path, cap: int, sharing: str) -> None:
     """A cap of 40 tokens puts nearly every row into a micro-batch of its own."""
-    before = group(OfflineActor, folder / "reference", cap).run(OfflineActor.compute_logprob, paired().batch)["logprobs"]
-    reference = torch.stack([row.sum() for row in before.unbind()]).double()
-    found = train_batch(
-        group(OfflineActor, folder / "policy", cap), OfflineActor.prefer, paired(reference, sharing).batch, 1, PAIRS, TRL["beta"]
-    )
-    same(found, "dpo")
+    before = group(OfflineActor, folder / "reference", cap).run(OfflineActor.compute_logprob, paired())["logprobs"]
+    reference = torch.stack([row.sum() for row in before.unbind()]).double().view(PAIRS, 2)
+    trained = group(OfflineActor, folder / "policy", cap)
+    same(train_batch(trained, OfflineActor.prefer, paired(sharing), 1, reference, TRL["beta"]), "dpo")
 
 
 def test_the_reward_models_loss_is_trls_and_what_it_writes_is_a_reward_model(folder: Path, tmp_path: Path) -> None:
     trained = group(RewardTrainer, folder / "classifier", 512)
-    same(train_batch(trained, RewardTrainer.prefer, paired().batch, 1, PAIRS), "reward")
+    same(train_batch(trained, RewardTrainer.prefer, paired(), 1, PAIRS), "reward")
     trained.run(RewardTrainer.export_hf, str(tmp_path / "out"))
     judge = group(RewardModel, tmp_path / "out", 512)
-    now = trained.run(RewardTrainer.compute_scores, paired().batch)["score"]
-    torch.testing.assert_close(judge.run(RewardModel.compute_scores, paired().batch)["score"], now)
+    now = trained.run(RewardTrainer.compute_scores, paired())["score"]
+    torch.testing.assert_close(judge.run(RewardModel.compute_scores, paired())["score"], now)
