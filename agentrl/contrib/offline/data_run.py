@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.cluster.group import WorkerGroup, check_arrived, check_shared
+from agentrl.cluster.group import check_arrived, check_shared
 from agentrl.cluster.placement import has_gpus
 from agentrl.cluster.ray_cluster import ray_of
 from agentrl.config import TrainConfig
@@ -51,32 +51,25 @@ ROLE = "actor"
 
 @dataclass(slots=True)
 class DataRun:
-    """The parts of a run on data."""
+    """The parts of a run on data. `total`: its optimizer steps."""
 
-    data: DataConfig
+    config: TrainConfig
     folder: RunFolder
     display: Display
     run_log: RunLog
-    store: RowStore
     identity: Identity
-    group: WorkerGroup[Any]
     objective: Objective
     checkpoints: Checkpoints
-    checkpoint_every: int
-    eval_every: int
-    seed: int
-
-    @property
-    def total(self) -> int:
-        """Optimizer steps of the run."""
-        return self.data.epochs * self.store.steps(self.data.batch)
+    total: int
 
 
 async def _run(run: DataRun, interrupt: Interrupt) -> bool:
-    display, ended, pairs = run.display, Count(run.store.about.examples, "examples"), run.data.loss == "dpo"
+    display, objective, eval_every = run.display, run.objective, run.config.eval.every
+    data, store, group = objective.data, objective.store, objective.group
+    ended, pairs = Count(store.about.examples, "examples"), data.loss == "dpo"
     what, look = ("the start model's log probabilities", ended.__str__) if pairs else ("beginning", str)
     with display.doing(what, look):
-        await run.objective.begin(ended)  # before a checkpoint is loaded
+        await objective.begin(ended)  # before a checkpoint is loaded
     step = await _load(run)
     display.phase("training", run.total, step)
     if not step:
@@ -85,20 +78,20 @@ async def _run(run: DataRun, interrupt: Interrupt) -> bool:
     while step < run.total and not interrupt.requested:
         began = time.monotonic()
         with display.doing("a step"):
-            found = await run.objective.step(run.store.drawn(step, run.data.batch, run.seed))
+            found = await objective.step(store.drawn(step, data.batch, run.config.seed))
         step += 1
-        passes = step / run.store.steps(run.data.batch)
+        passes = step / store.steps(data.batch)
         run.run_log.row("data", step, {**found, "epoch": passes, "time/data_s": time.monotonic() - began})
         display.step(step, {"loss": found["loss"]})
         over = step >= run.total
-        measured = over or (run.eval_every and step % run.eval_every == 0)
+        measured = over or (eval_every and step % eval_every == 0)
         score = await _measure(run, step) if measured else None
-        if over or interrupt.requested or step % run.checkpoint_every == 0:
+        if over or interrupt.requested or step % run.config.checkpoint.every == 0:
             with run.display.doing("checkpoint"):
                 aside = run.checkpoints.begin(step)
                 try:
-                    await run.group.arun(SavedRole.save, str(aside / ROLE))
-                    await check_arrived(run.group, aside, "a checkpoint")
+                    await group.arun(SavedRole.save, str(aside / ROLE))
+                    await check_arrived(group, aside, "a checkpoint")
                     (aside / DRIVER).write_text(json_text({"step": step, "identity": run.identity}))
                     await in_thread("files", run.folder.sync_metrics)
                     await in_thread("files", run.checkpoints.commit, step, score)
@@ -110,16 +103,16 @@ async def _run(run: DataRun, interrupt: Interrupt) -> bool:
     with display.doing("writing the trained model"):
         folder = run.folder
         folder.clear_final()
-        role: Any = run.objective.role
-        await run.group.arun(role.export_hf, str(folder.final))
-        await check_arrived(run.group, folder.final, "the trained model")
+        role: Any = objective.role
+        await group.arun(role.export_hf, str(folder.final))
+        await check_arrived(group, folder.final, "the trained model")
         await in_thread("files", seal, folder.final, step)
     return True
 
 
 async def _measure(run: DataRun, step: int) -> float | None:
     """Log the held-out metrics; return minus the loss (the checkpoint score), or None without a finite held-out loss."""
-    held, each = run.store.heldout, run.data.batch
+    held, each = run.objective.store.heldout, run.objective.data.batch
     if not len(held):
         return None
     sums, weights = dict[str, float](), 0.0
@@ -147,7 +140,7 @@ async def _load(run: DataRun) -> int:
         run.folder.rewind(-1)
         run.run_log.rewound(-1)
         return 0
-    await run.group.arun(SavedRole.load, str(newest / ROLE))
+    await run.objective.group.arun(SavedRole.load, str(newest / ROLE))
     step = int(read_json((newest / DRIVER).read_text())["step"])
     run.folder.rewind(step)
     run.run_log.rewound(step)
@@ -275,9 +268,8 @@ class DataRunKind:
             if data.loss != "reward" and "prefix_sharing" in TRAIN_ENGINES.entry(config.model.engine).traits:
                 sharing = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, ROLE))
             objective = kind(data, store, group, sharing)
-            saved, every = config.checkpoint, (config.checkpoint.every, config.eval.every)
-            checkpoints = Checkpoints(folder.checkpoints, saved.keep, saved.keep_best)
-            run = DataRun(data, folder, display, run_log, store, identity, group, objective, checkpoints, *every, config.seed)
+            checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_best)
+            run = DataRun(config, folder, display, run_log, identity, objective, checkpoints, steps)
             return await _run(run, interrupt)
 
     def summary(self, rows: list[dict[str, Any]]) -> dict[str, Any]:

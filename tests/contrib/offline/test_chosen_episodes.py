@@ -350,5 +350,6 @@ async def test_a_run_goes_on_from_a_checkpoint_that_was_moved_aside(tmp_path: Pa
         loaded.append(given[1])
 
     parts = {"display": None, "folder": SimpleNamespace(rewind=loaded.append), "run_log": SimpleNamespace(rewound=loaded.append)}
-    run: Any = SimpleNamespace(checkpoints=checkpoints, group=SimpleNamespace(arun=load), **parts)
+    objective = SimpleNamespace(group=SimpleNamespace(arun=load))
+    run: Any = SimpleNamespace(checkpoints=checkpoints, objective=objective, **parts)
     assert await _load(run) == 2 and [str(one).rpartition("/checkpoints/")[2] for one in loaded[:1]] == ["step_000002/actor"]
