@@ -8,9 +8,9 @@ the largest of them."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class Vision(Modality):
                 self.processor = Processor.from_pretrained(path)
             except (OSError, ValueError, TypeError, KeyError) as problem:
                 raise ModelError(f"{path}: preprocessor_config.json cannot be read: {problem}") from problem
-        self._kept: OrderedDict[str, Pixels] = OrderedDict()
+        self.pixels = lru_cache(KEPT)(self._prepare)
 
     @classmethod
     def check(cls, config: TrainConfig, trains: bool) -> None:
@@ -212,21 +212,16 @@ class Vision(Modality):
             "mm_device_do_normalize": False,
         }
 
-    def pixels(self, image: Image) -> Pixels:
+    def _prepare(self, image: Image) -> Pixels:
         """Prepare an image. Raises ImageError if the processor refuses it (one side 200 times the other)."""
-        found = self._kept.get(image.sha256)
-        if found is None:
-            try:
-                made = self.processor(images=[image.picture()], return_tensors="pt")
-            except ValueError as problem:
-                raise ImageError(f"{image.line}: {problem}") from None
-            time, height, width = (int(n) for n in made["image_grid_thw"][0])
-            rows, columns = height // self.merge, width // self.merge
-            values = made["pixel_values"].float()
-            found = self._kept[image.sha256] = Pixels(values, (time, height, width), time * rows * columns, rows, columns)
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return found
+        try:
+            made = self.processor(images=[image.picture()], return_tensors="pt")
+        except ValueError as problem:
+            raise ImageError(f"{image.line}: {problem}") from None
+        time, height, width = (int(n) for n in made["image_grid_thw"][0])
+        rows, columns = height // self.merge, width // self.merge
+        values = made["pixel_values"].float()
+        return Pixels(values, (time, height, width), time * rows * columns, rows, columns)
 
     @property
     def most_tokens(self) -> int:
