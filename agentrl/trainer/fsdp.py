@@ -56,7 +56,7 @@ class FsdpEngine(BaseEngine):
         Raises ModelError if the model cannot be loaded or is not supported, or for bfloat16 without a process group; ConfigError
         if the ranks cannot be divided as configured.
         """
-        register_packed_attention()
+        register_packed_attention()  # also for its process-wide settings
         self.path, self.cfg, self.max_grad_norm, self.classifier = path, cfg, max_grad_norm, role == "score"
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.compute_dtype = compute_dtype(cfg, self.device)
@@ -66,6 +66,14 @@ class FsdpEngine(BaseEngine):
         self.layout = Layout.of(cfg, self.device, world)
         if not self.sharded and self.compute_dtype != torch.float32:
             raise ModelError('model.dtype = "bfloat16" needs a process group: cluster.backend = "ray"')
+        self._build(role, world)
+        self.module.train()
+        self.optimizers, self._offloaded, self.buffers = None, Offloaded(), dict(self.module.named_buffers())
+        self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named_weights()))
+
+    def _build(self, role: Role, world: int) -> None:
+        """Load the model into `module`, sharded over `world` ranks. Sets what depends on the model."""
+        path, cfg = self.path, self.cfg
         config = load_model_config(path, cfg.trust_remote_code)
         kinds = config.architectures or []
         if self.classifier and not any("SequenceClassification" in kind for kind in kinds):
@@ -109,9 +117,6 @@ class FsdpEngine(BaseEngine):
         if self.sharded:
             self._shard()
         loader.fill(self.module, self.device, torch.device("cpu") if cfg.offload == "always" and self.sharded else None)
-        self.module.train()
-        self.optimizers, self._offloaded, self.buffers = None, Offloaded(), dict(self.module.named_buffers())
-        self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named_weights()))
 
     def _shard(self) -> None:
         # Reduced in float32: a bfloat16 sum over many ranks would lose small gradients.

@@ -7,18 +7,13 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from agentrl.config.schema import ModelConfig
-from agentrl.trainer.attention import register_packed_attention
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.language_model import Role
 from agentrl.trainer.memory import by_size
 from agentrl.trainer.model_folder import Loader, materialize
-from agentrl.trainer.optim import Offloaded
 from agentrl.trainer.pretrained import empty_model, load_model_config
-from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, Layout, compute_dtype
+from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine
 from agentrl.utils.errors import ConfigError, DependencyError, need_package
 
 # The package
@@ -78,9 +73,7 @@ WRAPPER = "_checkpoint_wrapped_module."
 class TitanEngine(FsdpEngine):
     """One rank's part of a torchtitan model; it needs a process group, also for one rank."""
 
-    def __init__(
-        self, path: str, cfg: ModelConfig, max_grad_norm: float, role: Role = "policy", device: torch.device | None = None
-    ) -> None:
+    def _build(self, role: Role, world: int) -> None:
         """Also raises DependencyError without torchtitan, and ModelError for a model type that is not in `FAMILIES`."""
         if role != "policy":
             raise ConfigError(f'model.engine = "titan" computes logprobs, and has no role "{role}"')
@@ -88,10 +81,7 @@ class TitanEngine(FsdpEngine):
         from agentrl.contrib.moe.routers import Routing
         from agentrl.contrib.titan import model as titan
 
-        register_packed_attention()  # also for its process-wide settings
-        self.path, self.cfg, self.max_grad_norm = path, cfg, max_grad_norm
-        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.compute_dtype, self.sharded, self._gathers = compute_dtype(cfg, self.device), True, dist.get_world_size() > 1
+        path, cfg = self.path, self.cfg
         shell = empty_model(path, load_model_config(path))
         loader = Loader(path, shell)
         self.config, tied = shell.config, bool(shell.config.tie_word_embeddings)
@@ -100,16 +90,12 @@ class TitanEngine(FsdpEngine):
         family = titan.family_of(path, self.config)
         # transformers' rotary embedding, created outside of the meta device, since its frequencies are read.
         made = titan.titan_config(family, self.config, type(shell.base_model.rotary_emb)(self.config), cfg.expert_parallel > 1)
-        self.layout = Layout.of(cfg, self.device, dist.get_world_size())  # which ranks share tokens; the meshes are torchtitan's
-        dims = titan.dims_of(cfg, self.device)
+        dims = titan.dims_of(cfg, self.device)  # of `layout`, only the ranks that share tokens count
         self.module = titan.sharded_decoder(family, made, dims, self.compute_dtype, self.checkpoints)
         self._names = titan.hf_names(family, made, [name.replace(WRAPPER, "") for name in self.module.state_dict()])
         routers = titan.TitanRouters(self.module)
         self.routing = Routing(routers, self.layout.ulysses) if len(routers) else None
         self._load(loader, tied)
-        self.module.train()
-        self.optimizers, self._offloaded, self.buffers = None, Offloaded(), dict(self.module.named_buffers())
-        self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named_weights()))
 
     @classmethod
     def check(cls, cfg: ModelConfig, ranks: int) -> None:
