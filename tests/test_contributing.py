@@ -1,13 +1,11 @@
 """What CONTRIBUTING.md says of adding something is enough: its blocks are applied to a copy of the tree, and its commands run."""
 
-import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,59 +20,6 @@ SHOWN = ("config key",)
 """Of which `make test` follows the recipe; the others are proofs."""
 TOPS = ("agentrl", "envs", "tools", "rewards", "configs", "docs", "tests", "examples")
 pytestmark = pytest.mark.timeout(400)
-
-
-Run = Callable[[list[str], Path], tuple[int, str]]
-
-# One process has the libraries imported (not agentrl: each tree has its own), and forks for each command. Imports would be most
-# of the commands' time.
-FORKS = """
-import json, os, runpy, sys, traceback
-import ray, tensordict, torch, torch._dynamo, transformers, transformers.models.qwen3.modeling_qwen3
-for line in sys.stdin:
-    asked = json.loads(line)
-    child = os.fork()
-    if child:
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
-    out = os.open(asked["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.environ.clear()
-    os.environ.update(asked["env"])
-    os.chdir(asked["cwd"])
-    sys.path[:] = [asked["cwd"], *(path for path in sys.path if path not in ("", asked["root"]))]
-    sys.argv = asked["words"]
-    code = 1
-    try:
-        runpy.run_module(asked["words"][0], run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-"""
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """`python -m WORDS` in a folder; returns exit code and output."""
-    out = tmp_path_factory.mktemp("said") / "out"
-    server = subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert server.stdin is not None and server.stdout is not None
-    asking, answers = server.stdin, server.stdout
-
-    def run(words: list[str], cwd: Path) -> tuple[int, str]:
-        asked = {"words": words, "cwd": str(cwd), "root": str(ROOT), "env": dict(os.environ), "out": str(out)}
-        print(json.dumps(asked), file=asking, flush=True)
-        return int(answers.readline()), out.read_text()
-
-    yield run
-    asking.close()
-    server.wait(120)
 
 
 @dataclass
@@ -122,10 +67,8 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", [name if name in SHOWN else pytest.param(name, marks=proof) for name in NAMES])
-def test_what_is_added_as_the_page_says_works(name: str, tree: Path, python: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable, value in {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}.items():
-        monkeypatch.setenv(variable, value)
-    monkeypatch.delenv("AGENTRL_PATH", raising=False)
+def test_what_is_added_as_the_page_says_works(name: str, tree: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     how = recipe(name)
     for file, text in how.files.items():
         assert not (tree / file).exists()
@@ -135,12 +78,9 @@ def test_what_is_added_as_the_page_says_works(name: str, tree: Path, python: Run
         (tree / file).write_text(patched((tree / file).read_text(), diff))
     for words in how.commands:
         more = ["-q", "-p", "no:cacheprovider"] if "pytest" in words else []
-        if words[:2] != ["python", "-m"]:
-            subprocess.run(words, cwd=tree, check=True)
-            continue
-        code, said = python([*words[2:], *more], tree)
-        assert code == 0, said[-6000:]
-        assert not more or re.search(r"\d+ passed", said)
+        done = subprocess.run([*words, *more], cwd=tree, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+        assert not more or re.search(r"\d+ passed", done.stdout)
 
 
 @pytest.mark.parametrize("name", NAMES)
