@@ -15,7 +15,7 @@ from agentrl.cli.main import main
 from agentrl.contrib.hub.transfer import pull, push
 from agentrl.env.catalog import make_env
 from agentrl.utils.errors import RepositoryError, ResourceError
-from tests.contrib.hub.hub import Hub, hub_on_loopback
+from tests.contrib.hub.hub import Hub
 
 CONFIG = """
 base = "quickstart"
@@ -61,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with hub_on_loopback() as hub:
+    with Hub() as hub:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", hub.url)
         monkeypatch.setattr(
