@@ -1,4 +1,4 @@
-"""Trackers for Weights & Biases, MLflow and Trackio, and `jsonl` for log shippers."""
+"""Trackers for Weights & Biases, MLflow and Trackio."""
 
 from __future__ import annotations
 

@@ -44,13 +44,8 @@ HEADERS = {
 KINDS = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
-    ".mjs": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
-    ".png": "image/png",
-    ".ico": "image/x-icon",
-    ".woff2": "font/woff2",
-    ".json": "application/json",
 }
 
 
@@ -127,11 +122,11 @@ def _missing(request: Request) -> Response:
 
 
 def _asset(request: Request) -> Response:
-    """Serve a file of the page. A path without a known extension gets the page itself, which interprets it."""
+    """Serve a file of the page. A path without an extension gets the page itself, which interprets it."""
     from starlette.responses import Response
 
     path = PurePosixPath(request.path_params["path"] or "index.html")
-    name = str(path) if path.suffix in KINDS else "index.html"
+    name = str(path) if path.suffix else "index.html"
     body = assets().get(name)
     if body is None:
         return _missing(request)

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from agentrl.contrib.toolkit.http_server import ThreadServer, open_listener
 from agentrl.contrib.view.library import Library
 from agentrl.contrib.view.server import guard_app, make_app
-from tests.waits import until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
@@ -35,23 +34,17 @@ def browser_path() -> str:
 @contextmanager
 def serving(*paths: Path) -> Iterator[str]:
     """The viewer's server for these folders, in a thread; yields its address, which ends with /."""
-    import uvicorn
-
     library = Library(paths)
     for one in library.scan():
         library.refresh(one)
-    config = uvicorn.Config(guard_app(make_app(library)), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    listener = open_listener("127.0.0.1", 0)
+    server = ThreadServer(guard_app(make_app(library)), "127.0.0.1", listener)
     library.start()
-    thread.start()
     try:
-        assert until(lambda: server.started, 20), "the server does not start"
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
     finally:
-        server.should_exit = True
+        server.close()
         library.close()
-        thread.join(10)
 
 
 class Tab:
