@@ -1,7 +1,6 @@
 """Weights & Biases, MLflow and Trackio, the real packages, offline: what a run gives them is in their files, each row once,
-also after a resume that does steps again. `AGENTRL_PROOFS=1 pytest tests/contrib/trackers/test_packages.py` installs them."""
+also after a resume that does steps again."""
 
-import importlib.util
 import json
 import sqlite3
 import struct
@@ -20,14 +19,6 @@ GIVEN: Rows = {
     "train/reward": [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.45)],
     "after/success": [(4, 0.75)],
 }
-
-
-def needs(*packages: str) -> None:
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        pytest.skip(
-            f"needs {', '.join(missing)}: `AGENTRL_PROOFS=1 pytest tests/contrib/trackers/test_packages.py` installs and runs it"
-        )
 
 
 def lived(out: Path, choice: dict[str, Any]) -> list[str]:
@@ -56,9 +47,7 @@ def lived(out: Path, choice: dict[str, Any]) -> list[str]:
 
 
 def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs("wandb")
-    import wandb
-
+    wandb = pytest.importorskip("wandb", reason="needs agentrl[wandb]")
     monkeypatch.setenv("WANDB_SILENT", "true")
     looks = lived(tmp_path, {"name": "wandb", "args": {"mode": "offline", "project": "p", "tags": ["a"]}})
     wandb.teardown()  # as at the end of a process: its service writes what it still has
@@ -104,7 +93,8 @@ def wandb_records(file: Path) -> list[Any]:
 
 
 def test_mlflow(tmp_path: Path) -> None:
-    needs("mlflow", "sqlalchemy", "alembic")
+    for package in ("mlflow", "sqlalchemy", "alembic"):
+        pytest.importorskip(package, reason="needs agentrl[mlflow]")
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -121,9 +111,7 @@ def test_mlflow(tmp_path: Path) -> None:
 
 
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs("trackio")
-    import trackio.sqlite_storage as storage
-
+    storage = pytest.importorskip("trackio.sqlite_storage", reason="needs agentrl[trackio]")
     monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.delenv("TRACKIO_SPACE_ID", raising=False)
     lived(tmp_path, {"name": "trackio", "args": {"project": "p"}})
