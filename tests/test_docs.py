@@ -8,10 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from agentrl.config import load_config
 from agentrl.config.keys import all_keys, find_keys, section_at
 from agentrl.config.schema import EnvConfig
-from agentrl.env.catalog import find_config
 from agentrl.run.metrics import info_of
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.search_path import load_module
@@ -118,15 +116,6 @@ def test_every_config_key_that_a_page_names_is_there(page: Path) -> None:
             if not is_key(dotted) and not dotted.endswith((".py", ".json", ".toml")):
                 gone.append(dotted)
     assert not gone, gone
-
-
-def test_the_config_in_the_readme_is_what_it_says(here: Path) -> None:
-    section = (ROOT / "README.md").read_text().split("## Write a config", 1)[1].split("\n## ", 1)[0]
-    [text] = re.findall(r"^```toml\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    (here / "mine.toml").write_text(text)
-    mine, base = (load_config(path, find=find_config) for path in (here / "mine.toml", find_config("quickstart")))
-    assert (mine.algorithm.advantage.name, mine.algorithm.loss.args) == ("rloo", {"clip_high": 0.28})
-    assert mine.rollout == base.rollout and mine.name == "mine" and base.algorithm.advantage.name == "grpo"
 
 
 # -- the site --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from agentrl.env import Message, content_split
 from agentrl.env.catalog import find_env, make_env
 from agentrl.utils.errors import TaskDataError
 from agentrl.utils.search_path import load_module
-from tests.shelf.conversation_probes import gold_episode, null_score, play, seen_by_policy
+from tests.shelf.conversation_probes import gold_episode, play, seen_by_policy
 
 PATH = find_env("search").path
 assert PATH is not None
@@ -31,12 +31,6 @@ def test_gold_scores_one_and_reads_every_page_it_needs(params, split):
         pages = [m.content for m in record.messages if m.role == "tool" and m.name == "open"]
         assert env.task.gold["answer"] in pages[-1]
         assert all(call[2] is not None and call[2].error is None for call in record.calls())
-
-
-@pytest.mark.parametrize("name", ["empty", "done", "yes", "cannot", "echo", "spam"])
-def test_null_policies_score_nothing(name):
-    env = make_env("search")
-    assert all(null_score(env, seed, split, name) == 0.0 for seed in range(6) for split in ("train", "heldout"))
 
 
 def test_only_the_answer_alone_scores():
