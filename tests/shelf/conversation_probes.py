@@ -2,12 +2,12 @@
 
 import random
 from collections.abc import Callable, Iterable
+from itertools import product
 
-import numpy as np
-
-from agentrl.data.trajectory import Task, ToolCall, Trajectory
+from agentrl.data.trajectory import Task, Trajectory
 from agentrl.env import Message, ToolEnv
-from agentrl.env.spaces import sample_arguments
+from agentrl.env.check import floors
+from agentrl.env.check_tools import Subject
 
 
 def play(env: ToolEnv, turns: Iterable[Message | str]) -> tuple[float, bool]:
@@ -52,38 +52,20 @@ def gold_episode(env: ToolEnv, seed: int, split: str) -> tuple[float, Trajectory
     return reward, env.trajectory
 
 
-def null_policies(env: ToolEnv) -> dict[str, Callable[[list[Message]], Message]]:
-    """Policies that do nothing of use; none may score."""
-    reads = [item.name for item in env.toolbox if item.options.read_only]
-    rng = np.random.default_rng(0)
-
-    def spam(observation: list[Message]) -> Message:
-        names = [str(name) for name in rng.choice(reads, size=3)]
-        calls = [ToolCall(name, sample_arguments(env.toolbox[name].signature.parameters, rng)) for name in names]
-        return Message("assistant", tool_calls=tuple(calls))
-
-    return {
-        "empty": lambda _: Message("assistant", ""),
-        "done": lambda _: Message("assistant", "Done."),
-        "yes": lambda _: Message("assistant", "Yes. Do you confirm? Shall I proceed?"),
-        "cannot": lambda _: Message("assistant", "CANNOT: I am unable to do this."),
-        "echo": lambda observation: Message("assistant", "\n".join(m.content for m in observation)),
-        "spam": spam,
-    }
+SAID = ("Done.", "Yes. Do you confirm? Shall I proceed?", "CANNOT: I am unable to do this.")
 
 
-def null_score(env: ToolEnv, seed: int, split: str, name: str) -> float:
-    """The score of one null policy in one episode of at most 25 turns."""
-    observation, _ = env.reset(seed=seed, options={"split": split})
-    policy = null_policies(env)[name]
-    everything = list(observation)
-    for _ in range(25):
-        observation, reward, terminated, _, _ = env.step(policy(everything if name == "echo" else observation))
-        everything += observation
-        if terminated:
-            return float(reward)
-    assert env.scorer is not None
-    return float(env.scorer.score(env.trajectory).value)  # type: ignore[attr-defined]
+def idle_values(env: ToolEnv, splits: Iterable[str], seeds: Iterable[int]) -> set[float | None]:
+    """What episodes are worth that do nothing of use: by the scripts of `env check`, and by one text said again and again."""
+    subject, tasks = Subject(lambda: env, env.scorer), list(seeds)
+    found = set[float | None]()
+    for split in splits:
+        found |= {value for floor in floors(subject, env, split, tasks) for value in floor.values}
+        for seed, text in product(tasks, SAID):
+            env.reset(seed=seed, options={"split": split})
+            play(env, [say(text)] * 25)
+            found.add(subject.score(env).value)
+    return found
 
 
 def seen_by_policy(trajectory: Trajectory) -> str:

@@ -13,7 +13,7 @@ from agentrl.utils.errors import ToolError
 from agentrl.utils.search_path import load_module
 from tests.conftest import proof
 from tests.env.toyenvs import call
-from tests.shelf.conversation_probes import again, first_task, gold_episode, null_score, play, say
+from tests.shelf.conversation_probes import again, first_task, gold_episode, idle_values, play, say
 
 PATH = find_env("workspace").path
 assert PATH is not None
@@ -50,10 +50,9 @@ def test_tools_of_a_set_are_offered_beside_those_of_the_task():
 
 
 @pytest.mark.parametrize("spec", ["workspace", "workspace_dense"])
-@pytest.mark.parametrize("name", ["empty", "done", "yes", "cannot", "echo", "spam"])
-def test_null_policies_score_nothing(name, spec):
+def test_null_policies_score_nothing(spec):
     env = make_env("workspace", reward=spec, withheld=0.4, questions=0.3)
-    assert all(null_score(env, s, split, name) == 0.0 for s in range(3) for split in ("train", "heldout"))
+    assert idle_values(env, ("train", "heldout"), range(3)) == {0.0}
 
 
 LONG = {50: [8, 14], 100: [16, 28], 200: [32, 56]}
@@ -75,7 +74,7 @@ def test_long_tasks_take_exactly_the_calls_asked_for_in_many_different_requests(
         told = " ".join(row["text"] for row in asked)
         taken_back += sum(told.count(part) for part in ("before you last moved it", "gave you the new one", "Create it again"))
     assert taken_back, "no request builds on an earlier one"
-    assert all(null_score(env, 0, "train", name) == 0.0 for name in ("empty", "done", "cannot", "spam"))
+    assert idle_values(env, ["train"], [0]) == {0.0}
 
 
 def test_what_is_taken_back_is_nowhere_but_in_what_was_read_before():
@@ -255,8 +254,7 @@ def test_the_spec_by_turns_pays_each_right_change_once_where_it_was_made():
     assert len(places) == len(writes) >= 3
     assert score.turns == pytest.approx(dict.fromkeys(places, 0.5 / len(writes)))
     assert score.terminal in (0.0, 0.5) and (score.success is True) == (score.terminal == 0.5)
-    paid = make_env("workspace", reward="workspace_turns")
-    assert [null_score(paid, 0, "train", name) for name in ("spam", "echo", "done")] == [0.0] * 3
+    assert idle_values(make_env("workspace", reward="workspace_turns"), ["train"], [0]) == {0.0}
 
 
 def test_the_user_takes_questions_for_what_they_are():
