@@ -13,7 +13,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from agentrl.trainer.algorithms import advantages
 from agentrl.trainer.algorithms.base import AdvantageInput
 from tests.conftest import PROOFS, proof
 from tests.run.made_folders import unknown_keys
+from tests.waits import until
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -58,7 +58,7 @@ class Example:
         """One command in this process (imports are paid for once); with a trailing & in one of its own."""
         if words[-1] == "&":
             self.servers.append(subprocess.Popen([sys.executable, *words[1:-1]], cwd=self.folder, text=True))
-            _wait_for_port(int(words[-2]))
+            assert until(lambda: _listens(int(words[-2])))
             return ""
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -84,12 +84,10 @@ class Example:
         return [json.loads(line) for line in (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
 
 
-def _wait_for_port(port: int) -> None:
-    for _ in range(300):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"nothing listens on {port}")
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2):
+        return True
+    return False
 
 
 @pytest.fixture

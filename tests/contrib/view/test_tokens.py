@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 import agentrl.trainer
 from agentrl.contrib.view.api import Api
 from agentrl.contrib.view.library import Library
-from agentrl.data.token_ledger import TokenLedger
 from agentrl.run.reader import check_of, token_lines
 from tests.contrib.view.test_api import client
 from tests.run import damage
@@ -50,17 +49,6 @@ def test_columns_of_a_trained_episode(tmp_path: Path) -> None:
     assert none["advantage"] is None and none["ratio"] is None and none["logprob"][3] == -0.5
     found = asking.get("/api/runs/r/episodes/step_000001.0/tokens?ledger=1")
     assert found.status_code == 400 and "1 ledgers" in found.json()["error"]
-
-
-def test_numbers_of_another_episode_are_not_shown(tmp_path: Path) -> None:
-    """A run that was killed between the two files of a step that it wrote again."""
-    folder = run_folder(tmp_path / "r", {"step_000001": [episode(1, 0)]})
-    other = episode(1, 0)
-    other.ledgers[0] = TokenLedger()
-    other.ledgers[0].append_context([1], 0)
-    other.ledgers[0].append_sampled([2, 3, 4, 5], [-1.0, -1.0, -1.0, -1.0], [0] * 4, 0)
-    folder.write_tokens("step_000001", token_lines([other], Made()))  # type: ignore[arg-type]
-    assert client(tmp_path).ask("/runs/r/episodes/step_000001.0/tokens")["advantage"] is None
 
 
 @pytest.mark.parametrize(("file", "kind"), [("tokens/step_000001.jsonl", "a pipe"), ("model", "unreadable")])
