@@ -228,15 +228,6 @@ def test_every_address_and_argument_may_be_a_reference(key: str, used: Callable[
         used("http://${env:NOWHERE_SET}/")
 
 
-async def test_what_a_server_writes_to_standard_error_is_redacted_in_its_error() -> None:
-    pytest.importorskip("mcp")
-    remember(PLANTED["flag"])
-    says = f"echo begun {PLANTED['flag']} >&2"
-    with pytest.raises(EnvError, match=re.escape(f"it wrote: begun {REDACTED}")) as failed:
-        await McpSource("s", McpServerConfig(command=["sh", "-c", says])).session().open()
-    assert found_in(str(failed.value)) == []
-
-
 def test_an_actor_of_ray_redacts_what_goes_to_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
