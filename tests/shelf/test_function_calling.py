@@ -162,16 +162,6 @@ def test_splits_share_no_request() -> None:
     assert not train & held and min(len(train), len(held)) > 150
 
 
-def test_the_teacher_is_right_now_and_then() -> None:
-    env, rewards = make_env("function_calling"), []
-    for seed in range(60):
-        observation, _ = env.reset(seed=seed)
-        teacher = env.teacher(env.task, random.Random(seed))
-        rewards.append(env.step(teacher.act(observation))[1])
-        assert teacher.act([]) is None
-    assert 0.4 < sum(rewards) / len(rewards) < 0.95
-
-
 # -- layouts -----------------------------------------------------------------------------------------
 
 TOOL = {

@@ -64,7 +64,7 @@ def test_a_parameter_out_of_range_is_refused_by_name(name: str, params: dict[str
 @pytest.mark.parametrize(
     ("name", "episodes", "low", "high"),
     [("workspace", 40, 0.2, 0.95), ("service_desk", 40, 0.2, 0.9), ("python", 10, 0.3, 0.99), ("search", 40, 0.3, 0.9),
-     ("sql", 30, 0.3, 0.95)],
+     ("sql", 30, 0.3, 0.95), ("function_calling", 60, 0.4, 0.95)],
 )  # fmt: skip
 def test_the_teacher_errs_but_succeeds_often(name: str, episodes: int, low: float, high: float) -> None:
     given = {"python": {"level": 1}, "sql": {"show_schema": False}}.get(name, {})
