@@ -1,6 +1,5 @@
 """The viewer's page in a real browser: what it shows of small runs, against computations of the test's own."""
 
-import base64
 import dataclasses
 import json
 import math
@@ -22,7 +21,7 @@ from agentrl.data.images import Image
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, StopReason, ToolCall, ToolResult, Trajectory, UserCall
 from agentrl.run.folder import RunFolder
-from agentrl.run.reader import check_of
+from agentrl.run.reader import token_lines
 from tests.conftest import proof
 from tests.contrib.view.chromium import Tab, browser_path, contrast, rgb, serving
 from tests.run.made_folders import episode, run_folder, unscored
@@ -91,16 +90,15 @@ def hostile_run(at: Path) -> None:
     folder.write_summary({"name": MARK, "status": MARK, "error": MARK, "envs": {MARK: {"success_after": 0.5}}})
 
 
-def trained_on(one: Trajectory) -> dict[str, Any]:
-    """What training made of an episode's tokens, as agentrl/run/reader.py says; of all episodes the same numbers."""
-    if one.reward is None:
-        return {"check": check_of(one.ledgers), "ledgers": None}
-    ledgers = []
-    for ledger in one.ledgers:
-        columns = {"advantage": ([1.5, -0.5, 0.75, 0.75], "<f4"), "log_ratio": ([0.125, -0.25, 0.0, 2.0], "<f2")}
-        whole = {name: np.resize(values, ledger.sampled_tokens).astype(kind) for name, (values, kind) in columns.items()}
-        ledgers.append({name: base64.b64encode(values.tobytes()).decode() for name, values in whole.items()})
-    return {"check": check_of(one.ledgers), "ledgers": ledgers}
+class Trained:
+    """What training made of these episodes' tokens: of each ledger the same numbers, over and over."""
+
+    def __init__(self, members: list[Trajectory]) -> None:
+        self.sizes = [ledger.sampled_tokens for one in members if one.reward is not None for ledger in one.ledgers]
+
+    def row(self, number: int) -> tuple[Any, Any]:
+        size = self.sizes[number]
+        return np.resize([1.5, -0.5, 0.75, 0.75], size), np.resize([0.125, -0.25, 0.0, 2.0], size)
 
 
 def reward(seed: int, member: int) -> float:
@@ -132,8 +130,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = run_folder(at / "first", files_of_first(), metrics())
     folder.model.mkdir()
     shutil.copy(TOKENIZER_FILE, folder.model / "tokenizer.json")
-    folder.tokens.mkdir()
-    (folder.tokens / "step_000006.jsonl").write_text("".join(json.dumps(trained_on(one)) + "\n" for one in trained()))
+    folder.write_tokens("step_000006", token_lines(trained(), Trained(trained())))  # type: ignore[arg-type]
     second = held(1.0, 1.0, 0.0, 1.0)
     second[3].user_calls, second[3].parting = acted("press"), "Bye then."
     second[2].user_calls = acted("press")
