@@ -148,6 +148,15 @@ def test_a_row_chooses_among_the_run_s_tools_from_a_config(tmp_path: Path) -> No
     assert {"calculate", "days_between"} <= set(offered(env)), "a row without tools gets all of the run's"
 
 
+TRAIN = """
+    quickstart steps=2 sft=false stop_at_success=false trajectories_every=1 env.id=own_tools env.params={}
+    model.init.layers=1 model.init.hidden=32 model.init.mlp=32 cluster.backend=inline eval.tasks=2 checkpoint.every=1
+    rollout.groups=2 rollout.group_size=2 rollout.max_turns=2 rollout.max_turn_tokens=16 rollout.max_episode_tokens=1024
+    algorithm.minibatch=4 optim.micro_tokens=8192 optim.prefix_sharing=on
+""".split()  # noqa: SIM905
+VARIED = ("env.reward=varied.json", "reward.python.varied=own_tools_varied:varied")
+
+
 @pytest.mark.parametrize(("tools", "message"), [
     (["calculat"], "it wants the run's tool 'calculat'; did you mean 'calculate'"),
     ([{**AGE, "name": "calculate"}], "it declares 'calculate', which is a tool of the run's too"),
@@ -159,9 +168,8 @@ def test_a_row_that_does_not_go_with_the_run_s_tools_is_found_before_the_run(
     rows = [{**ROW, "id": str(number), "prompt": f"{number}?"} for number in range(29)]
     held = {**ROW, "id": "held", "prompt": "Held?", "split": "heldout"}
     file(here, *rows, held, {**ROW, "id": "last", "prompt": "Last?", "tools": tools, "answers": [], "gold": {"answer": 1}})
-    plain = TRAIN.replace("varied.json", "own_tools").replace('[reward.python]\nvaried = "own_tools_varied:varied"\n', "")
-    Path("run.toml").write_text(plain.replace("params = { }", 'params = { tasks = "rows.jsonl" }'))
-    assert main(["train", "run.toml", 'tools.sets=["calculator"]', "health.max_unsolvable=1"]) == 2
+    own = ("env.reward=own_tools", "env.params.tasks=rows.jsonl", 'tools.sets=["calculator"]', "health.max_unsolvable=1")
+    assert main(["train", *TRAIN, *own]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"rows.jsonl:31: field tools/0: {message}" in said and not Path("runs").exists()
 
@@ -244,62 +252,15 @@ def test_a_conversation_so_far_and_an_mcp_server(tmp_path: Path) -> None:
     env.close()
 
 
-TRAIN = """
-base = "quickstart"
-name = "own_tools"
-steps = 2
-sft = false
-stop_at_success = false
-trajectories_every = 1
-
-[env]
-id = "own_tools"
-reward = "varied.json"
-params = { }
-
-[reward.python]
-varied = "own_tools_varied:varied"
-
-[model.init]
-layers = 1
-hidden = 32
-mlp = 32
-
-[rollout]
-groups = 2
-group_size = 2
-max_turns = 2
-max_turn_tokens = 16
-max_episode_tokens = 1024
-
-[algorithm]
-minibatch = 4
-
-[optim]
-micro_tokens = 8192
-prefix_sharing = "on"
-
-[cluster]
-backend = "inline"
-
-[eval]
-tasks = 2
-
-[checkpoint]
-every = 1
-"""
-
-
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
 
 
 def trained(name: str, *words: str) -> list[dict[str, Any]]:
     """The rows of the episodes that a run trained on, in order."""
-    Path("run.toml").write_text(TRAIN)
     node = {"op": "sum", "of": [RIGHT, {"use": "python", "args": {"name": "varied"}, "weight": 0.5}]}
     Path("varied.json").write_text(json.dumps({"agentrl_reward": 1, "name": "varied", "root": node, "success": RIGHT}))
     Path("own_tools_varied.py").write_text("def varied(view, args): return len(view.turns[0].message.content) % 7 / 7\n")
-    assert main(["train", *(words or ("run.toml", f"name={name}"))]) == 0
+    assert main(["train", *(words or (*TRAIN, *VARIED, f"name={name}"))]) == 0
     files = sorted(Path(f"runs/{name}/trajectories").glob("step_*.jsonl"))
     return [json.loads(line) for path in files for line in path.open()]
 
@@ -332,7 +293,7 @@ def test_a_run_offers_each_group_its_own_tools_which_the_viewer_shows(here: Path
 def test_a_resumed_run_offers_what_the_whole_one_did(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(here))
     whole = trained("whole")
-    trained("cut", "run.toml", "name=cut", "steps=1")
+    trained("cut", *TRAIN, *VARIED, "name=cut", "steps=1")
     cut = trained("cut", "--resume", "runs/cut", "steps=2")
     kept = [(row["task"]["id"], tools_of(row)) for row in whole]
     assert [(row["task"]["id"], tools_of(row)) for row in cut] == kept
