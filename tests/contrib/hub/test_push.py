@@ -17,32 +17,11 @@ from agentrl.env.catalog import make_env
 from agentrl.utils.errors import RepositoryError, ResourceError
 from tests.contrib.hub.hub import Hub
 
-CONFIG = """
-base = "quickstart"
-name = "lora"
-steps = 1
-sft = false
-stop_at_success = false
-[model.init]
-layers = 1
-hidden = 32
-mlp = 32
-[model.lora]
-rank = 2
-[rollout]
-groups = 1
-group_size = 2
-max_turns = 1
-max_turn_tokens = 8
-[algorithm]
-minibatch = 2
-[cluster]
-backend = "inline"
-[eval]
-tasks = 1
-[api]
-base = "http://me:hunter2hunter2@127.0.0.1:9/v1"
-"""
+RUN = """
+    quickstart name=lora steps=1 sft=false stop_at_success=false model.init.layers=1 model.init.hidden=32 model.init.mlp=32
+    model.lora.rank=2 rollout.groups=1 rollout.group_size=2 rollout.max_turns=1 rollout.max_turn_tokens=8 algorithm.minibatch=2
+    cluster.backend=inline eval.tasks=1 api.base=http://me:hunter2hunter2@127.0.0.1:9/v1
+""".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = Path.cwd()
     try:
         os.chdir(here)
-        Path("run.toml").write_text(CONFIG)
-        assert main(["train", "run.toml"]) == 0
+        assert main(["train", *RUN]) == 0
     finally:
         os.chdir(before)
     return here / "runs/lora"
@@ -92,10 +70,9 @@ def test_a_run_s_model_and_its_adapter_there_and_back(run: Path, hub: Hub, tmp_p
     pull("me/adapter", str(tmp_path / "adapter"))
     assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= {p.name for p in (tmp_path / "adapter").iterdir()}
     assert hub.private == ["models/me/lora", "models/me/adapter"]
-    config = CONFIG.replace("[model.init]\nlayers = 1\nhidden = 32\nmlp = 32\n", "").replace("[model.lora]\nrank = 2\n", "")
-    config += f"[model]\npath = '{tmp_path / 'model'}'\ninit = false\n"
-    (tmp_path / "next.toml").write_text(config)
-    assert main(["train", str(tmp_path / "next.toml"), "--dry-run"]) == 0, "the pulled folder is a model.path"
+    kept = [word for word in RUN if not word.startswith("model.")]
+    pulled = (f"model.path={tmp_path / 'model'}", "model.init=false", "--dry-run")
+    assert main(["train", *kept, *pulled]) == 0, "the pulled folder is a model.path"
 
 
 @pytest.mark.parametrize("words", [["--step", "0"], ["--step", "0", "--adapter"]])
