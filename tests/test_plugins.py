@@ -32,9 +32,8 @@ from tests.run.timelines import check_update
 FILES = {
     "less_greedy": """
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
-from agentrl.trainer.algorithms.base import row_advantages
 from agentrl.data.rows import on_mask
-from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, row_advantages
 
 @ADVANTAGES.register("less_greedy", needs={"baseline"})
 def less_greedy(batch: AdvantageInput, *, plus: float = 0.0) -> AdvantageOutput:
@@ -86,8 +85,7 @@ class Noted(ContextPolicy):
 """,
     "slow": """
 from agentrl.env.base import ToolEnv
-from agentrl.env.wrappers import TurnLimit
-from agentrl.env.wrappers import WRAPPERS
+from agentrl.env.wrappers import WRAPPERS, TurnLimit
 
 @WRAPPERS.register("one_turn", traits={"chance_faults"})  # so the gold solution is played without it
 class OneTurn(TurnLimit):
@@ -152,8 +150,7 @@ class Lifted(FsdpEngine):
 """,
     "engines": """
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
-from agentrl.rollout.engine import Engine
-from agentrl.rollout.engine import ENGINES, EngineMaker, Processes
+from agentrl.rollout.engine import ENGINES, Engine, EngineMaker, Processes
 
 class FarEngine(Engine):
     untrainable = "it is too far"

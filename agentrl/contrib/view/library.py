@@ -150,7 +150,6 @@ class Library:
             found = self._by_id.get(ident)
         if found is None or not found.run.path.is_dir():
             raise NotFoundError(f"there is no run {ident!r}{hint_text(ident, self._by_id)}")
-        # The cached config is keyed by the run: `--overwrite` puts another run into the folder.
         return found
 
     def row(self, one: Shelved) -> dict[str, Json]:

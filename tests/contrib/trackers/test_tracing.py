@@ -209,7 +209,7 @@ def test_a_timeline_has_every_episode_and_its_parts_lie_in_the_step(run: Told) -
     assert 1 <= max(counts) <= 12 and min(counts) == 0 == counts[-1]
 
 
-def check_timeline(shown: Shown, members: list[Trajectory], row: dict[str, Any], process: str = "episodes in the driver") -> None:
+def check_timeline(shown: Shown, members: list[Trajectory], row: dict[str, Any]) -> None:
     """That of step 2 of a run with `members` and its metrics."""
     assert all(nested([e for e in events if e["ph"] == "X"]) for events in shown.tracks.values())
     step = shown.one("driver", "run", f"step {row['step']}")
@@ -223,7 +223,7 @@ def check_timeline(shown: Shown, members: list[Trajectory], row: dict[str, Any],
     assert sorted((e["task"], e["tokens"]) for e in whole.values()) == sorted((t.task.id, t.sampled_tokens) for t in members)
     turns = [e for events in played for e in events if e["cat"] == "turn"]
     assert len(turns) == sum(len(t.turns) for t in members)
-    assert {at for at, name in shown.tracks if name.startswith("g")} == {process} or process == ""
+    assert {at for at, name in shown.tracks if name.startswith("g")} == {"episodes in the driver"}
     buckets = [e for (at, name), events in shown.tracks.items() if "buckets" in name for e in events]
     publish = shown.one("driver", "run", "publish")
     assert buckets and all(inside(event, publish, 1.0) for event in buckets)
