@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.config import load_config
+from agentrl.env.check import share_interval
 from agentrl.run.config_file import find_config_file
 
 HERE = Path(__file__).resolve().parent
@@ -244,16 +245,9 @@ def table(args: argparse.Namespace) -> int:
                 else ["", ""]
             )
             kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(result["measured_faults"][n].items()))
-            low, high = wilson(hits, len(group))
+            low, high = share_interval(hits, len(group))
             print(f"| {n} | {len(group)} | {hits / len(group):.2f} ({low:.2f} to {high:.2f}) | {laws[0]} | {laws[1]} | {kinds} |")
     return 0
-
-
-def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    p, d = hits / n, 1 + z * z / n
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / d
-    middle = (p + z * z / (2 * n)) / d
-    return max(0.0, middle - half), middle + half
 
 
 def numbers(text: str) -> list[int]:

@@ -73,9 +73,3 @@ def test_the_law_is_recovered_from_its_own_episodes_and_predicts_longer_ones() -
     constant = horizon_law.fit(short, growth=False)
     exposed = sum(one.good + (one.fault == "copy") for one in short)
     assert math.exp(constant["copy"][0]) == pytest.approx(sum(one.fault == "copy" for one in short) / exposed)
-
-
-def test_wilson_interval_is_that_of_the_quadratic_equation() -> None:
-    for hits, n in ((0, 50), (7, 10), (100, 100)):
-        for bound in horizon_law.wilson(hits, n):
-            assert (hits / n - bound) ** 2 == pytest.approx(1.96**2 * bound * (1 - bound) / n, abs=1e-9)
