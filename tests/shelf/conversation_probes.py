@@ -3,11 +3,13 @@
 import random
 from collections.abc import Callable, Iterable
 from itertools import product
+from typing import Any
 
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.env import Message, ToolEnv
 from agentrl.env.check import floors
 from agentrl.env.check_tools import Subject
+from tests.env.toyenvs import call
 
 
 def play(env: ToolEnv, turns: Iterable[Message | str]) -> tuple[float, bool]:
@@ -39,6 +41,11 @@ def first_task(env: ToolEnv, wanted: Callable[[Task, list[Message]], bool]) -> l
 
 def say(text: str) -> Message:
     return Message("assistant", text)
+
+
+def answer(env: ToolEnv, name: str, /, **arguments: Any) -> str:
+    """What a call is answered."""
+    return str(env.step(call(name, **arguments))[0][0].content)
 
 
 def gold_episode(env: ToolEnv, seed: int, split: str) -> tuple[float, Trajectory]:

@@ -15,18 +15,10 @@ from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef, find_env, list_envs, make_env
 from agentrl.utils.errors import ConfigError, DependencyError, EnvError, TaskDataError
 from tests.env.toyenvs import call
+from tests.shelf.conversation_probes import answer, gold_episode
 
 FOLDER = Path(str(find_env("mcp").path)).parent
 TOOLS = ("search", "count", "take", "add")
-
-
-def says(env: ToolEnv, name: str, **arguments: Any) -> str:
-    return str(env.step(call(name, **arguments))[0][0].content)
-
-
-def play(env: ToolEnv, seed: int, split: str = "train") -> float:
-    env.reset(seed=seed, options={"split": split})
-    return [env.step(turn)[1] for turn in env.gold_turns(env.task)][-1]
 
 
 def rows(path: Path, *tasks: dict[str, Any]) -> str:
@@ -44,7 +36,7 @@ def test_the_task_file_is_what_its_script_writes() -> None:
 def test_gold_scores_one_on_every_level(level: int, split: str) -> None:
     env = make_env("mcp", level=level)
     for seed in range(3):
-        assert play(env, seed, split) == 1.0
+        assert gold_episode(env, seed, split)[0] == 1.0
         assert env.trajectory.task.data["level"] == level
         assert env.trajectory.state == env.trajectory.task.gold["state"]
 
@@ -66,9 +58,9 @@ def test_what_belongs_to_the_environment_is_out_of_reach_and_mistakes_come_back_
     env.reset(seed=0)
     assert (root.handlers, root.level) == before, "building a server leaves the process's logging alone"
     assert env.toolbox.names == TOOLS
-    assert "unknown_tool" in says(env, "dump") and "unknown_tool" in says(env, "load", stock={})
-    assert "no item with code" in says(env, "count", code="k1")
-    assert "wrong_type" in says(env, "take", code="k1", amount="many")
+    assert "unknown_tool" in answer(env, "dump") and "unknown_tool" in answer(env, "load", stock={})
+    assert "no item with code" in answer(env, "count", code="k1")
+    assert "wrong_type" in answer(env, "take", code="k1", amount="many")
     env.close()
 
 
@@ -95,7 +87,7 @@ def test_a_program_over_stdio_and_every_kind_of_gold(stdio: dict[str, Any]) -> N
     env = make_env("mcp", **stdio)
     assert set(env.splits) == {"train", "number", "state", "calls"}
     for split in ("train", "state", "calls"):
-        assert play(env, 0, split) == 1.0, split
+        assert gold_episode(env, 0, split)[0] == 1.0, split
     env.reset(seed=0, options={"split": "number"})
     assert env.toolbox.names == TOOLS
     with pytest.raises(NotImplementedError, match="no gold calls"):
@@ -112,10 +104,10 @@ def test_a_fork_over_stdio_is_a_session_of_its_own(stdio: dict[str, Any]) -> Non
     env.reset(seed=0, options={"split": "state"})
     env.step(call("take", code="k1", amount=3))
     snapshot, replay_env = env.snapshot(), env.fork()
-    assert says(replay_env, "take", code="k1", amount=5) == "took 5 of red mug"
-    assert (says(env, "count", code="k1"), says(replay_env, "count", code="k1")) == ("6", "1")
+    assert answer(replay_env, "take", code="k1", amount=5) == "took 5 of red mug"
+    assert (answer(env, "count", code="k1"), answer(replay_env, "count", code="k1")) == ("6", "1")
     env.restore(snapshot)
-    assert says(env, "count", code="k1") == "6" and len(env.trajectory.turns) == 2
+    assert answer(env, "count", code="k1") == "6" and len(env.trajectory.turns) == 2
     env.close()
     replay_env.close()
 

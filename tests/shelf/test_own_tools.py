@@ -11,12 +11,13 @@ from transformers import AutoTokenizer
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.data.trajectory import Trajectory
-from agentrl.env import Message, ToolCall
+from agentrl.env import ToolCall
 from agentrl.env.catalog import EnvRef, make_env
 from agentrl.run.assembly import RunStart
 from agentrl.utils.errors import ConfigError, EnvError, TaskDataError
 from tests.conftest import proof
 from tests.contrib.view.test_api import client
+from tests.shelf.conversation_probes import answer
 
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"], "additionalProperties": False}
 AGE = {"name": "age", "description": "years", "parameters": NAME}
@@ -34,10 +35,6 @@ def file(folder: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def say(env: Any, tool: str, **arguments: Any) -> str:
-    return str(env.step(Message("assistant", tool_calls=(ToolCall(tool, arguments),)))[0][0].content)
-
-
 def offered(env: Any) -> list[str]:
     return [tool["function"]["name"] for tool in env.trajectory.tools]
 
@@ -50,7 +47,7 @@ def test_each_episode_offers_its_own_tools_and_those_alone() -> None:
         wanted = [entry["function"]["name"] for entry in env.task.data["tools"]]
         assert offered(env) == wanted == list(env.toolbox.names)
         other = next(name for name in ("price_of", "shelf_of", "platform_of", "height_of") if name not in wanted)
-        assert "unknown_tool" in say(env, other)
+        assert "unknown_tool" in answer(env, other)
         seen.add(tuple(wanted))
     assert len(seen) > 4, "the tools differ between episodes of one environment"
 
@@ -69,20 +66,20 @@ def test_the_environment_is_shown_with_the_tools_of_each_task_that_is_shown(
 def test_recorded_answers_in_their_order_with_errors_and_distractors(tmp_path: Path) -> None:
     env = make_env("own_tools", tasks=file(tmp_path, ROW))
     env.reset(seed=0)
-    assert say(env, "age", name="ann") == "31" and "no bob here" in say(env, "age", name="bob")
+    assert answer(env, "age", name="ann") == "31" and "no bob here" in answer(env, "age", name="bob")
     kept = env.state()
-    assert [say(env, "age", name="ann") for _ in range(2)] == ["32", "32"], "the n-th of equal calls, whatever is between them"
+    assert [answer(env, "age", name="ann") for _ in range(2)] == ["32", "32"], "the n-th of equal calls, whatever is between them"
     assert len(kept["made"]) == 2 and len(env.state()["made"]) == 4, "a state stays what it was"
     assert not env.toolbox["age"].options.parallel, "several calls of a turn are answered in their order"
     assert [tool["function"]["description"] for tool in env.trajectory.tools] == ["years", "where"]
-    assert "no bob here" in say(env, "age", name="bob") and "tool_error" in say(env, "age", name="bob")
-    assert "there is no answer for these arguments" in say(env, "age", name="eve")
-    assert "there is no answer" in say(env, "city", name="ann"), "a distractor"
-    assert "wrong_type" in say(env, "age", name=3) and "unexpected_argument" in say(env, "age", name="ann", x=1)
+    assert "no bob here" in answer(env, "age", name="bob") and "tool_error" in answer(env, "age", name="bob")
+    assert "there is no answer for these arguments" in answer(env, "age", name="eve")
+    assert "there is no answer" in answer(env, "city", name="ann"), "a distractor"
+    assert "wrong_type" in answer(env, "age", name=3) and "unexpected_argument" in answer(env, "age", name="ann", x=1)
     env.reset(seed=0)
-    assert say(env, "age", name="ann") == "31", "an episode begins anew"
+    assert answer(env, "age", name="ann") == "31", "an episode begins anew"
     other = env.fork()
-    assert say(env, "age", name="ann") == "32" == say(other, "age", name="ann")
+    assert answer(env, "age", name="ann") == "32" == answer(other, "age", name="ann")
     assert env.step("She is 31.")[1] == 1.0
     env.reset(seed=0)
     assert env.step("She is 31.")[1] == 0.0, "without the call"
@@ -113,10 +110,10 @@ def test_functions_of_the_run_answer_and_rows_cannot_name_any(here: Path, monkey
     functions = {"age": "own_tools_functions:age", "city": "own_tools_functions:city"}
     env = make_env("own_tools", tasks=file(here, row), functions=functions)
     env.reset(seed=0)
-    assert say(env, "age", name="ann") == "31" and "who is eve" in say(env, "age", name="eve")
-    assert json.loads(say(env, "city", name="ann")) == {"city": "Rome"}
+    assert answer(env, "age", name="ann") == "31" and "who is eve" in answer(env, "age", name="eve")
+    assert json.loads(answer(env, "city", name="ann")) == {"city": "Rome"}
     with pytest.raises(EnvError, match="city"):
-        say(env, "city", name="annabel")
+        answer(env, "city", name="annabel")
     age, city = functions.values()
     for task, wrong, error, said in (
         (row, {"age": age}, TaskDataError, r"jsonl:1: field tools/1: nothing answers 'city': params.functions has no function"),
@@ -140,8 +137,8 @@ def test_a_row_chooses_among_the_run_s_tools_from_a_config(tmp_path: Path) -> No
     env = EnvRef.of(config.the_env, config.tools).build()
     env.reset(seed=0)
     assert offered(env) == ["age", "calculate"]
-    assert say(env, "calculate", expression="6 * 7") == "42" and say(env, "age", name="ann") == "31"
-    assert "unknown_tool" in say(env, "days_between", start="2026-01-01", end="2026-01-02")
+    assert answer(env, "calculate", expression="6 * 7") == "42" and answer(env, "age", name="ann") == "31"
+    assert "unknown_tool" in answer(env, "days_between", start="2026-01-01", end="2026-01-02")
     env.reset(seed=1)
     assert offered(env) == ["days_between"]
     env.reset(seed=2)
@@ -189,7 +186,7 @@ def test_a_system_message_a_gold_answer_of_0_and_a_parameter_called_task(tmp_pat
         env = make_env("own_tools", tasks=file(tmp_path, row), functions={"note": "own_tools_tasks:note"}, system=system)
         observation, _ = env.reset(seed=0)
         assert [message.content for message in observation] == [*([system] if system else []), "Note it."]
-        assert say(env, "note", task="milk") == "noted milk", "what the policy says, and not the Task"
+        assert answer(env, "note", task="milk") == "noted milk", "what the policy says, and not the Task"
         assert env.gold_turns(env.task)[-1].content == "0"
 
 
@@ -248,7 +245,7 @@ def test_a_conversation_so_far_and_an_mcp_server(tmp_path: Path) -> None:
     assert observation[2].tool_calls == (ToolCall("age", {"name": "ann"}, id="c0"),)
     assert (observation[3].tool_call_id, observation[3].name) == ("c0", "age")
     assert offered(env) == ["count", "age"]
-    assert "no item" in say(env, "count", code="k1") and say(env, "age", name="ann") == "31"
+    assert "no item" in answer(env, "count", code="k1") and answer(env, "age", name="ann") == "31"
     env.close()
 
 
@@ -321,7 +318,7 @@ def test_a_function_may_be_a_tool_and_a_module_that_raises_is_named(tmp_path: Pa
     )
     env = make_env("own_tools", tasks=file(tmp_path, ROW), functions={"age": "marked_tools:age"})
     env.reset(seed=0)
-    assert say(env, "age", name="ann") == "3"
+    assert answer(env, "age", name="ann") == "3"
     faults = {
         "1 / 0": "ZeroDivisionError: division by zero",
         "import sys; sys.exit(3)": "SystemExit: 3",
