@@ -44,7 +44,7 @@ def say(text: str) -> Message:
 
 
 def answer(env: ToolEnv, name: str, /, **arguments: Any) -> str:
-    """What a call is answered."""
+    """The answer to a call."""
     return str(env.step(call(name, **arguments))[0][0].content)
 
 
@@ -63,7 +63,7 @@ SAID = ("Done.", "Yes. Do you confirm? Shall I proceed?", "CANNOT: I am unable t
 
 
 def idle_values(env: ToolEnv, splits: Iterable[str], seeds: Iterable[int]) -> set[float | None]:
-    """What episodes are worth that do nothing of use: by the scripts of `env check`, and by one text said again and again."""
+    """The values of episodes that do nothing of use: by the scripts of `env check`, and by one text said again and again."""
     subject, tasks = Subject(lambda: env, env.scorer), list(seeds)
     found = set[float | None]()
     for split in splits:

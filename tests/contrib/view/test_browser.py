@@ -91,7 +91,7 @@ def hostile_run(at: Path) -> None:
 
 
 class Trained:
-    """What training made of these episodes' tokens: of each ledger the same numbers, over and over."""
+    """Numbers of training for these episodes' tokens: of each ledger the same, over and over."""
 
     def __init__(self, members: list[Trajectory]) -> None:
         self.sizes = [ledger.sampled_tokens for one in members if one.reward is not None for ledger in one.ledgers]
