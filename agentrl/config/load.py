@@ -424,15 +424,6 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
     """Validate a config's table after overrides. Raises ConfigError, which names the file in `layers` that sets the key."""
     parsed = parse_overrides(overrides)
     table = _without_false(apply_overrides(table, parsed), TrainConfig)
-    # Convert a table of an earlier version. A dropped key with another value than its default stays, and is refused as unknown.
-    for key, default in _DROPPED.items():
-        *section, name = key.split(".")
-        for inner in _tables(table, section):
-            if name in inner and default in (..., inner[name]):
-                del inner[name]
-    for inner in (*_tables(table, ["vllm"]), *_tables(table, ["reward", "judge", "engines", "*", "vllm"])):
-        if moved := {name: inner.pop(name) for name in _NOW_ARGS if name in inner}:
-            inner["args"] = {**moved, **inner.get("args", {})}
     table = _change_strings(table, READ + WRITTEN, lambda path, key: expand_home(path))
     if table.get("env") is None and not table.get("data"):
         raise ConfigError(f"{layers[0][0] if layers else 'command line'}: env: required key is missing")
@@ -443,17 +434,6 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
     check_envs(config.envs, config.sft)
     learn(config.model_dump(mode="json", exclude_none=True))
     return config
-
-
-_DROPPED = {
-    "next": ..., "model.cpu_offload": False, "algorithm.kl.straight_through": False, "rollout.worker_timeout": 60.0,
-    "rollout.worker_respawns": 8, "rollout.slow_loop": 0.2, "api.max_wait": 60.0, "sglang.update": "files", "rollout.grow": 1.0,
-    "sglang.load_timeout": 600.0, "health.preflight_timeout": 20.0, "profile.torch": True, "profile.max_events": 500_000,
-    "keep.trajectories_mib": 0.0, "keep.log_mib": 64.0, "keep.log_files": 4, "algorithm.entropy_step": 1e-4,
-    "algorithm.entropy_max": 5e-3,
-}  # fmt: skip
-"""Dropped keys of earlier versions with the defaults that had no effect; `...` is any value."""
-_NOW_ARGS = ("enforce_eager", "max_num_seqs", "max_num_batched_tokens")
 
 
 def _without_false(table: Table, model: type[BaseModel]) -> Table:

@@ -221,18 +221,6 @@ def test_a_near_value_of_the_right_form_is_proposed(file: Path, source: str, key
     load(source, key, mended, file)
 
 
-def test_keys_of_an_earlier_version_are_read_at_their_defaults_and_as_arguments(tmp_path: Path) -> None:
-    """As the config of an earlier run has them."""
-    path = tmp_path / "config.toml"
-    path.write_text(
-        'next = "ppo"\n' + GOOD + "[rollout]\nslow_loop = 0.2\ngrow = 1.0\ngroups = 3\n[keep]\nlog_files = 4\n"
-        "[algorithm]\nentropy_step = 0.0001\nentropy_max = 0.005\n"
-        "[vllm]\nenforce_eager = true\nmax_num_seqs = 8\nargs = { max_num_seqs = 9, seed = 1 }\n"
-    )
-    config = load_config(path)
-    assert config.vllm.args == {"enforce_eager": True, "max_num_seqs": 9, "seed": 1} and config.rollout.groups == 3
-
-
 def test_a_path_may_begin_with_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these made a folder that is called ~, or was looked for on the hub."""
     monkeypatch.setenv("HOME", "/home/me")
