@@ -25,11 +25,11 @@ from agentrl.rollout.engine import Generation
 from agentrl.rollout.group_ledger import GroupLedger
 from agentrl.rollout.samplers import TaskChoice
 from agentrl.run import engine_choice as engines
-from agentrl.run import loop, sft
+from agentrl.run import loop
 from agentrl.run.assembly import Inputs
 from agentrl.run.display import Display
 from agentrl.trainer.pretrained import init_model, packaged_tokenizer
-from agentrl.utils.errors import AgentrlError, EngineError
+from agentrl.utils.errors import EngineError
 from tests.players import Still, collector_of
 from tests.run.starts import scorer_of
 
@@ -173,45 +173,12 @@ def attempts(config: TrainConfig, out: Path) -> Any:
 # -- engines ---------------------------------------------------------------------------------------
 
 
-def vllm_arguments(config: TrainConfig, out: Path) -> Any:
-    """The options with which a replica makes vLLM's AsyncEngineArgs, and the numbers of its keeper."""
+def vllm_arguments(config: TrainConfig) -> Any:
+    """The options with which a replica makes vLLM's AsyncEngineArgs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "model_context", lambda model, trust: 4096)
         engine: Any = engines.EngineChoice(config, "vllm").make("model")
-    keeper = engine._replicas._cfg
-    return {
-        **engine._replicas._options,
-        "replicas": keeper.replicas,
-        "respawns": keeper.max_respawns,
-        "call_timeout": keeper.call_timeout,
-        "startup_timeout": keeper.startup_timeout,
-        "gpus": keeper.tensor_parallel,
-    }
-
-
-def sglang_client(config: TrainConfig, out: Path) -> Any:
-    """The client of SGLang servers that a run makes, and why a server that ignores seeds is refused."""
-    from agentrl.contrib.sglang.servers import Facts, check
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AGENTRL_TEST_A", "a")
-        patch.setenv("AGENTRL_TEST_B", "b")
-        patch.setattr(engines, "model_context", lambda model, trust: 4096)
-        given = config.sglang if config.sglang.servers else config.sglang.model_copy(update={"servers": ["http://a:1"]})
-        engine: Any = engines.EngineChoice(config.model_copy(update={"sglang": given}), "sglang").make(str(out))
-    refused = None
-    try:
-        check(Facts("http://a:1", "0", None, 1, False, False, ()), config.sglang, None)
-    except EngineError as problem:
-        refused = "ignores seeds" if "ignores seeds" in str(problem) else str(problem)
-    clients = [server._client for server in engine._servers.all]
-    return {
-        "servers": [server.address for server in engine._servers.all],
-        "load": engine._update._seconds,
-        "timeout": clients[0].timeout.read,
-        "key": clients[0].headers.get("authorization"),
-        "refused": refused,
-    }
+    return engine._replicas._options
 
 
 # -- the phases of a run ---------------------------------------------------------------------------
@@ -285,12 +252,7 @@ class Course:
         return call
 
     async def worker(self, method: Any, *args: Any) -> Any:
-        if method.__name__ == "sft_steps":  # of each step, however many a call has
-            steps = len(args[0]["counts"])
-            self.calls += [(method.__name__, len(args[0]) // steps)] * steps
-            return [{"loss": 1.0}] * steps
-        self.calls.append((method.__name__, None))
-        return {"loss": 1.0}
+        return [{"loss": 1.0}] * len(args[0]["counts"]) if method.__name__ == "sft_steps" else {"loss": 1.0}
 
     async def evaluated(self, player: Any, env: str, pairs: list[Any], *, seed: int, temperature: float, **more: Any) -> Any:
         """Episodes of which every second one is solved."""
@@ -321,52 +283,3 @@ def at(name: str) -> Callable[[TrainConfig, Path], Any]:
 
 def first_evaluation(config: TrainConfig, out: Path) -> Any:
     return course_of(config, out).all("evaluate")[0]
-
-
-def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
-    """The warm start: rows of each step, when the gate was asked, the transcripts' teacher, and its end."""
-    course = Course(config, out)
-
-    class Source:
-        skipped = 0
-
-        def __init__(self, env: Any, renderer: Any, teacher: Any, seed: int, most: int) -> None:
-            course.calls.append(("transcripts", (env.params, teacher)))
-
-        async def take(self, first: int, count: int) -> list[Any]:
-            course.calls.append(("first", first))
-            return [course.member] * count
-
-    ended = "open"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentrl.run.session.run_tasks", course.evaluated)
-        patch.setattr(sft, "Transcripts", Source)
-        try:
-            course.session.folder.warm_start.mkdir(exist_ok=True)  # which a real actor writes
-            asyncio.run(sft.warm_start(course.session, course.run_log, course.interrupt))
-        except AgentrlError as problem:
-            ended = "shut" if "did not open its gate" in str(problem) else str(problem)
-    assert config.sft is not None
-    steps, asked_at = 0, []
-    for name, value in course.calls:
-        steps += value // config.sft.batch if name == "sft_steps" else 0
-        asked_at += [steps] if name == "evaluate" else []
-    [transcripts] = course.all("transcripts")
-    return {
-        "rows": course.all("sft_steps"),
-        "firsts": course.all("first"),
-        "gates": asked_at,
-        "transcripts": transcripts,
-        "end": ended,
-        "gate": course.all("evaluate")[0],
-    }
-
-
-def only(observe: Callable[[TrainConfig, Path], dict[str, Any]], *names: str) -> Callable[[TrainConfig, Path], Any]:
-    """Some of what is observed; a single one by itself."""
-
-    def picked(config: TrainConfig, out: Path) -> Any:
-        found = observe(config, out)
-        return found[names[0]] if len(names) == 1 else {name: found[name] for name in names}
-
-    return picked

@@ -26,21 +26,11 @@ def made(overrides: list[str]) -> TrainConfig:
 
 
 def vllm(*names: str) -> Observe:
-    return see.only(see.vllm_arguments, *names)
-
-
-def sglang(*names: str) -> Observe:
-    return see.only(see.sglang_client, *names)
-
-
-def warm(*names: str) -> Observe:
-    return see.only(see.warming_up, *names)
+    return lambda config, out: [see.vllm_arguments(config)[name] for name in names]
 
 
 PLAY = "rollout.group_size=2 rollout.max_turns=3"
 LOOP = "steps=4 trajectories_every=2 eval.every=2 checkpoint.every=3"  # evaluations find 0.5
-SHUT = "sft={min_steps=10,max_steps=40,gate_every=20,gate=0.6}"
-GATE = {"temperature": 0.0, "tasks": 64, "seed": 0, "split": "train", "params": {}}
 EVAL = {"temperature": 1.0, "tasks": 100, "seed": 0, "split": "heldout", "params": {}}
 ASKED = (2048, 1.0, 1.0, 0)  # max_tokens, temperature, top_p, top_k
 
@@ -79,26 +69,11 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
     "RolloutConfig.retries": (see.attempts, PLAY,
         {"rollout.retries=0": (2, 2), "rollout.retries=1": (4, 4), "rollout.retries=3": (8, 8)}),
     "RolloutConfig.colocate": (see.at("rest"), LOOP, {"rollout.colocate=false": [], "rollout.colocate=true": [0, 1, 2, 3]}),
-    "SglangConfig.servers": (sglang("servers"), "", {'sglang.servers=["http://a:1"]': ["http://a:1"],
-        'sglang.servers=["http://a:1/","http://b:2"]': ["http://a:1", "http://b:2"]}),
-    "SglangConfig.seeds": (sglang("refused"), "", {"sglang.seeds=true": "ignores seeds", "sglang.seeds=false": None}),
-    "SglangConfig.timeout": (sglang("timeout", "load"), "",
-        {"sglang.timeout=1.5": {"timeout": 1.5, "load": 7.5}, "sglang.timeout=2.0": {"timeout": 2.0, "load": 10.0}}),
-    "SglangConfig.api_key_env": (sglang("key"), "",
-        {"seed=0": None, "sglang.api_key_env=AGENTRL_TEST_A": "Bearer a", "sglang.api_key_env=AGENTRL_TEST_B": "Bearer b"}),
-    "VllmConfig.replicas": (vllm("replicas"), "", {"vllm.replicas=1": 1, "vllm.replicas=3": 3}),
-    "VllmConfig.max_respawns": (vllm("respawns"), "", {"vllm.max_respawns=0": 0, "vllm.max_respawns=2": 2}),
-    "VllmConfig.call_timeout": (vllm("call_timeout"), "", {"vllm.call_timeout=1.5": 1.5, "vllm.call_timeout=2.0": 2.0}),
-    "VllmConfig.startup_timeout": (vllm("startup_timeout"), "",
-        {"vllm.startup_timeout=1.5": 1.5, "vllm.startup_timeout=2.0": 2.0}),
-    "VllmConfig.args": (vllm("block_size"), "", {"vllm.args={seed=1}": 32, "vllm.args={block_size=64}": 64}),
-    "VllmConfig.tensor_parallel": (vllm("tensor_parallel_size", "distributed_executor_backend", "gpus"), "",
-        {f"vllm.tensor_parallel={n}": {"tensor_parallel_size": n, "distributed_executor_backend": how, "gpus": n}
-         for n, how in ((1, "uni"), (2, "mp"))}),
-    "VllmConfig.kv_cache_mib": (vllm("kv_cache_memory_bytes"), "",
-        {"vllm.kv_cache_mib=64": 67_108_864, "vllm.kv_cache_mib=65": 68_157_440}),
+    "VllmConfig.args": (vllm("block_size"), "", {"vllm.args={seed=1}": [32], "vllm.args={block_size=64}": [64]}),
+    "VllmConfig.tensor_parallel": (vllm("tensor_parallel_size", "distributed_executor_backend"), "",
+        {f"vllm.tensor_parallel={n}": [n, how] for n, how in ((1, "uni"), (2, "mp"))}),
     "VllmConfig.max_model_len": (vllm("max_model_len"), "",  # the model's own is 4096
-        {"vllm.max_model_len=64": 64, "vllm.max_model_len=9999": 4096}),
+        {"vllm.max_model_len=64": [64], "vllm.max_model_len=9999": [4096]}),
     "TrainConfig.steps": (see.at("update"), LOOP, {"steps=4": [0, 1, 2, 3], "steps=5": [0, 1, 2, 3, 4]}),
     "TrainConfig.stop_at_success": (see.at("update"), LOOP,
         {"stop_at_success=0.5": [0, 1], "stop_at_success=0.51": [0, 1, 2, 3]}),
@@ -113,21 +88,6 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
         {"eval.temperature=0.0": {**EVAL, "temperature": 0.0}, "eval.temperature=0.7": {**EVAL, "temperature": 0.7}}),
     "CheckpointConfig.every": (see.at("save"), LOOP,
         {"checkpoint.every=1": [1, 2, 3, 4], "checkpoint.every=3": [3, 4], "checkpoint.every=9": [4]}),
-    "SftConfig.max_steps": (warm("rows", "end"), SHUT,
-        {f"sft.max_steps={n}": {"rows": [8] * n, "end": "shut"} for n in (20, 40, 13)}),
-    "SftConfig.batch": (warm("rows", "firsts"), SHUT, {"sft.batch=2": {"rows": [2] * 40, "firsts": list(range(0, 80, 2))},
-        "sft.batch=3": {"rows": [3] * 40, "firsts": list(range(0, 120, 3))}}),
-    "SftConfig.teacher": (warm("transcripts"), SHUT, {"sft.teacher={wrong=0.5}": ({}, {"wrong": 0.5})}),
-    "SftConfig.params": (warm("transcripts", "gate"), SHUT,
-        {"sft.params={calls=2}": {"transcripts": ({"calls": 2}, {}), "gate": GATE}}),
-    "SftConfig.gate": (warm("gates", "end"), SHUT,
-        {"sft.gate=0.5": {"gates": [20], "end": "open"}, "sft.gate=0.51": {"gates": [20, 40], "end": "shut"}}),
-    "SftConfig.min_steps": (warm("gates"), SHUT, {"sft.min_steps=10": [20, 40], "sft.min_steps=30": [40]}),  # the rate: STARTS
-    "SftConfig.gate_params": (warm("transcripts", "gate"), SHUT,
-        {"sft.gate_params={calls=2}": {"transcripts": ({}, {}), "gate": {**GATE, "params": {"calls": 2}}}}),
-    "SftConfig.gate_tasks": (warm("gate"), SHUT, {f"sft.gate_tasks={n}": {**GATE, "tasks": n} for n in (3, 4)}),
-    "SftConfig.gate_every": (warm("gates"), SHUT,
-        {"sft.gate_every=10": [10, 20, 30, 40], "sft.gate_every=30": [30, 40], "sft.gate_every=15": [15, 30, 40]}),
 }  # fmt: skip
 
 CASES = [(key, value) for key, (_, _, effects) in EFFECTS.items() for value in effects]

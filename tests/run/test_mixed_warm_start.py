@@ -18,11 +18,11 @@ from agentrl.utils.processor import TINY
 from tests.config.observed import Course, renderer
 
 ENVS: list[dict[str, Any]] = [
-    {"id": "key_value", "name": "a", "weight": 3.0, "sft": {"params": {"calls": 2}, "gate": 0.25}},
+    {"id": "key_value", "name": "a", "weight": 3.0, "sft": {"params": {"calls": 2}, "gate": 0.25, "gate_params": {"calls": 4}}},
     {"id": "function_calling", "name": "b", "sft": {"params": {"kinds": ["missing"]}, "teacher": {"abstain": 0.0}}},
     {"id": "sql", "name": "c", "weight": [[0, 0.0], [9, 1.0]]},
 ]
-SFT = {"min_steps": 10, "max_steps": 30, "gate_every": 10, "gate": 0.75, "gate_tasks": 4, "teacher": {"stop": 0.0}}
+SFT = {"min_steps": 12, "max_steps": 35, "gate_every": 10, "gate": 0.75, "gate_tasks": 4, "teacher": {"stop": 0.0}}
 
 
 def config_of(**more: Any) -> Any:
@@ -63,10 +63,10 @@ def test_transcripts_are_of_the_environments_that_take_part_by_their_weights() -
 
 
 @pytest.mark.parametrize(("found", "ends"), [
-    ({"a": [0.25], "b": [0.75]}, (10, "")),  # their own gates
-    ({"a": [1.0, 1.0, 1.0], "b": [0.5, 0.5, 0.75]}, (30, "")),  # a mean of 0.75 is not enough
-    ({"a": [None, None, None], "b": [1.0] * 3}, (30, "unknown in a, as no episode was scored after 30 steps")),
-    ({"a": [0.0, 0.0, 0.0], "b": [1.0, 1.0, 1.0]}, (30, "greedy success 0.0 < sft.gate=0.25 in a after 30 steps")),
+    ({"a": [0.25], "b": [0.75]}, (20, "")),  # their own gates
+    ({"a": [1.0, 1.0, 1.0], "b": [0.5, 0.5, 0.75]}, (35, "")),  # a mean of 0.75 is not enough
+    ({"a": [None, None, None], "b": [1.0] * 3}, (35, "unknown in a, as no episode was scored after 35 steps")),
+    ({"a": [0.0, 0.0, 0.0], "b": [1.0, 1.0, 1.0]}, (35, "greedy success 0.0 < sft.gate=0.25 in a after 35 steps")),
 ])  # fmt: skip
 def test_the_gate_is_of_each(
     found: dict[str, list[float | None]], ends: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -76,7 +76,7 @@ def test_the_gate_is_of_each(
     answers = {name: iter(values) for name, values in found.items()}
 
     async def evaluated(player: Any, env: str, pairs: list[Any], **keys: Any) -> list[Trajectory]:
-        asked.append((env, len(pairs), keys["split"], keys["params"]))
+        asked.append((env, len(pairs), keys))
         rate = next(answers[env])
         right = [None if rate is None else number < 4 * rate for number in range(4)]
         return [Trajectory("x", Task("t", 0), success=one, env=env) for one in right]
@@ -92,23 +92,26 @@ def test_the_gate_is_of_each(
         text = str(problem)
     rows = [(step, values) for phase, step, values in said if phase == "gate"]
     assert rows[-1][0] == ends[0] and (ends[1] in text if ends[1] else not text)
+    assert [step for step, _ in rows] == [20, 30, 35][: len(rows)], "from min_steps on, each gate_every, and at max_steps"
     first = {name: values[0] for name, values in found.items()}
     # A success that nobody knows is not 0, neither of an environment nor of all.
     mean = None if None in first.values() else sum(value or 0.0 for value in first.values()) / 2
     told = {"success": mean, **{f"env/{name}/success": value for name, value in first.items()}}
     assert told.items() <= rows[0][1].items() and rows[0][1]["scored"] == 4 * sum(value is not None for value in first.values())
-    assert asked[:2] == [("a", 4, "train", {}), ("b", 4, "train", {})]
+    for (env, count, keys), name, params in zip(asked, ("a", "b"), ({"calls": 4}, {}), strict=False):
+        assert (env, count) == (name, 4)
+        assert {"params": params, "split": "train", "temperature": 0.0, "seed": 0}.items() <= keys.items()
 
 
 @pytest.mark.parametrize(
-    ("size", "calls"), [(TINY + 1.0, ["0", "8", "16"]), (TINY, ["0 8 16"])], ids=["a step a call", "the steps of a tiny model"]
+    ("size", "calls"), [(TINY + 1.0, ["0", "4", "8"]), (TINY, ["0 4 8"])], ids=["a step a call", "the steps of a tiny model"]
 )
 def test_transcripts_are_written_while_the_actors_compute(
     size: float, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the next call, none beyond a gate; each step has its own, in order, and is shown."""
     monkeypatch.setattr(ModelConfig, "size", lambda self: size)
-    course, events = Course(config_of(min_steps=3, gate_every=3, gate=0.25), tmp_path), list[str]()
+    course, events = Course(config_of(batch=4, min_steps=3, gate_every=3, gate=0.25), tmp_path), list[str]()
     source = SimpleNamespace(skipped=0)
 
     async def arun(method: Any, *args: Any) -> Any:
@@ -134,8 +137,8 @@ def test_transcripts_are_written_while_the_actors_compute(
     written = [[f"write {first}" for first in call.split()] for call in calls]
     expected = [*written[0]]
     for of, after in zip(written, [*written[1:], []], strict=True):
-        expected += [f"begin {8 * len(of)} rows of {len(of)}", *after, "end"]
+        expected += [f"begin {4 * len(of)} rows of {len(of)}", *after, "end"]
     assert events == expected
-    assert rows[:3] == [("sft", 1, 0.0), ("sft", 2, 8.0), ("sft", 3, 16.0)], (
+    assert rows[:3] == [("sft", 1, 0.0), ("sft", 2, 4.0), ("sft", 3, 8.0)], (
         "a row counts the transcripts left out up to its own step"
     )
