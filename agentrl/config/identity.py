@@ -166,9 +166,6 @@ CANNOT_MATTER: dict[Purpose, frozenset[str]] = {
 OF_A_START = ("name", "out", "data.max_bad")
 """Keys that a resume does not read: the run stays in its folder, with its data as read at the start."""
 
-OF_SEVERAL = ("env.weight", "rollout.mixture")
-"""Keys used only with `[[env]]`; a run with a single environment that began with them may continue without them."""
-
 _DIGEST = "sha256:"
 
 
@@ -177,8 +174,7 @@ def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
     found: Identity = {}
     for name, keys, value in named_leaves(without_secrets(config), config.envs):  # by name, as their order does not matter
         key = _without_place(keys)
-        idle = not isinstance(config.env, list) and key.startswith(OF_SEVERAL)
-        found |= {} if idle or cannot_matter(key, purpose) else {name: value}
+        found |= {} if cannot_matter(key, purpose) else {name: value}
     return found
 
 
