@@ -88,10 +88,6 @@ def test_steps_a_teacher_and_a_model_that_cannot_be_are_refused(overrides: str, 
         check_warm_start(RunStart(config_of(*overrides.split())))
 
 
-def test_without_the_section_nothing_is_asked_for() -> None:
-    check_warm_start(RunStart(config_of("env.id=no_such").model_copy(update={"sft": None})))
-
-
 def learned(folder: Path, micro_tokens: int, calls: list[Any], steps: int) -> tuple[list[dict[str, float]], Path]:
     """The metrics of a warm start in these calls of so many steps, and its weights."""
     small = InitModelConfig(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16)

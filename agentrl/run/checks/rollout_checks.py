@@ -184,8 +184,7 @@ def check_warm_start(start: RunStart) -> None:
 
     Causes: max_steps below min_steps, adapters, no teacher, or only overlong transcripts for the first step."""
     config, sft = start.config, start.config.sft
-    if sft is None:
-        return
+    assert sft is not None
     if sft.min_steps > sft.max_steps:
         raise ConfigError(
             f"sft.min_steps = {sft.min_steps} is above sft.max_steps = {sft.max_steps}: the gate could not open before the end"
