@@ -103,7 +103,8 @@ def resolve_near_paths(file: Path, table: Table) -> Table:
             )
         return str(near.resolve())
 
-    return _change_strings(table, READ + WORDS, found)
+    changed: Table = _change_strings(table, READ + WORDS, found)
+    return changed
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
@@ -122,31 +123,19 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     return TrainConfig.model_validate(table)
 
 
-def _change_strings(table: Table, keys: tuple[tuple[str, ...], ...], change: Callable[[str, str], str]) -> Table:
-    """Copy the table with the strings at `keys` changed; values of other types are left for validation."""
-    table = deepcopy(table)
-    for key in keys:
-        for inner in _tables(table, key[:-1]):
-            for last in list(inner) if key[-1] == "*" else [key[-1]]:
-                value, name = inner.get(last), ".".join(key)
-                if isinstance(value, str):
-                    inner[last] = change(value, name)
-                elif isinstance(value, list):
-                    inner[last] = [change(item, name) if isinstance(item, str) else item for item in value]
-    return table
-
-
-def _tables(table: Table, keys: Sequence[str]) -> Iterator[Table]:
-    """Iterate over the tables at `keys`, also those in lists. `[env.NAME]` for a list of environments counts as one."""
-    found: list[Any] = [table]
-    for key in keys:
-        tables = [table for table in found if isinstance(table, dict)]
-        found = [item for table in tables for item in (table.values() if key == "*" else [table.get(key)])]
-        found = [one for item in found for one in (item if isinstance(item, list) else [item])]
-        if key == "env":
-            parts = [one for one in found if isinstance(one, dict) and "id" not in one]
-            found += [inner for one in parts for name, inner in one.items() if name not in EnvConfig.model_fields]
-    return (one for one in found if isinstance(one, dict))
+def _change_strings(
+    value: Any, keys: Sequence[tuple[str, ...]], change: Callable[[str, str], str], path: tuple[str, ...] = ()
+) -> Any:
+    """Copy tables and lists with the strings at `keys` changed; items of a list have its key. `[env.NAME]` counts as `[env]`."""
+    if isinstance(value, dict):
+        return {key: _change_strings(inner, keys, change, (*path, str(key))) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_change_strings(item, keys, change, path) for item in value]
+    if path[:1] == ("env",) and len(path) > 2 and path[1] not in EnvConfig.model_fields:
+        path = ("env", *path[2:])
+    fits = (key for key in keys if len(key) == len(path) and all(part in ("*", one) for part, one in zip(key, path, strict=True)))
+    found = next(fits, None) if isinstance(value, str) else None
+    return value if found is None else change(value, ".".join(found))
 
 
 # Layers of config files
