@@ -4,24 +4,16 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.config import to_toml
-from agentrl.config.load import config_from
 from agentrl.config.schema import InitModelConfig
 from agentrl.trainer.pretrained import init_model
 from tests.contrib.mcp.test_mcp import SERVER
 from tests.rollout.loopback import Loopback, solve
+from tests.run.test_api_eval import evaluate
 from tests.run.test_api_reasoning import elsewhere as elsewhere  # a fixture
-
-TASKS = ["health.preflight=false", "env.params.set_share=0", "env.params.calls=[2,4]", "rollout.max_turns=8"]
-
-
-def evaluate(server: Loopback, *more: str, model: str = "api:openai/test") -> int:
-    return main(["eval", "key_value", "--model", model, "-n", "1", f"api.base={server.url}", "--out", "out", *TASKS, *more])
 
 
 def refused(capsys: pytest.CaptureFixture[str], *parts: str) -> None:
@@ -39,12 +31,12 @@ def shop(prefix: str, key: str = "sesame") -> str:
 def test_other_tools_of_a_server_are_another_evaluation_and_no_key_is_written_down(capsys: pytest.CaptureFixture[str]) -> None:
     Path("shop.py").write_text(SERVER)
     with Loopback(solve) as server:
-        assert evaluate(server, shop("a_")) == 0
-        assert evaluate(server, shop("b_")) == 2
+        evaluate(server, "-n", "1", shop("a_"))
+        evaluate(server, "-n", "1", shop("b_"), code=2)
         refused(capsys, "evaluation of something else", 'tools.mcp.shop.prefix was "a_", is "b_"')
-        assert evaluate(server, shop("a_", key="mustard")) == 2
+        evaluate(server, "-n", "1", shop("a_", key="mustard"), code=2)
         refused(capsys, "tools.mcp.shop.env.SHOP_KEY was sha256:", "(a digest)")
-        assert evaluate(server, shop("a_")) == 0
+        evaluate(server, "-n", "1", shop("a_"))
     for file in (path for path in Path("out").rglob("*") if path.is_file()):
         assert "sesame" not in file.read_text() and "shop.py" not in file.read_text(), file
 
@@ -52,25 +44,10 @@ def test_other_tools_of_a_server_are_another_evaluation_and_no_key_is_written_do
 def test_the_model_that_plays_is_the_one_of_the_identity(capsys: pytest.CaptureFixture[str]) -> None:
     """An override of `model.path` is what is asked, whatever --model says."""
     with Loopback(solve) as server:
-        assert evaluate(server, "model.path=api:openai/other") == 0
+        evaluate(server, "-n", "1", "model.path=api:openai/other")
         assert {body["model"] for body in server.requests} == {"other"}
-        assert evaluate(server) == 2
+        evaluate(server, "-n", "1", code=2)
         refused(capsys, 'model.path was "api:openai/other", is "api:openai/test"')
-
-
-def test_a_spec_that_was_edited_scores_another_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
-    def write(least: float) -> None:
-        root = {"use": "calls.schema", "scale": [0, least]}
-        Path("mine.json").write_text(json.dumps({"agentrl_reward": 1, "name": "mine", "root": root}))
-
-    with Loopback(solve) as server:
-        write(1.0)
-        assert evaluate(server, "env.reward=mine.json") == 0
-        write(2.0)
-        assert evaluate(server, "env.reward=mine.json") == 2
-        refused(capsys, "evaluation of something else", "the content of env.reward was sha256:")
-        write(1.0)
-        assert evaluate(server, "env.reward=mine.json") == 0
 
 
 def test_a_model_or_an_environment_that_was_rewritten_is_another_rollout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,11 +74,11 @@ def test_a_model_or_an_environment_that_was_rewritten_is_another_rollout(capsys:
 
 def test_all_that_differs_is_named_and_what_cannot_matter_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
     with Loopback(solve) as server:
-        assert evaluate(server) == 0
+        evaluate(server, "-n", "1")
         asked = len(server.requests)
         free = ["rollout.max_episodes=3", "api.retries=7", "optim.lr=0.5", "rollout.temperature=0.5", "eval.tasks=5", "out=x"]
-        assert evaluate(server, *free) == 0
-        assert evaluate(server, "rollout.max_turns=5", "--seed", "4", "--split", "train", "env.params.set_share=1") == 2
+        evaluate(server, "-n", "1", *free)
+        evaluate(server, "-n", "1", "rollout.max_turns=5", "--seed", "4", "--split", "train", "env.params.set_share=1", code=2)
         refused(
             capsys,
             "out: it holds an evaluation of something else (out/eval.json): --split was",
@@ -116,27 +93,7 @@ def test_all_that_differs_is_named_and_what_cannot_matter_may_differ(capsys: pyt
 
 def test_a_folder_without_an_identity_is_not_gone_on_with(capsys: pytest.CaptureFixture[str]) -> None:
     with Loopback(solve) as server:
-        assert evaluate(server) == 0
+        evaluate(server, "-n", "1")
         Path("out/eval.json").write_text(json.dumps({"env": {"id": "key_value"}, "model": "api:openai/test"}))
-        assert evaluate(server) == 2
+        evaluate(server, "-n", "1", code=2)
         refused(capsys, "out/eval.json", "its values are not recorded; use another --out")
-
-
-@pytest.mark.parametrize(("override", "difference"), [
-    ("rollout.group_size=8", "rollout.group_size was 4, is 8"), ("env.id=python", 'env.id was "key_value", is "python"'),
-    ("algorithm.loss.name=cispo", 'algorithm.loss.name was "ppo_clip", is "cispo"'), ("seed=3", "seed was 0, is 3"),
-    ("steps=90", None), ("cluster.actors=2", None), ("reward.judge.calls=5", None),
-])  # fmt: skip
-def test_a_run_goes_on_by_its_own_config(
-    override: str, difference: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table: dict[str, Any] = {"env": {"id": "key_value"}, "model": {"init": {}}, "rollout": {"group_size": 4}}
-    Path("run").mkdir()
-    Path("run/config.toml").write_text(to_toml(config_from(table)))
-    gone_on = []
-    monkeypatch.setattr("agentrl.run.driver.execute", lambda config, folder, **how: gone_on.append(config) or 0)
-    monkeypatch.setattr("agentrl.run.checks.size_checks.check_capacity", lambda config: None)
-    code = main(["train", "--resume", "run", override])
-    assert (code, len(gone_on)) == ((2, 0) if difference else (0, 1))
-    if difference:
-        refused(capsys, "run/config.toml", difference)

@@ -215,6 +215,7 @@ def test_a_chat_template_may_not_change_and_changed_code_is_said(
 def test_a_config_that_is_edited_before_the_first_checkpoint_is_refused(executed: Runs) -> None:
     """The model of the old values lies there, and would be trained under the new ones."""
     executed.train("model.init={hidden=32}")
+    assert "was learned with other values: rollout.group_size was 8, is 9" in executed.resume("rollout.group_size=9", code=2).err
     file = Path("runs/r/config.toml")
     file.write_text(file.read_text().replace("hidden = 32", "hidden = 64"))
     assert "was trained with other values: model.init.hidden was 32, is 64" in executed.resume(code=2).err
