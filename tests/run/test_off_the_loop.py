@@ -9,18 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from agentrl.config import TrainConfig
-from agentrl.data.token_ledger import TokenLedger
-from agentrl.data.trajectory import Group, Task, Trajectory
+from agentrl.data.trajectory import Group
 from agentrl.rollout.group_ledger import GroupLedger
 from agentrl.run import loop
 from agentrl.run import session as checkpoint
 from agentrl.run.folder import RunFolder
 from agentrl.run.run_log import RunLog, Writes
 from tests.config.observed import Course
+from tests.run.made_folders import episode
 from tests.waits import until
 
 
@@ -57,14 +56,6 @@ async def beating() -> AsyncIterator[Pulse]:
         task.cancel()
 
 
-def episode(tokens: int, reward: float = 1.0, member: int = 0) -> Trajectory:
-    ledger = TokenLedger()
-    ledger.append_context(np.arange(tokens // 2) % 1000, 0)
-    half = tokens - tokens // 2
-    ledger.append_sampled(np.arange(half) % 1000, np.full(half, -0.5), np.zeros(half, dtype=np.int32), 0)
-    return Trajectory("x", Task("t", 0), member=member, ledgers=[ledger], reward=reward)
-
-
 def course_of(tmp_path: Path, steps: int) -> Course:
     """A session without models, in whose folder a run writes."""
     config = TrainConfig.model_validate({
@@ -91,7 +82,7 @@ def test_the_loop_answers_while_a_step_collates_and_writes_its_trajectories(
     async def collect() -> list[Group]:
         if not beats:
             beats.append(asyncio.create_task(pulse.beat()))
-        return [Group(0, 0, [episode(20), episode(20, 0.0, 1)])]
+        return [Group(0, 0, [episode(), episode(member=1, reward=0.0)])]
 
     async def save(_: Any = None) -> None:
         found.extend(sorted(path.name for path in session.folder.trajectories.glob("*.jsonl")))
@@ -159,7 +150,7 @@ def test_trajectory_files_are_written_row_by_row(tmp_path: Path) -> None:
             aside = list(folder.trajectories.glob(".x.jsonl.*"))
             sizes.append(aside[0].stat().st_size if aside else 0)
             assert (folder.trajectories / "x.jsonl").read_text() == "old"
-            yield episode(20_000, member=number)
+            yield episode(member=number, tokens=20_000)
 
     folder.write_trajectories("x", rows())
     whole = (folder.trajectories / "x.jsonl").stat().st_size
@@ -171,7 +162,7 @@ def test_the_loop_answers_while_a_checkpoint_writes_its_groups(tmp_path: Path, m
     async def body() -> None:
         ledger = GroupLedger(2, 0)
         ledger.admit(), ledger.admit()
-        group = Group(1, 7, [episode(20), episode(30)], episode(10))
+        group = Group(1, 7, [episode(), episode(member=1)], episode(member=2))
         ledger.complete(group)
 
         async def saved(*_: Any) -> bool:
