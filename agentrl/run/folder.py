@@ -146,6 +146,11 @@ BEFORE_SFT = -2
 _RESERVED = 1 << 16
 
 
+def is_voided(phase: str, step: int, to: int) -> bool:
+    """Return True if a row is written again when the run continues from step `to`; rows of a warm start only for -2."""
+    return to < -1 or (phase not in ("sft", "gate") and (step > to or phase == "after"))
+
+
 class NameTakenError(ConfigError):
     """A run of this name exists already."""
 
@@ -312,14 +317,11 @@ class RunFolder:
         return rows, damaged, [len(whole) + 1] if last else []
 
     def rewind(self, step: int) -> list[int]:
-        """Remove metric rows and exported models that a resume from `step` (updates done) will write again.
-
-        An evaluation would mistake an old export for a new one. Rows of the warm start go only with `BEFORE_SFT`.
-        Also removes lines that are no rows, and returns their numbers."""
-        found, damaged, cut = self.sorted_metrics()
-        kept = [] if step == BEFORE_SFT else found
-        rows = [row for row in kept if row["phase"] in ("sft", "gate") or (row["step"] <= step and row["phase"] != "after")]
-        atomic_write(self.metrics, "".join(json_text(row) + "\n" for row in rows))
+        """Remove metric rows and exported models that a resume from `step` (updates done) will write again: an evaluation would
+        mistake an old export for a new one. Also removes lines that are no rows, and returns their numbers."""
+        rows, damaged, cut = self.sorted_metrics()
+        kept = (row for row in rows if not is_voided(row["phase"], row["step"], step))
+        atomic_write(self.metrics, "".join(json_text(row) + "\n" for row in kept))
         for model in self.exports.glob("step_*"):
             number = model.name.removeprefix("step_")
             if number.isdecimal() and int(number) > step:  # else a folder of the user's own

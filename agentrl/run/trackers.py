@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.config import Choice, TrainConfig
 from agentrl.data.trajectory import Message, Trajectory
-from agentrl.run.folder import RunFolder
+from agentrl.run.folder import RunFolder, is_voided
 from agentrl.utils.errors import user_code
 from agentrl.utils.redaction import resolve_references
 from agentrl.utils.registry import Registry
@@ -67,7 +67,7 @@ class Tracker(ABC):
 
     def rewind(self, step: int) -> None:
         """Handle that the run continues from `step` (-1: from the start of training, -2: of the warm start). Rows of later
-        steps and of the phase "after" come again (`is_voided`): remove them, or ignore the second ones (`given.GivenRows`)."""
+        steps and of the phase "after" come again (`is_voided`): remove them, or ignore the second ones (`GivenRows`)."""
         return None
 
     def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
@@ -97,11 +97,6 @@ TRACING: Registry[Any] = Registry("traces", "TRACING", "agentrl.run.trackers")
 SPANS = "steps"
 """Name in `TRACING` of the recorder of step spans, for [traces] and [profile]. It is made with the run, its engine's name and
 training roles, and called at the begin and end of each update; `check(steps, traces, profile)` raises before a run."""
-
-
-def is_voided(phase: str, step: int, to: int) -> bool:
-    """Return True if a row is written again when the run continues from step `to`; rows of a warm start only for -2."""
-    return to < -1 or (phase not in ("sft", "gate") and (step > to or phase == "after"))
 
 
 def check_trackers(start: RunStart) -> None:

@@ -12,8 +12,8 @@ import pytest
 from agentrl.config.load import config_from
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.run.assembly import RunStart
-from agentrl.run.folder import RunFolder
-from agentrl.run.trackers import CHARACTERS, LARGE, Outlet, TrackedRun, Tracker, check_trackers, is_voided, makers, sampled_rows
+from agentrl.run.folder import RunFolder, is_voided
+from agentrl.run.trackers import CHARACTERS, LARGE, Outlet, TrackedRun, Tracker, check_trackers, makers, sampled_rows
 from agentrl.utils.errors import ConfigError, DependencyError
 
 
