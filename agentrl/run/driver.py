@@ -328,24 +328,20 @@ class RunDriver:
             display.say(f"the warmed-up model is in {folder.warm_start}")
             return
         rows = folder.read_metrics()
-        summary = {row["phase"]: row.get("success") for row in rows if row["phase"] in ("before", "after")}
+        summary = self._summary(rows)
         display.say("")
-        before, after = (percent(summary.get(phase)) for phase in ("before", "after"))
-        display.say(f"success on held-out tasks   before {before}   after {after}")
-        for env in [*(config.envs if len(config.envs) > 1 else ()), None]:
-            if env is not None:
-                one = _env_summary(rows, env.called)
-                before, after = (percent(one[f"success_{phase}"]) for phase in ("before", "after"))
-                display.say(f"  {env.called:<26}before {before}   after {after}   {one['tokens']:,} tokens sampled")
+        for name, part in {"": summary, **summary.get("envs", {})}.items():
+            head = f"  {name:<26}" if name else "success on held-out tasks   "
+            tokens = f"   {part['tokens']:,} tokens sampled" if name else ""
+            display.say(f"{head}before {percent(part['success_before'])}   after {percent(part['success_after'])}{tokens}")
             # One line per number of calls in the solution, if tasks differ in it.
-            horizons = summary_of(rows, None if env is None else env.called)
-            for label, part in horizons.items() if len(horizons) > 1 else ():
-                ends = f"before {percent(part['success_before'])}   after {percent(part['success_after'])}"
-                display.say(f"  {label + (' call' if label == '1' else ' calls'):<26}{ends}   of {part['tasks']} tasks")
-        spent = thrown_away([row for row in rows if row["phase"] == "train"])
-        if spent.get("tokens_thrown") and spent["tokens_sampled"]:
-            away, of = spent["tokens_thrown"], spent["tokens_sampled"]
-            causes = ", ".join(f"{why} {percent(count / of)}" for why, count in spent["thrown"].items())
+            horizons = part.get("horizons", {})
+            for label, one in horizons.items() if len(horizons) > 1 else ():
+                ends = f"before {percent(one['success_before'])}   after {percent(one['success_after'])}"
+                display.say(f"  {label + (' call' if label == '1' else ' calls'):<26}{ends}   of {one['tasks']} tasks")
+        if summary.get("tokens_thrown") and summary["tokens_sampled"]:
+            away, of = summary["tokens_thrown"], summary["tokens_sampled"]
+            causes = ", ".join(f"{why} {percent(count / of)}" for why, count in summary["thrown"].items())
             display.say(f"thrown away                 {away:,} of {of:,} sampled tokens ({percent(away / of)}: {causes})")
         display.say(f"run folder                  {folder.path}  (curve.png, metrics.jsonl, trajectories/, checkpoints/)")
         if outcome.status == "done":
@@ -358,7 +354,7 @@ class RunDriver:
         # Suggest to evaluate and continue, or to find out why it did not learn. Every command works from any folder.
         run = shlex.quote(str(folder.path))
         # A finished run may have more updates than its config's `steps` if it was resumed with fewer.
-        more = 2 * max([config.steps, *(row["step"] for row in rows if row["phase"] == "train")])
+        more = 2 * max(config.steps, summary["steps"])
         if outcome.status != "done":
             display.say("")
             display.say(f"THIS RUN FAILED: {outcome.status}. {outcome.cause}")
@@ -368,7 +364,7 @@ class RunDriver:
         if outcome.cause is not None:
             display.say(f"but                         {outcome.cause}")
         display.say(f"look at it                  agentrl view {run};  agentrl show {run}")
-        if not summary.get("after", True):
+        if any(row["phase"] == "after" and not row.get("success") for row in rows):
             display.say(f"why nothing is solved       agentrl runs failures {run}")
         display.say(f"try next                    agentrl eval --run {run} --checkpoint 0 --checkpoint last")
         display.say(f"                            agentrl train --resume {run} steps={more}")
