@@ -205,14 +205,7 @@ class Course:
         self.session: Any = SimpleNamespace(
             config=config,
             sft_threads=None,
-            envs=[
-                SimpleNamespace(
-                    name="key_value",
-                    env=EnvRef("key_value"),
-                    policy=SimpleNamespace(renderer=None),
-                    scorer=SimpleNamespace(terms=[], measures=[]),
-                )
-            ],
+            envs=[SimpleNamespace(name="key_value", scorer=SimpleNamespace(terms=[], measures=[]))],
             player=SimpleNamespace(metrics=dict),
             services={},
             engine=SimpleNamespace(forget=self.waited("forget", None)),
