@@ -101,20 +101,14 @@ class ByTheClock(TurnLimit):
     "told": """
 from dataclasses import replace
 from pathlib import Path
-from agentrl.engines.weights.base import ROUTES, Route
-from agentrl.engines.weights.host_routes import SharedReceiver, SharedSender
-
-class Sender(SharedSender):
-    def open(self):
-        return replace(super().open(), route="told")
+from agentrl.engines.weights.base import ROUTES
+from agentrl.engines.weights.host_routes import SharedSender
 
 @ROUTES.register("told")
-class Told(Route):
-    receiver = SharedReceiver
-
-    def sender(self, cfg, slot_bytes, receivers, host):
-        Path(cfg.folder, "told.txt").write_text(str(receivers))
-        return Sender(slot_bytes, receivers)
+class Told(SharedSender):
+    def open(self):
+        Path(self.folder, "told.txt").write_text(str(self.receivers))
+        return replace(super().open(), route="told")
 """,
     "lines": """
 from agentrl.run.trackers import TRACKERS, TrackedRun, Tracker

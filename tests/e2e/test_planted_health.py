@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from agentrl.config.schema import WeightsConfig
 from agentrl.engines.weights.base import ROUTES, Bucket, Named, Offer
-from agentrl.engines.weights.host_routes import MemoryReceiver, MemoryRoute, MemorySender
+from agentrl.engines.weights.host_routes import MemoryReceiver, MemorySender
 from agentrl.env.base import ToolEnv
 from agentrl.env.spaces import Observation
 from agentrl.env.wrappers import WRAPPERS, ToolWrapper
@@ -29,11 +28,6 @@ WARM = ("sft.max_steps=200", "sft.min_steps=200", "sft.gate_every=200", "sft.gat
 """A model that makes calls, most of which are wrong."""
 
 
-class OldSender(MemorySender):
-    def open(self) -> Offer:
-        return replace(super().open(), route="old_weights")
-
-
 class OldReceiver(MemoryReceiver):
     """Delivers the weights of the first publish, whatever is published: the engine counts versions, and samples with old ones."""
 
@@ -43,11 +37,11 @@ class OldReceiver(MemoryReceiver):
 
 
 @ROUTES.register("old_weights", traits={"one_process"})
-class OldWeights(MemoryRoute):
+class OldWeights(MemorySender):
     receiver = OldReceiver
 
-    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> OldSender:
-        return OldSender(slot_bytes, receivers)
+    def open(self) -> Offer:
+        return replace(super().open(), route="old_weights")
 
 
 @WRAPPERS.register("two_start")

@@ -70,8 +70,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **options: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 5)
-    for module in (distributed_routes, distributed_routes):
-        monkeypatch.setattr(module, "gpu_bytes", lambda count, device: torch.zeros(count, dtype=torch.uint8))
+    monkeypatch.setattr(distributed_routes, "gpu_bytes", lambda count, device: torch.zeros(count, dtype=torch.uint8))
     monkeypatch.setattr(distributed_routes, "reduce_tensor", found.reduce)
     monkeypatch.setattr(distributed_routes, "rebuild_cuda_tensor", found.rebuild)
     monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", found.rebuild)
@@ -207,7 +206,7 @@ def test_vllms_engine_loads_what_is_broadcast(engines: None, cards: Cards, monke
     monkeypatch.setattr(nccl_engine, "worker_init_process_group", joined)
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: [torch.cuda.current_stream()] * count)
     monkeypatch.setattr(torch, "empty", lambda *args, device=None, **options: real(*args, **options))
-    sender = distributed_routes.NcclSender(ROOM, 6, "127.0.0.1")
+    sender = distributed_routes.NcclSender(ROOM, 6, host="127.0.0.1")
     offer = sender.open()
     end, loaded = transfer_of(offer, index=4, rank=1)  # the second replica of three with two ranks each
     end.open()

@@ -374,7 +374,7 @@ def test_the_trainers_weights_are_lent_and_its_update_reaches_the_engine(tiny: s
 
 def test_an_older_bucket_of_a_network_file_system_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_routes, "STALE_S", 0.1)
-    sender = host_routes.DiskSender(1 << 12, 1, tmp_path)
+    sender = host_routes.DiskSender(1 << 12, 1, str(tmp_path))
     lent = torch.arange(5.0)
     sender.lend([lent])
     receiver = routes.open_receiver(sender.open(), 0)

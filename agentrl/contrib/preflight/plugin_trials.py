@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agentrl.config import Choice, RolloutConfig
 from agentrl.data.trajectory import Group, Message, Task, ToolCall, Trajectory
-from agentrl.engines.weights.base import Route
+from agentrl.engines.weights.base import Sender
 from agentrl.rollout.context import Moment
 from agentrl.rollout.engine import EngineMaker
 from agentrl.rollout.mixtures import EnvOutcome
@@ -98,7 +98,7 @@ def _trials(start: RunStart) -> Iterator[tuple[str, Choice | None, Callable[[Any
     for key, name, kind in (
         ("engine", config.engine, EngineMaker),
         ("model.engine", config.model.engine, BaseEngine),
-        ("weights.route", config.weights.route, Route),
+        ("weights.route", config.weights.route, Sender),
         *(("trackers", tracker.name, Tracker) for tracker in config.trackers),
     ):
         yield key, Choice(name=name), partial(_class, kind)

@@ -114,9 +114,13 @@ class Offer:
 
 
 class Sender(ABC):
-    """Trainer's end of a route, on rank 0. `slot_bytes`: size of a bucket; no tensor may be larger. Other ranks have an unopened
-    sender: they take part in gathering each tensor, which is a collective, and drop it."""
+    """Trainer's end of a route, on rank 0; it names the engine's end. A file in agentrl/engines/weights, or in `plugins/` of a
+    shelf, adds a route. Other ranks have an unopened sender: they take part in gathering each tensor, which is a collective,
+    and drop it."""
 
+    receiver: ClassVar[type[Receiver]]
+    cost: ClassVar[float] = math.inf
+    """Rank among the routes that `weights.route = "auto"` tries, lowest first; infinite: used only when named."""
     align = ALIGN
     """Alignment of tensors in a bucket, in bytes."""
     in_place: ClassVar[tuple[str, ...]] = ()
@@ -124,8 +128,11 @@ class Sender(ABC):
     every_rank: ClassVar[bool] = False
     """Whether every rank of the trainer fills buckets, not only rank 0; `open` is then a collective."""
 
-    def __init__(self, slot_bytes: int, receivers: int) -> None:
+    def __init__(self, slot_bytes: int, receivers: int, folder: str | None = None, host: str = "") -> None:
+        """`slot_bytes`: size of a bucket; no tensor may be larger. `folder`: `weights.folder`. `host`: this machine's address as
+        seen by the engine's machines."""
         self.slot_bytes, self.receivers = max(slot_bytes, TOKEN_BYTES), receivers
+        self.folder, self.host = folder, host
         self.slots: list[Tensor] = []
         """Buffers, uint8 [slot_bytes] each, allocated by `open`; before that, `buckets` copies nothing."""
         self.lent = Lent()
@@ -198,19 +205,7 @@ class Receiver(ABC):
         self.slots, self.regions = [], []
 
 
-class Route(ABC):
-    """Both ends of a route. A file in agentrl/engines/weights, or in `plugins/` of a shelf, adds a route."""
-
-    cost: ClassVar[float] = math.inf
-    """Rank among the routes that `weights.route = "auto"` tries, lowest first; infinite: used only when named."""
-    receiver: ClassVar[type[Receiver]]
-
-    @abstractmethod
-    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
-        """Make the trainer's end. `host`: this machine's address as seen by the engine's machines."""
-
-
-ROUTES: Registry[type[Route]] = Registry(
+ROUTES: Registry[type[Sender]] = Registry(
     "weights.route",
     "ROUTES",
     "agentrl.engines.weights",
@@ -313,7 +308,7 @@ def make_sender(name: str, cfg: WeightsConfig, largest: int, receivers: int, hos
     Raises ConfigError for an unknown route."""
     mib = cfg.bucket_mib or (GPU_MIB if torch.cuda.is_available() else CPU_MIB)
     size = max(int(mib * 2**20), largest)  # no tensor is ever split over buckets
-    return ROUTES.entry(name).make().sender(cfg, size, receivers, host)
+    return ROUTES.entry(name).make(size, receivers, cfg.folder, host)
 
 
 def open_receiver(offer: Offer, index: int) -> Receiver:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from agentrl.config.schema import WeightsConfig
-from agentrl.engines.weights.base import PACKED, ROUTES, SLOTS, TOKEN_BYTES, Bucket, Offer, Receiver, Route, Sender, check_token
+from agentrl.engines.weights.base import PACKED, ROUTES, SLOTS, TOKEN_BYTES, Bucket, Offer, Receiver, Sender, check_token
 from agentrl.utils.errors import ConfigError
 
 # Route `ipc`
@@ -41,9 +40,38 @@ def gpu_bytes(count: int, device: int) -> Tensor:
     return torch.empty(count, dtype=torch.uint8, device=f"cuda:{device}")
 
 
-class IpcSender(Sender):
-    """Slots in GPU memory, on every rank."""
+def own_handles(offer: Offer) -> tuple[int, str, str, list[Handle]]:
+    """Return the number and UUID of this process's GPU, and the trainer's token and slot handles there. Raises ConfigError
+    without a GPU, or if no rank of the trainer is on it."""
+    if not torch.cuda.is_available():
+        raise ConfigError("weights.route = ipc: the engine has no GPU")
+    device = torch.cuda.current_device()
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    given = {each.split(" ", 1)[0]: each for each in offer.where}
+    if gpu not in given:
+        raise ConfigError("weights.route = ipc: the engine's GPU is not one of the trainer's")
+    _, token, handles = given[gpu].split(" ")
+    return device, gpu, token, pickle.loads(base64.b64decode(handles))
 
+
+class IpcReceiver(Receiver):
+    def open(self) -> None:
+        device, _, token, handles = own_handles(self.offer)
+        try:
+            for handle in handles:
+                here = [*handle[:DEVICE_AT], device, *handle[DEVICE_AT + 1 :]]  # the GPU's number in this process
+                self.slots.append(rebuild_cuda_tensor(*here))  # type: ignore[no-untyped-call]
+        except RuntimeError as problem:
+            raise ConfigError(f"weights.route = ipc: the engine cannot map the trainer's memory: {problem}") from problem
+        for slot in self.slots:
+            check_token(slot, token, "ipc")
+
+
+@ROUTES.register("ipc", traits={"cuda", "own_gpus"})
+class IpcSender(Sender):
+    """Slots in the memory of GPUs that trainer and engine share, on every rank."""
+
+    receiver, cost = IpcReceiver, 1.3
     align = PACKED
     every_rank: ClassVar[bool] = True
 
@@ -78,62 +106,29 @@ class IpcSender(Sender):
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
-def own_handles(offer: Offer) -> tuple[int, str, str, list[Handle]]:
-    """Return the number and UUID of this process's GPU, and the trainer's token and slot handles there. Raises ConfigError
-    without a GPU, or if no rank of the trainer is on it."""
-    if not torch.cuda.is_available():
-        raise ConfigError("weights.route = ipc: the engine has no GPU")
-    device = torch.cuda.current_device()
-    gpu = str(torch.cuda.get_device_properties(device).uuid)
-    given = {each.split(" ", 1)[0]: each for each in offer.where}
-    if gpu not in given:
-        raise ConfigError("weights.route = ipc: the engine's GPU is not one of the trainer's")
-    _, token, handles = given[gpu].split(" ")
-    return device, gpu, token, pickle.loads(base64.b64decode(handles))
-
-
-class IpcReceiver(Receiver):
-    def open(self) -> None:
-        device, _, token, handles = own_handles(self.offer)
-        try:
-            for handle in handles:
-                here = [*handle[:DEVICE_AT], device, *handle[DEVICE_AT + 1 :]]  # the GPU's number in this process
-                self.slots.append(rebuild_cuda_tensor(*here))  # type: ignore[no-untyped-call]
-        except RuntimeError as problem:
-            raise ConfigError(f"weights.route = ipc: the engine cannot map the trainer's memory: {problem}") from problem
-        for slot in self.slots:
-            check_token(slot, token, "ipc")
-
-
-@ROUTES.register("ipc", traits={"cuda", "own_gpus"})
-class IpcRoute(Route):
-    """Buckets in the memory of a GPU that trainer and engine share."""
-
-    cost = 1.3
-    receiver = IpcReceiver
-
-    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
-        return IpcSender(slot_bytes, receivers)
-
-
 # Route `nccl`
 
 JOIN_S = 120.0
 """Seconds for all processes of the engine to join the group."""
 
 
+class NcclReceiver(Receiver):
+    """Receiver for engines other than vLLM, which cannot join; vLLM's processes use `NcclTransfer`."""
+
+    def open(self) -> None:
+        raise ConfigError("weights.route = nccl: only the processes of a vLLM engine on GPUs join its group")
+
+
+@ROUTES.register("nccl", traits={"cuda", "other_gpus"})
 class NcclSender(Sender):
-    """Broadcasts slots in an NCCL group. `host`: this machine's address as seen by the engine's machines."""
+    """Broadcasts slots from GPU to GPU, in a process group of vLLM."""
 
+    receiver, cost = NcclReceiver, 1.6
     align = PACKED
-
-    def __init__(self, slot_bytes: int, receivers: int, host: str) -> None:
-        super().__init__(slot_bytes, receivers)
-        self._host = host
-        self._pool: ThreadPoolExecutor | None = None
-        self._joining: Future[Any] | None = None
-        self._group: Any = None
-        self._stream: Any = None
+    _pool: ThreadPoolExecutor | None = None
+    _joining: Future[Any] | None = None
+    _group: Any = None
+    _stream: Any = None
 
     def open(self) -> Offer:
         if not torch.cuda.is_available():
@@ -142,17 +137,17 @@ class NcclSender(Sender):
             raise ConfigError("weights.route = nccl: its group is vLLM's, which is not installed where the trainer runs")
         with socket.socket() as probe:
             try:
-                probe.bind((self._host, 0))
+                probe.bind((self.host, 0))
             except OSError as problem:
-                raise ConfigError(f"weights.route = nccl: cannot listen on {self._host}: {problem}") from problem
+                raise ConfigError(f"weights.route = nccl: cannot listen on {self.host}: {problem}") from problem
             port = int(probe.getsockname()[1])
         device = torch.cuda.current_device()
         self.slots = [gpu_bytes(self.slot_bytes, device) for _ in range(SLOTS)]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # In a thread: joining blocks until all others join, and they learn of the group only after `open` returns.
         self._pool = ThreadPoolExecutor(1, "weights-nccl")
-        self._joining = self._pool.submit(_join_nccl, self._host, port, self.receivers + 1, device)
-        return Offer("nccl", self.slot_bytes, self.receivers, (self._host, str(port)))
+        self._joining = self._pool.submit(_join_nccl, self.host, port, self.receivers + 1, device)
+        return Offer("nccl", self.slot_bytes, self.receivers, (self.host, str(port)))
 
     def attached(self) -> None:
         assert self._joining is not None
@@ -180,26 +175,8 @@ class NcclSender(Sender):
         super().close()
 
 
-class NcclReceiver(Receiver):
-    """Receiver for engines other than vLLM, which cannot join; vLLM's processes use `NcclTransfer`."""
-
-    def open(self) -> None:
-        raise ConfigError("weights.route = nccl: only the processes of a vLLM engine on GPUs join its group")
-
-
 def _join_nccl(host: str, port: int, world: int, device: int) -> Any:
     from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
 
     torch.cuda.set_device(device)  # each thread has its own
     return stateless_init_process_group(host, port, 0, world, device)
-
-
-@ROUTES.register("nccl", traits={"cuda", "other_gpus"})
-class NcclRoute(Route):
-    """Broadcasts from GPU to GPU, in a process group of vLLM."""
-
-    cost = 1.6
-    receiver = NcclReceiver
-
-    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
-        return NcclSender(slot_bytes, receivers, host)

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from agentrl.config.schema import WeightsConfig
-from agentrl.engines.weights.base import ROUTES, SLOTS, TOKEN_BYTES, Bucket, Named, Offer, Receiver, Route, Sender, check_token
+from agentrl.engines.weights.base import ROUTES, SLOTS, TOKEN_BYTES, Bucket, Named, Offer, Receiver, Sender, check_token
 from agentrl.utils.errors import ConfigError, EngineError
 
 # Route `memory`
@@ -26,17 +25,24 @@ _open: weakref.WeakValueDictionary[str, MemorySender] = weakref.WeakValueDiction
 """Key -> sender of this process; other processes find none, so they never take a copy for the sender's slots."""
 
 
+class MemoryReceiver(Receiver):
+    def open(self) -> None:
+        if (sender := _open.get(self.offer.where[0])) is None:
+            raise ConfigError("weights.route = memory: the engine's weights are in another process than the trainer's")
+        self.slots, self.regions = sender.slots, sender.lent.regions
+
+
+@ROUTES.register("memory", traits={"one_process"})
 class MemorySender(Sender):
-    """Slots in this process's memory, on its GPU if it has one."""
+    """Slots in the memory of the process that holds trainer and engine, on its GPU if it has one."""
 
+    receiver, cost = MemoryReceiver, 1
     in_place = ("cpu", "cuda")
-
-    def __init__(self, slot_bytes: int, receivers: int) -> None:
-        super().__init__(slot_bytes, receivers)
-        # With the host name: process ids repeat across machines, and a wrong match would load another trainer's weights.
-        self._key = f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
+    _key = ""
 
     def open(self) -> Offer:
+        # With the host name: process ids repeat across machines, and a wrong match would load another trainer's weights.
+        self._key = f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
         # On the GPU if there is one: through host memory each byte would cross the bus twice.
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.slots = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
@@ -48,24 +54,6 @@ class MemorySender(Sender):
         super().close()
 
 
-class MemoryReceiver(Receiver):
-    def open(self) -> None:
-        if (sender := _open.get(self.offer.where[0])) is None:
-            raise ConfigError("weights.route = memory: the engine's weights are in another process than the trainer's")
-        self.slots, self.regions = sender.slots, sender.lent.regions
-
-
-@ROUTES.register("memory", traits={"one_process"})
-class MemoryRoute(Route):
-    """Buckets in the memory of the process that holds trainer and engine."""
-
-    cost = 1
-    receiver = MemoryReceiver
-
-    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
-        return MemorySender(slot_bytes, receivers)
-
-
 # Route `shared`
 
 log = logging.getLogger(__name__)
@@ -73,9 +61,30 @@ log = logging.getLogger(__name__)
 FOLDER = Path("/dev/shm")
 
 
-class SharedSender(Sender):
-    """Files in `/dev/shm` that both ends map; they are then unlinked."""
+class SharedReceiver(Receiver):
+    def open(self) -> None:
+        token, *files = self.offer.where[: 1 + SLOTS]
+        for name in files:
+            # Checked before mapping, which would create a missing file and lengthen a short one. The token detects a file of
+            # the same name from another machine.
+            if not Path(name).is_file() or Path(name).stat().st_size != self.offer.slot_bytes:
+                raise ConfigError("weights.route = shared: the engine and the trainer do not share memory (two machines?)")
+            slot = torch.from_file(name, shared=True, size=self.offer.slot_bytes, dtype=torch.uint8)
+            check_token(slot, token, "shared")
+            self.slots.append(slot)
+            pin(slot)
 
+    def close(self) -> None:
+        for slot in self.slots:
+            unpin(slot)
+        super().close()
+
+
+@ROUTES.register("shared")
+class SharedSender(Sender):
+    """Files in `/dev/shm` that both ends, processes of one machine, map; they are then unlinked."""
+
+    receiver, cost = SharedReceiver, 2
     _files: tuple[Path, ...] = ()
     """Files not yet unlinked."""
 
@@ -115,25 +124,6 @@ class SharedSender(Sender):
         super().close()
 
 
-class SharedReceiver(Receiver):
-    def open(self) -> None:
-        token, *files = self.offer.where[: 1 + SLOTS]
-        for name in files:
-            # Checked before mapping, which would create a missing file and lengthen a short one. The token detects a file of
-            # the same name from another machine.
-            if not Path(name).is_file() or Path(name).stat().st_size != self.offer.slot_bytes:
-                raise ConfigError("weights.route = shared: the engine and the trainer do not share memory (two machines?)")
-            slot = torch.from_file(name, shared=True, size=self.offer.slot_bytes, dtype=torch.uint8)
-            check_token(slot, token, "shared")
-            self.slots.append(slot)
-            pin(slot)
-
-    def close(self) -> None:
-        for slot in self.slots:
-            unpin(slot)
-        super().close()
-
-
 def pin(slot: Tensor) -> None:
     """Register a slot as pinned memory with CUDA, if this process has a GPU, for direct copies. A failure (such as a limit on
     locked memory) only costs speed."""
@@ -149,17 +139,6 @@ def unpin(slot: Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(slot.data_ptr())  # type: ignore[no-untyped-call]
 
 
-@ROUTES.register("shared")
-class SharedRoute(Route):
-    """Buckets in memory that the processes of one machine share."""
-
-    cost = 2
-    receiver = SharedReceiver
-
-    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
-        return SharedSender(slot_bytes, receivers)
-
-
 # Route `disk`
 
 TOKEN = "token"
@@ -167,54 +146,6 @@ HEAD = 64
 """Bytes of a file's header, the bucket's number as text; a multiple of the tensors' alignment."""
 STALE_S = 60.0
 """Seconds for which a receiver retries if a file does not hold the announced bucket."""
-
-
-class DiskSender(Sender):
-    """Files in a new subfolder of the shared folder `parent`."""
-
-    in_place = ("cpu",)
-
-    def __init__(self, slot_bytes: int, receivers: int, parent: Path) -> None:
-        super().__init__(slot_bytes, receivers)
-        self._parent = parent
-        self._folder: Path | None = None
-        self._number = 0
-
-    def open(self) -> Offer:
-        try:
-            self._folder = Path(tempfile.mkdtemp(prefix="agentrl-weights-", dir=self._parent))
-            token = os.urandom(16).hex()
-            (self._folder / TOKEN).write_text(token)
-        except OSError as problem:
-            raise ConfigError(f"weights.route = disk: cannot write to weights.folder {self._parent}: {problem}") from problem
-        # One buffer serves both slots, since it is free once the slot's file is written.
-        self.slots = [torch.empty(self.slot_bytes, dtype=torch.uint8)] * SLOTS
-        return Offer("disk", self.slot_bytes, self.receivers, (str(self._folder), token))
-
-    def ship(self, bucket: Bucket) -> Bucket:
-        assert self._folder is not None
-        self._number += 1
-        path = self._folder / f"bucket{bucket.slot}"
-        # Not truncated, since receivers map the file. Closing makes a network file system flush its cache.
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb", buffering=0) as file:
-            file.write(_head(self._number))
-            # In order: lent tensors from their own memory, the others from the buffer.
-            buffer, at, parts = self.slots[bucket.slot].numpy().data, 0, list[memoryview]()
-            for entry in bucket.entries:
-                if entry.lent is not None:
-                    region, start = entry.lent
-                    parts += [buffer[at : entry.offset], self.lent.regions[region].numpy().data[start : start + entry.nbytes]]
-                    at = entry.offset + entry.nbytes
-            for part in (*parts, buffer[at : bucket.nbytes]):
-                while part:
-                    part = part[file.write(part) :]
-        return Bucket(bucket.slot, bucket.nbytes, bucket.entries, f"{path}:{self._number}")
-
-    def close(self) -> None:
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        super().close()
 
 
 def _head(number: int) -> bytes:
@@ -250,11 +181,47 @@ class DiskReceiver(Receiver):
 
 
 @ROUTES.register("disk")
-class DiskRoute(Route):
-    """Buckets in files of a folder shared by all machines."""
+class DiskSender(Sender):
+    """Files in a new subfolder of a folder shared by all machines."""
 
-    cost = 4
-    receiver = DiskReceiver
+    receiver, cost = DiskReceiver, 4
+    in_place = ("cpu",)
+    _folder: Path | None = None
+    _number = 0
 
-    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
-        return DiskSender(slot_bytes, receivers, Path(cfg.folder or tempfile.gettempdir()))
+    def open(self) -> Offer:
+        parent = self.folder or tempfile.gettempdir()
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="agentrl-weights-", dir=parent))
+            token = os.urandom(16).hex()
+            (self._folder / TOKEN).write_text(token)
+        except OSError as problem:
+            raise ConfigError(f"weights.route = disk: cannot write to weights.folder {parent}: {problem}") from problem
+        # One buffer serves both slots, since it is free once the slot's file is written.
+        self.slots = [torch.empty(self.slot_bytes, dtype=torch.uint8)] * SLOTS
+        return Offer("disk", self.slot_bytes, self.receivers, (str(self._folder), token))
+
+    def ship(self, bucket: Bucket) -> Bucket:
+        assert self._folder is not None
+        self._number += 1
+        path = self._folder / f"bucket{bucket.slot}"
+        # Not truncated, since receivers map the file. Closing makes a network file system flush its cache.
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb", buffering=0) as file:
+            file.write(_head(self._number))
+            # In order: lent tensors from their own memory, the others from the buffer.
+            buffer, at, parts = self.slots[bucket.slot].numpy().data, 0, list[memoryview]()
+            for entry in bucket.entries:
+                if entry.lent is not None:
+                    region, start = entry.lent
+                    parts += [buffer[at : entry.offset], self.lent.regions[region].numpy().data[start : start + entry.nbytes]]
+                    at = entry.offset + entry.nbytes
+            for part in (*parts, buffer[at : bucket.nbytes]):
+                while part:
+                    part = part[file.write(part) :]
+        return Bucket(bucket.slot, bucket.nbytes, bucket.entries, f"{path}:{self._number}")
+
+    def close(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        super().close()

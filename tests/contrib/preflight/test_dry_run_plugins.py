@@ -20,7 +20,7 @@ from agentrl.rollout.samplers import SAMPLERS, UniformSampler
 from agentrl.rollout.collector import FILTERS
 from agentrl.rollout.engine import ENGINES, EngineMaker
 from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine
-from agentrl.engines.weights.base import ROUTES, Route
+from agentrl.engines.weights.base import ROUTES, Sender
 from agentrl.run.trackers import TRACKERS, Tracker
 """
 ADVANTAGE = "@ADVANTAGES.register('mine')\ndef mine(batch):\n    SEEN.append(1)\n    return "
@@ -92,7 +92,7 @@ def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     ("trackers", TRACKER, "'mine' lacks close, row, which Tracker demands"),
     ("engine", "@ENGINES.register('mine')\nclass Mine(EngineMaker): ...", "lacks engine, make, which EngineMaker demands"),
     ("model.engine", "@TRAIN_ENGINES.register('mine')\nclass Mine: ...", "expected a subclass of BaseEngine"),
-    ("weights.route", "@ROUTES.register('mine')\nclass Mine(Route): ...", "lacks sender, which Route demands"),
+    ("weights.route", "@ROUTES.register('mine')\nclass Mine(Sender): ...", "lacks open, which Sender demands"),
     ("callbacks", CALLBACK + "raise KeyError('token')", "plugins/mine.py:18: 'mine' raised KeyError"),
     (
         "callbacks",
