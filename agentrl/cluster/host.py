@@ -113,15 +113,11 @@ class Host:
         self._roles: dict[str, Worker] = {}
         self._cards = take_cards()
 
-    def location(self) -> tuple[str, int, str]:
-        """Return this process's node address, process id and node id."""
+    def location(self) -> tuple[str, int, str, list[str]]:
+        """Return this process's node address, process id, node id and the GPUs that Ray assigned to it."""
         import ray
 
-        return ray.util.get_node_ip_address(), os.getpid(), ray.get_runtime_context().get_node_id()
-
-    def cards(self) -> list[str]:
-        """Return the GPUs that Ray assigned to this process."""
-        return self._cards
+        return ray.util.get_node_ip_address(), os.getpid(), ray.get_runtime_context().get_node_id(), self._cards
 
     def create(self, role: str, cls: type[Worker], context: WorkerContext) -> None:
         """Build a role object in this process."""

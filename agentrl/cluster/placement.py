@@ -597,7 +597,7 @@ class Pools:
         if not self._uses_cards_of_others(role):
             return [{**nothing, **held.at(slot)} for slot in range(held.slots)]
         # Ray cannot assign parts of several GPUs to one process, so set the visible GPUs instead.
-        cards = self._hosts[name].cards()
+        cards = [given for *_, given in self._hosts[name].nodes]
         visible = [[card for rank in cards[first : first + gpus] for card in rank] for first in range(0, held.slots, gpus)]
         return [
             # In the bundle of its first rank: a block of ranks never spans nodes, so all of its GPUs are there.

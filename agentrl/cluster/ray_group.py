@@ -50,7 +50,7 @@ class Hosts:
         processes are killed."""
         self.name, self.timeout = name, timeout
         self._options = options
-        self.nodes: list[tuple[str, int, str]] = []
+        self.nodes: list[tuple[str, int, str, list[str]]] = []
         self.lost: dict[int, str] = {}
         self.roles: set[str] = set()
         remote, since = ray.remote(Host), time.time()
@@ -99,7 +99,7 @@ class Hosts:
         """Build one role object per host. Raises WorkerDiedError if a process died, WorkerError, ResourceError after the
         timeout, or the role's UserError."""
         # On one node loopback always works, even if the node's own address does not route back (`guard_network`).
-        one_node = len({node for _, _, node in self.nodes}) == 1
+        one_node = len({node for _, _, node, _ in self.nodes}) == 1
         address = LOOPBACK_ADDRESS if one_node else self.nodes[0][0]
         try:
             rendezvous = ray.get(self.handles[0].apply.remote(open_rendezvous, address), timeout=self.timeout)
@@ -115,11 +115,6 @@ class Hosts:
         except RayActorError as error:
             raise WorkerDiedError(f"group {role!r}: a process died while building it: {first_line(error)}") from None
         self.roles.add(role)
-
-    def cards(self) -> list[list[str]]:
-        """Return the GPUs of each rank."""
-        found: list[list[str]] = ray.get([handle.cards.remote() for handle in self.handles], timeout=self.timeout)
-        return found
 
     def release(self, role: str) -> None:
         """Remove a role; removing the last one ends the processes."""

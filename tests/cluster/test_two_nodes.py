@@ -48,7 +48,7 @@ except ResourceError as error:
     out["refused"] = str(error)
 pools = Pools(config(nodes=2), ["actor", "reference"])
 actor, reference = pools.launch("actor", Summing, {"dp": 1, "tp": 2}), pools.launch("reference", Plain)
-out["spread"] = len({node for _, _, node in actor.backend.hosts.nodes})
+out["spread"] = len({node for _, _, node, _ in actor.backend.hosts.nodes})
 out["sum"] = actor.run_all(Summing.total, 1.0)
 out["order"] = reference.run(Plain.double, ragged_batch([3, 0, 5]))["id"].tolist()
 out["pids"] = len(set(reference.run_all(Plain.pid)))

@@ -98,7 +98,7 @@ def started(config: TrainConfig) -> tuple[list[tuple[str, str]], list[tuple[str,
             return [await engine._replicas.ask(one, "place") for one in engine._replicas.alive()]
 
         sampling = asyncio.run(ask())
-        nodes = [node for _, _, node in actors.backend.hosts.nodes]  # type: ignore[attr-defined]
+        nodes = [node for _, _, node, _ in actors.backend.hosts.nodes]  # type: ignore[attr-defined]
         return list(zip(nodes, actors.run_all(IdleActor.visible), strict=True)), sampling
     finally:
         if actors is not None:
