@@ -5,7 +5,7 @@ together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,23 +113,17 @@ CELLS, GPU_CELLS = 1 << 22, 1 << 25
 
 
 _Piece = tuple[slice, slice, Tensor]
-"""Queries, the range of their visible keys, and the mask [queries, keys] of the keys hidden from each query."""
+"""Queries, the range of their visible keys, and the mask [..., queries, keys] of the keys hidden from each query."""
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
-    """Compute attention like `exact_attention`, without gradients, with `mask` [n, 1, W, K] added to the scores."""
+    """Compute attention like `exact_attention`, without gradients; `mask` [n, 1, W, K] is -inf where a key is hidden."""
     rows, heads, width, _ = query.shape
-    out = query.new_empty(rows, heads, width, value.shape[-1])
-    parts = _by_key_head(query, key), _by_key_head(out, key)
     cells = GPU_CELLS if query.is_cuda else CELLS
     step = max(1, cells // (rows * heads * key.shape[2]))
-    for first in range(0, width, step):
-        piece = slice(first, first + step)
-        z, _ = _cap_scores(_times(parts[0][:, :, :, piece], key.transpose(-1, -2)).mul_(form.scale), form.cap)
-        z = z.add_(mask[:, :, None, piece])
-        p = z.sub_(_sums(z, form.sinks, key).unsqueeze(-1)).exp_().to(value.dtype)
-        parts[1][:, :, :, piece] = _times(p, value).to(out.dtype)
-    return out
+    pieces = [slice(first, first + step) for first in range(0, width, step)]
+    hidden = mask.isinf()[:, :, None]
+    return _attend(query, key, value, form.sinks, form, ((piece, slice(None), hidden[..., piece, :]) for piece in pieces))[0]
 
 
 def exact_attention(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
@@ -143,17 +137,7 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor, form: AttentionFo
 class _Exact(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, form: AttentionForm) -> Tensor:
-        rows, heads, width, _ = query.shape
-        out = query.new_empty(rows, heads, width, value.shape[-1])
-        lse = query.new_empty(rows, heads, width, dtype=torch.float32)
-        grouped = _by_key_head(out, key), _by_key_head(lse, key)
-        for piece in _pieces(query, key, form.window):
-            z, _ = _piece_scores(query, key, piece, form)
-            part = _sums(z, sinks, key)
-            queries, keys, _ = piece
-            grouped[1][:, :, :, queries] = part
-            p = z.sub_(part.unsqueeze(-1)).exp_().to(value.dtype)
-            grouped[0][:, :, :, queries] = _times(p, value[:, :, keys]).to(out.dtype)
+        out, lse = _attend(query, key, value, sinks, form, _pieces(query, key, form.window))
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.form = form
         return out
@@ -184,6 +168,24 @@ class _Exact(torch.autograd.Function):
         if sinks is not None:
             d_sinks = -(torch.exp(sinks.float()[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
         return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_sinks, None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, form: AttentionForm, pieces: Iterable[_Piece]
+) -> tuple[Tensor, Tensor]:
+    """Compute attention piece by piece; return it and the log of each query's sum, float32 [n, H, W]."""
+    rows, heads, width, _ = query.shape
+    out = query.new_empty(rows, heads, width, value.shape[-1])
+    lse = query.new_empty(rows, heads, width, dtype=torch.float32)
+    grouped = _by_key_head(out, key), _by_key_head(lse, key)
+    for piece in pieces:
+        z, _ = _piece_scores(query, key, piece, form)
+        part = _sums(z, sinks, key)
+        queries, keys, _ = piece
+        grouped[1][:, :, :, queries] = part
+        p = z.sub_(part.unsqueeze(-1)).exp_().to(value.dtype)
+        grouped[0][:, :, :, queries] = _times(p, value[:, :, keys]).to(out.dtype)
+    return out, lse
 
 
 def _pieces(query: Tensor, key: Tensor, window: int | None) -> Iterator[_Piece]:
