@@ -15,7 +15,6 @@ from tests.conftest import proof
 ROOT = Path(agentrl.__file__).parents[1]
 DRIVER = """
 import json, os, sys
-sys.path += {path!r}
 from agentrl.cluster.ray_group import Hosts
 from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig
@@ -44,7 +43,6 @@ def driven(
     folder: Path,
     *,
     before: str = "",
-    path: tuple[str, ...] = (),
     program: tuple[str, ...] = (sys.executable,),
     limit: float = 60.0,
     options: str = "",
@@ -54,7 +52,7 @@ def driven(
     script = folder.parent / "script" / "drive.py"
     script.parent.mkdir(exist_ok=True)
     (script.parent / "helper.py").write_text("")
-    script.write_text(DRIVER.format(before=textwrap.dedent(before), path=list(path), limit=limit, options=options))
+    script.write_text(DRIVER.format(before=textwrap.dedent(before), limit=limit, options=options))
     hidden = ("RAY_ADDRESS", "AGENTRL_PATH", "PYTHONSAFEPATH")
     variables = {key: value for key, value in os.environ.items() if key not in hidden}
     return subprocess.run(

@@ -80,10 +80,10 @@ def collector(player: Player, env: RunEnv, seed: int = 5) -> Collector:
     return Collector(player, [env], tasks, CONFIG, seed=seed)
 
 
-async def updates(player: Player, env: RunEnv, model: Any, count: int = 2, seed: int = 5) -> list[Any]:
-    """The trained tokens and rewards of so many updates."""
-    collect, found = collector(player, env, seed), []
-    for _ in range(count):
+async def updates(player: Player, env: RunEnv, model: Any) -> list[Any]:
+    """The trained tokens and rewards of two updates."""
+    collect, found = collector(player, env, 5), []
+    for _ in range(2):
         groups = await collect.collect()
         rows = [json.loads(line) for line in "".join(lines(groups)).splitlines()]
         found.append([[(m["seed"], m["reward"], m["stop"], m["ledgers"]) for m in row["trajectories"]] for row in rows])

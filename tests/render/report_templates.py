@@ -41,9 +41,7 @@ def found(real: Real) -> dict[str, object]:
         "parser": usable.syntax if not usable.no_tools else None,
         "tools": not renderer.no_tools,
         "why_no_tools": why,
-        "stop_tokens": tokenizer.convert_ids_to_tokens(
-            list(dict.fromkeys(usable._own_stops)) if hasattr(usable, "_own_stops") else usable.stop_token_ids[:1]
-        ),
+        "stop_tokens": tokenizer.convert_ids_to_tokens(list(dict.fromkeys(usable._own_stops))),
         "reasoning_marks": [marks.open.strip(), marks.close] if renderer._text.form.reasoning != "inline" else [],
         "turn_kept_while_tools_answer": usable.keeps(called, [answer]) if not usable.no_tools else None,
         "turn_kept_when_user_speaks": renderer.keeps(Message("assistant", "Yes.", reasoning=so), [Message("user", "And?")]),

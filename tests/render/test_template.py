@@ -305,10 +305,10 @@ ANSWERED = "m.content + '\\n</tool_response>'"
 LOOP = "{%- for m in messages %}"
 
 
-def answering(form, template=QWEN25):
+def answering(form):
     """The template with another form of a tool's answer."""
-    assert ANSWERED in template
-    return template.replace(ANSWERED, f"({form}) + '\\n</tool_response>'")
+    assert ANSWERED in QWEN25
+    return QWEN25.replace(ANSWERED, f"({form}) + '\\n</tool_response>'")
 
 
 def limited(most):
