@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -16,8 +17,10 @@ from agentrl.data.trajectory import Blame, Message, StopReason
 from agentrl.env import ToolEnv
 from agentrl.env.toolbox import PendingCall
 from agentrl.rollout.engine import Engine, Finish, Generation
-from agentrl.utils.errors import AgentrlError, EngineError, EnvError
+from agentrl.utils.errors import AgentrlError, EngineError, EnvError, fault_text
 from agentrl.utils.event_loop import LONGEST, end, in_time, run_contained
+
+log = logging.getLogger(__name__)
 
 # Waits of all episodes
 
@@ -122,7 +125,8 @@ class Waits:
     async def environment(
         self, env: ToolEnv, work: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
     ) -> Answer:
-        """Await a result of the environment. Raises EnvError after `limit` seconds, CutError if the episode's time is used up.
+        """Await a result of the environment. Raises EnvError after `limit` seconds and for any exception in the author's code,
+        CutError if the episode's time is used up.
 
         Time does not count while the environment, or every tool call in progress, is queued. Other time is charged to the party
         that `blame_of_running` derives from the running calls, or to `blame` if none is running."""
@@ -154,7 +158,13 @@ class Waits:
 
         name = f"{what} of environment {env.id}"
         with self.watch.waits(self.key, doing):
-            return await self._in_time(run_contained(work, name), name, spend, late)
+            try:
+                return await self._in_time(run_contained(work, name), name, spend, late)
+            except AgentrlError:
+                raise
+            except Exception as fault:
+                log.exception("environment %s failed (episode %s)", env.id, self.key)
+                raise EnvError(fault_text(fault)) from fault
 
     def out_of_time(self, doing: str) -> CutError:
         """Build the error for an episode whose time is used up; `doing` describes its last activity."""

@@ -452,19 +452,14 @@ class RunningEpisode:
         blame: Blame = "infrastructure",
         limit: float = math.inf,
     ) -> Answer:
-        """Await the environment. Raises EnvError for any exception in the author's code, and HookError if an overridden
-        `method` returns a value of the wrong type."""
+        """Await the environment (`Waits.environment`). Raises HookError if an overridden `method` returns a value of the wrong
+        type."""
         began = time.monotonic()
         try:
             with span("environment", what):
                 found = await self.waits.environment(self.env, answer, what, blame, limit)
             check_answer(self.env.id, method, getattr(type(self.env), method.__name__), found)
             return found
-        except AgentrlError:
-            raise
-        except Exception as fault:
-            log.exception("environment %s failed (task seed %d)", self.env.id, self.spec.task_seed)
-            raise EnvError(fault_text(fault)) from fault
         finally:
             self.env_s += time.monotonic() - began
 

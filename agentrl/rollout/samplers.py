@@ -207,13 +207,10 @@ class UniformSampler(TaskSampler):
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._begun = state.get("begun", 0)
-        if state.get("pool", len(self._seeds)) != len(self._seeds):
-            log.warning(
-                "rollout.sampler: the checkpoint was written with a pool of %d tasks, now there are %d: the epoch "
-                "starts again in another order",
-                state["pool"],
-                len(self._seeds),
-            )
+        then, now = state.get("pool", len(self._seeds)), len(self._seeds)
+        if then != now:
+            what = f"the checkpoint was written with a pool of {then} tasks, now there are {now}"
+            log.warning("rollout.sampler: %s: the epoch starts again in another order", what)
 
     def metrics(self) -> dict[str, float]:
         return {"epoch": self._begun / len(self._seeds), "pool": float(len(self._seeds))} if self._seeds else {}
@@ -271,10 +268,9 @@ class SuccessWeightedSampler(TaskSampler):
 
     def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
         for outcome in outcomes:
-            if (arm := outcome.bucket) not in self._sums:  # the task was removed from the data after the group began
-                continue
-            self._sums[arm] = self.decay * self._sums[arm] + outcome.success
-            self._counts[arm] = self.decay * self._counts[arm] + 1.0
+            if (arm := outcome.bucket) in self._sums:  # else the task was removed from the data after the group began
+                self._sums[arm] = self.decay * self._sums[arm] + outcome.success
+                self._counts[arm] = self.decay * self._counts[arm] + 1.0
 
     def success(self, arm: str) -> float:
         """Return the running success rate of an arm, 0.5 before any outcome."""
@@ -360,7 +356,4 @@ class StagedSampler(TaskSampler):
         self._recent = deque(state["recent"], maxlen=self.window)
 
     def metrics(self) -> dict[str, float]:
-        metrics = {"stage": float(self._stage)}
-        if self._recent:
-            metrics["stage_success"] = sum(self._recent) / len(self._recent)
-        return metrics
+        return {"stage": float(self._stage), **({"stage_success": fmean(self._recent)} if self._recent else {})}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -31,18 +30,15 @@ from agentrl.utils.errors import (
     AgentrlError,
     ConfigError,
     EngineError,
-    EnvError,
     PolicyTimeoutError,
     PromptTooLongError,
     UserLimitError,
-    fault_text,
 )
 from agentrl.utils.event_loop import end, in_time, loop_clock
 from agentrl.utils.redaction import map_texts
 from agentrl.utils.spans import TracePlace, at, here, span
 from agentrl.utils.threads import in_thread
 
-log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 _SETTLES_WITHIN = 1.0
 """Seconds to wait for sampled turns to be recorded, and for dropped requests to be cancelled."""
@@ -378,16 +374,10 @@ class AgentEpisode:
     async def _env(
         self, answer: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = float("inf")
     ) -> Answer:
-        """Await the environment; an exception of its code becomes an EnvError."""
         began = time.monotonic()
         try:
             with self._at_work(), span("environment", what):
                 return await self.waits.environment(self.env, answer, what, blame, limit)
-        except AgentrlError:
-            raise
-        except Exception as fault:
-            log.exception("environment %s failed (task seed %d)", self.env.id, self.spec.task_seed)
-            raise EnvError(fault_text(fault)) from fault
         finally:
             self.env_s += time.monotonic() - began
 
