@@ -23,21 +23,6 @@ def observe(env: ToolEnv) -> Any:
     return env.trajectory.to_json()
 
 
-def test_a_fork_and_its_parent_go_separate_ways() -> None:
-    env = Notes()
-    env.reset(seed=0)
-    env.step(call("write", text="both"))
-    replay_env = env.fork()
-    assert observe(replay_env) == observe(env) and replay_env.task is not None
-    before = observe(env)
-    replay_env.step(call("write", text="replay_env"))
-    assert observe(env) == before
-    env.step(call("write", text="parent"))
-    assert replay_env.notes == ["both", "replay_env"] and env.notes == ["both", "parent"]
-    # The replay environment's tools are bound to the replay environment.
-    assert replay_env.toolbox._owner is replay_env and env.toolbox._owner is env
-
-
 def test_what_two_environments_share_is_shared_by_their_forks_too() -> None:
     outer, inner = Notes(), Notes()
     outer.inner, inner.outer, outer.db = inner, outer, {"a": []}  # type: ignore[attr-defined]

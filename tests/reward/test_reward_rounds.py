@@ -50,10 +50,6 @@ def test_state_that_a_users_turn_changes_is_there_in_a_replay() -> None:
     assert seen == [0, 1, 2, 0, 1, 2]  # one pass of the gold calls and one of those made; no state is read twice
 
 
-def test_a_round_without_calls_goes_by() -> None:
-    assert by_round().score(by_gold([[X], [], [Y]])).value == 1
-
-
 def test_an_opening_history_has_no_rounds() -> None:
     """user, assistant with a call, its result, assistant, and only then the episode's first user message."""
     shown = ToolCall("put", {"drawer": "z", "thing": "old"}, id="h")

@@ -13,7 +13,7 @@ from agentrl.config.schema import RewardConfig
 from agentrl.reward import Context, compile_spec, load_spec, make_context
 from agentrl.reward.spec import published_schema
 from agentrl.utils.errors import ConfigError, RewardSpecError
-from tests.reward.reward_episodes import SHELF, Counter, call, episode, gold, leaf, spec
+from tests.reward.reward_episodes import SHELF, call, episode, leaf, spec
 from tests.run.starts import scorer_of
 
 FINE = leaf("episode.stopped")
@@ -225,12 +225,6 @@ def test_whatever_a_function_raises_leaves_the_episode_unscored_and_the_run_goin
 def test_a_function_that_is_not_there(module, target):
     with pytest.raises(ConfigError, match=r"reward\.python\.f"):
         make_context(RewardConfig(python={"f": target}))
-
-
-def test_the_replay_environment_of_the_run_is_used_for_replays():
-    node = spec(leaf("state.match", {"replay": gold(("add", {"x": 3}))}))
-    context = make_context(RewardConfig(), replay_env=Counter)
-    assert compile_spec(node, context=context).score(episode("x", state={"total": 3})).value == 1
 
 
 def test_a_run_compiles_the_replaying_profiles():

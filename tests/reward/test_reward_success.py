@@ -1,7 +1,5 @@
 """Success is told apart from reward: a `success` node, or the task part of the root."""
 
-import json
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -187,15 +185,6 @@ def test_a_gate_between_numbers() -> None:
     score = scorer.score(episode([call("f")], task_gold={"calls": gold(call("f"))}))
     assert (score.value, score.success) == (2.0, True)
     assert scorer.score(episode("no", task_gold={"calls": gold(call("f"))})).value == -1.0
-
-
-def test_success_is_kept_with_the_episode_and_may_be_missing_in_old_files() -> None:
-    trajectory = episode("7", task_gold={"answer": 7})
-    trajectory.success = True
-    row = json.loads(json.dumps(trajectory.to_json()))
-    assert Trajectory.from_json(row).success is True
-    del row["success"]
-    assert Trajectory.from_json(row).success is None
 
 
 def test_a_function_is_asked_once_though_success_repeats_its_leaf() -> None:

@@ -160,11 +160,3 @@ def test_what_does_not_go_together_is_said_before_the_run(
     with pytest.raises(ConfigError) as caught:
         check_rollout(RunStart(config))
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(("threshold", "window"), [(0.6, 16), (0.7, 24), (0.8, 100), (0.9, 64)])
-def test_a_stage_ends_at_the_threshold_itself(threshold: float, window: int) -> None:
-    for below, stage in ((0.0, 1), (1e-3, 0)):
-        sampler = make_sampler(Choice(name="staged", args={"stages": [{}, {}], "threshold": threshold, "window": window}))
-        sampler.observe([GroupOutcome(index, "0", threshold - below * (index == 0)) for index in range(window)])
-        assert sampler.state()["stage"] == stage
