@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium
 import pytest
 
+from agentrl.config.schema import JudgeConfig
 from agentrl.contrib.judges.client import Judge
 from agentrl.contrib.judges.leaf import Verdict
 from agentrl.contrib.math_equal import leaf as math_leaf
@@ -114,7 +115,7 @@ def test_the_loops_of_a_thread_of_their_own() -> None:
 
 def test_a_judge_that_the_parent_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Judge, "_attempts", lambda self, key, request: Verdict({"by": os.getpid()}))
-    judge, request = Judge(), type("Request", (), {"model": "m", "schema": {}})()
+    judge, request = Judge(JudgeConfig()), type("Request", (), {"model": "m", "schema": {}})()
     assert judge.ask("a", request).value == {"by": os.getpid()}
     judge._running["c"] = threads.threads(1, "stuck").submit(threading.Event().wait, 1)  # asked by a thread of the parent's
 

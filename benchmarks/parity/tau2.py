@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.schema import JudgeConfig
 from agentrl.contrib.judges.client import Judge
 from agentrl.contrib.judges.leaf import Verdict, VerdictRequest
 from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory
@@ -165,7 +166,7 @@ class Here:
     def __init__(self, source: str, domain: str, full: bool) -> None:
         ref = EnvRef("tau2", {"source": source, "domain": domain, "full": full})
         self.env: Any = ref.build(scorer=None)
-        self.judge = FixedJudge()
+        self.judge = FixedJudge(JudgeConfig())
         context = Context(replay_env=lambda task: ref.build(scorer=None), services={"judge": self.judge})
         self.scorer = compile_spec(find_spec(ref, "tau2"), context=context)
 

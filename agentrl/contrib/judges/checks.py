@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 from agentrl.config.envs import weight_at
@@ -103,32 +102,24 @@ def check_budget(start: RunStart) -> None:
 # The run's own engines
 
 
-@dataclass(frozen=True, slots=True)
-class OwnLeaf:
-    """A leaf that asks one of the run's own judges: its place in the spec, the judge's name, and the leaf."""
-
-    at: str
-    name: str
-    leaf: JudgeLeaf
-
-
-def leaves_on_engines(judge: JudgeConfig, scorers: Iterable[Scorer]) -> list[OwnLeaf]:
-    """Return the leaves that ask the run's own judges. Raises ConfigError for a judge that the config lacks."""
-    engines = judge.engines
-    places = ((scorer.name, node) for scorer in scorers for top in scorer.tops for node in walk(top))
-    leaves = [
-        OwnLeaf(f"{name}#{node.pointer}", node.leaf.own, node.leaf)
-        for name, node in places
-        if isinstance(node, LeafNode) and isinstance(node.leaf, JudgeLeaf) and node.leaf.own is not None
-    ]
-    for found in leaves:
-        if found.name not in engines:
-            known = f"it has {', '.join(sorted(engines)) or 'none'}{hint_text(found.name, engines)}"
-            raise ConfigError(
-                f"{found.at}: model = {PREFIX + found.name!r}: reward.judge.engines (--judge-model NAME=MODEL) has no judge of "
-                f"that name; {known}"
-            )
-    return leaves
+def leaves_on_engines(judge: JudgeConfig, scorers: Iterable[Scorer]) -> dict[str, list[tuple[str, JudgeLeaf]]]:
+    """Map the run's own judges to the leaves that ask them, with their places. Raises ConfigError for a judge that the config
+    lacks."""
+    found: dict[str, list[tuple[str, JudgeLeaf]]] = {}
+    for scorer in scorers:
+        for node in (node for top in scorer.tops for node in walk(top)):
+            leaf = node.leaf if isinstance(node, LeafNode) else None
+            if not isinstance(leaf, JudgeLeaf) or leaf.own is None:
+                continue
+            at = f"{scorer.name}#{node.pointer}"
+            if leaf.own not in judge.engines:
+                known = f"it has {', '.join(sorted(judge.engines)) or 'none'}{hint_text(leaf.own, judge.engines)}"
+                raise ConfigError(
+                    f"{at}: model = {PREFIX + leaf.own!r}: reward.judge.engines (--judge-model NAME=MODEL) has no judge of that "
+                    f"name; {known}"
+                )
+            found.setdefault(leaf.own, []).append((at, leaf))
+    return found
 
 
 @RUN_CHECKS.register("judge")
@@ -139,15 +130,14 @@ def check_judges(start: RunStart) -> list[str]:
     if start.purpose == "train":
         check_budget(start)
     engines, leaves = start.config.reward.judge.engines, leaves_on_engines(start.config.reward.judge, start.scorers.values())
-    if start.purpose == "train" and (idle := sorted(set(engines) - {found.name for found in leaves})):
+    if start.purpose == "train" and (idle := sorted(set(engines) - leaves.keys())):
         specs = " or ".join(sorted({repr(scorer.name) for scorer in start.scorers.values()}))
         raise ConfigError(
             f"reward.judge.engines.{idle[0]} (--judge-model {idle[0]}=...): no judge leaf of {specs} asks it, with "
             f'"model": "engine:{idle[0]}"; remove it, or set env.reward to a spec that does'
         )
-    for name in engines:
-        if asked := [found for found in leaves if found.name == name]:
-            _check_engine(OwnJudge(start.config, name), asked, start.planned)
+    for name, asking in leaves.items():
+        _check_engine(OwnJudge(start.config, name), asking, start.planned)
     if not leaves or find_spec("llguidance") is not None:
         return []
     return [
@@ -156,7 +146,7 @@ def check_judges(start: RunStart) -> list[str]:
     ]
 
 
-def _check_engine(judge: OwnJudge, leaves: list[OwnLeaf], planned: bool) -> None:
+def _check_engine(judge: OwnJudge, leaves: list[tuple[str, JudgeLeaf]], planned: bool) -> None:
     own, key, maker = judge.as_policy(), judge.key, judge.maker()
     path, trust = str(own.model.path), own.model.trust_remote_code
     check_side_model(own.engine, own.model, f"{key}.path", planned)
@@ -169,13 +159,13 @@ def _check_engine(judge: OwnJudge, leaves: list[OwnLeaf], planned: bool) -> None
     context = maker.context(min(model_context(path, trust), own.rollout.max_episode_tokens))
     try:
         renderer = make_renderer(load_tokenizer(path, trust))
-        for found in leaves:
+        for at, leaf in leaves:
             # A prompt is shortest with empty placeholders.
-            messages = [Message("system", found.leaf.system()), Message("user", found.leaf.args["prompt"])]
-            prompt, most = len(renderer.start(messages, [])), found.leaf.max_tokens
+            messages = [Message("system", leaf.system()), Message("user", leaf.args["prompt"])]
+            prompt, most = len(renderer.start(messages, [])), leaf.max_tokens
             if prompt + most > context:
                 raise ConfigError(
-                    f"{key}: the judge takes {context} tokens (its model's context, {key}.max_model_len), and {found.at} needs "
+                    f"{key}: the judge takes {context} tokens (its model's context, {key}.max_model_len), and {at} needs "
                     f"{prompt} for its prompt alone and max_tokens = {most} for the verdict; lower max_tokens, raise "
                     f"{key}.max_model_len, or take a model with a longer context"
                 )

@@ -25,6 +25,9 @@ from agentrl.utils.redaction import redact_said
 from agentrl.utils.schemas import first_fault, validator
 from agentrl.utils.threads import after_fork, fork_safe, threads
 
+BACKOFF = 0.5
+"""Seconds before the second attempt at a verdict, doubled for each later one."""
+
 
 class Budget:
     """Budget of calls and dollars, shared by all threads. A call reserves its maximum cost and later returns the unused part, so
@@ -110,10 +113,9 @@ class Judge:
     """Client of all judge leaves of a run: cache, budget, retries, at most `concurrency` requests at a time. Concurrent equal
     requests share one call."""
 
-    def __init__(self, settings: JudgeConfig | None = None, *, backoff: float = 0.5) -> None:
-        """`settings`: the section `reward.judge`, or its defaults. `backoff`: seconds before the second attempt, doubled for each
-        later one."""
-        self.settings, self._backoff = settings or JudgeConfig(), backoff
+    def __init__(self, settings: JudgeConfig) -> None:
+        """`settings`: the section `reward.judge`."""
+        self.settings = settings
         self.cache = VerdictCache(None if self.settings.cache is None else Path(self.settings.cache))
         self.budget = Budget(self.settings.calls, self.settings.usd)
         self._pool = threads(self.settings.concurrency, "agentrl-judge")
@@ -155,7 +157,7 @@ class Judge:
         why, wait = "", 0.0
         for attempt in range(self.settings.retries + 1):
             if attempt:
-                time.sleep(max(wait, self._backoff * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)))
+                time.sleep(max(wait, BACKOFF * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)))
             try:
                 value = self._attempt(request)
                 self.cache.put(key, value)

@@ -16,7 +16,7 @@ from typing import Any, cast
 from agentrl.cluster.placement import has_gpus
 from agentrl.config import TrainConfig
 from agentrl.config.schema import JudgeConfig, ModelConfig, RolloutConfig
-from agentrl.contrib.judges.client import VerdictCache
+from agentrl.contrib.judges.client import BACKOFF, VerdictCache
 from agentrl.contrib.judges.leaf import JudgeFault, Verdict, VerdictRequest, read_verdict
 from agentrl.contrib.toolkit.turns import grammar_of
 from agentrl.data.trajectory import Json, Message
@@ -31,8 +31,6 @@ from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError, R
 from agentrl.utils.event_loop import LateError, cancel_all, within
 from agentrl.utils.redaction import redact_said
 
-BACKOFF = 0.5
-"""Seconds before the second attempt, doubled for each later one."""
 SHORTEST, LONGEST = 16, 500
 """Minimum and maximum characters of a text in a verdict; evidence keeps no more."""
 FRAME = 48

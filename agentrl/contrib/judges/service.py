@@ -70,7 +70,7 @@ class Judges(Service):
         from agentrl.contrib.judges.checks import leaves_on_engines
         from agentrl.contrib.judges.engines import OwnJudge
 
-        names = sorted({found.name for found in leaves_on_engines(run.config.reward.judge, scorers)})
+        names = sorted(leaves_on_engines(run.config.reward.judge, scorers))
         self._loop = asyncio.get_running_loop()
         try:
             for name in names:
