@@ -57,11 +57,11 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
 def post(url: str) -> tuple[str | None, str | None]:
     """What an agent behind a URL answers, and how it failed."""
     program = program_of(AgentConfig(url=url))
-    brief: Any = SimpleNamespace(to_json=lambda: {}, key="key")
+    episode: Any = SimpleNamespace(to_json=lambda: {}, api_key="key")
 
     async def run() -> Any:
         try:
-            return await program.run(brief, None, {})  # type: ignore[arg-type]
+            return await program.run(episode, {})
         finally:
             await program.close()
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.endpoint import SERVES, Endpoint, ToolServer
 from agentrl.contrib.agents.programs import Program, program_of
-from agentrl.contrib.agents.record import MODEL, Brief, Gate, Outcome, Record, text_of
+from agentrl.contrib.agents.record import MODEL, Episode, Gate, Outcome, Record, text_of
 from agentrl.contrib.agents.session import AgentSession, SampleTurn
 from agentrl.data.trajectory import Blame, Json, Message, StopReason, ToolResult, Trajectory
 from agentrl.engines.chat_format import RequestError
@@ -109,18 +109,19 @@ class AgentEpisode:
         self.session = session = self.endpoint.session(self.spec.key)
         self.record = Record(self.env, session)
         base = self.server.open(self)
-        brief = Brief(
+        episode = Episode(
             self.spec.key,
-            observation,
+            [{"role": message.role, "content": message.content} for message in observation],
             self.schemas() if self.config.tools == "mcp" else [],
             access.openai_url,
             access.anthropic_url,
+            self,
             access.key,
             f"{base}/mcp" if self.config.tools == "mcp" else None,
             f"{base}/user" if self.config.user else None,
         )
         try:
-            return await self._conclude(await self._play(brief))
+            return await self._conclude(await self._play(episode))
         except EpisodeOverError as over:
             self._check_asked(f"the episode ended ({over.stop.value}) before the policy's first turn", over.error)
             self.error = over.error
@@ -139,9 +140,9 @@ class AgentEpisode:
         trajectory.timings = {"engine_s": self.engine_s, "env_s": self.env_s, "agent_s": self.agent_s}
         return trajectory
 
-    async def _play(self, brief: Brief) -> Outcome:
+    async def _play(self, episode: Episode) -> Outcome:
         """Run the agent's program. Raises the error that ends the episode earlier, and ends the program."""
-        task = asyncio.create_task(self.program.run(brief, self, self.about), name=f"the agent of {self.spec.key}")
+        task = asyncio.create_task(self.program.run(episode, self.about), name=f"the agent of {self.spec.key}")
         either: set[asyncio.Future[Any]] = {task, self._over}
         first = asyncio.create_task(asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED))
         clock = loop_clock()

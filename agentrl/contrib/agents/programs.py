@@ -18,7 +18,7 @@ import httpx
 
 from agentrl.config.load import check_unread
 from agentrl.config.schema import AgentConfig
-from agentrl.contrib.agents.record import MASK, VARIABLES, Brief, Outcome, ServedEpisode, text_of
+from agentrl.contrib.agents.record import MASK, VARIABLES, Episode, Outcome, text_of
 from agentrl.contrib.toolkit import keeper
 from agentrl.data.trajectory import Json
 from agentrl.utils.errors import AgentFaultError, ConfigError, fault_text, is_from_outside
@@ -135,7 +135,7 @@ class Program(ABC):
     """An agent that runs many episodes concurrently."""
 
     @abstractmethod
-    async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
+    async def run(self, episode: Episode, record: dict[str, Json]) -> Outcome:
         """Run an episode until the agent ends. Cancelling ends the agent and its processes; `record` then also has its output.
         Raises AgentFaultError if it cannot be reached."""
 
@@ -172,44 +172,25 @@ class Command(Program):
             raise ConfigError(f"agent.env, agent.pass_env: {taken[0]} is set for each episode; choose another name")
         self._passed = [*ALWAYS_PASSED, *config.pass_env]
 
-    async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
+    async def run(self, episode: Episode, record: dict[str, Json]) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True) as folder:
-            given, file = brief.variables(), Path(folder) / "task.json"
+            given, file = episode.variables(), Path(folder) / "task.json"
             file.write_text(given["AGENTRL_TASK"])
             own = {name: os.environ[name] for name in self._passed if name in os.environ}
             short = {name: value for name, value in given.items() if len(value.encode()) <= _LONGEST_VARIABLE}
             fixed = {"AGENTRL_TASK_FILE": str(file), "AGENTRL_FOLDER": folder}
             variables = {**own, **resolve_references(self._env, "agent.env"), **short, **fixed}
-            exempt(httpx.URL(brief.openai_url).host, environ=variables)
+            exempt(httpx.URL(episode.openai_base_url).host, environ=variables)
             process = await AgentProcess.start(resolve_references(self._command, "agent.command"), variables)
             code: int | None = None
             try:
                 code = await process.wait()
             finally:
                 await process.end()
-                stdout, stderr = (redact(stream.text(brief.key)) for stream in (process.stdout, process.stderr))
+                stdout, stderr = (redact(stream.text(episode.api_key)) for stream in (process.stdout, process.stderr))
                 record |= {"exit_code": code, "stdout": stdout, "stderr": stderr}
         failure = None if code == 0 else f"exit code {code}{_tail(stderr or stdout)}"
         return Outcome(stdout.strip() or None, failure)
-
-
-class Episode:
-    """The argument of an agent that is an async function."""
-
-    def __init__(self, brief: Brief, served: ServedEpisode) -> None:
-        self.task = brief.task()
-        self.prompt, self.messages, self.tools = brief.prompt, self.task["messages"], self.task["tools"]
-        self.model, self.api_key = brief.to_json()["model"], brief.key
-        self.openai_base_url, self.anthropic_base_url = brief.openai_url, brief.anthropic_url
-        self.mcp_url, self._served = brief.tools_url, served
-
-    async def call(self, name: str, arguments: Mapping[str, Json]) -> str:
-        """Call a tool of the environment; returns its answer or error text."""
-        return (await self._served.call(name, arguments)).content
-
-    async def say(self, text: str) -> list[str] | None:
-        """Send a message to the environment's user; returns the replies, or None if the conversation is over."""
-        return await self._served.say(text)
 
 
 class Function(Program):
@@ -227,10 +208,10 @@ class Function(Program):
             )
         self._function: Callable[[Episode], Awaitable[Any]] = function
 
-    async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
+    async def run(self, episode: Episode, record: dict[str, Json]) -> Outcome:
         task = asyncio.current_task()
         try:
-            answer = await self._function(Episode(brief, served))
+            answer = await self._function(episode)
         except asyncio.CancelledError:
             if task is not None and task.cancelling():
                 raise
@@ -238,11 +219,11 @@ class Function(Program):
         except BaseException as fault:  # a user's code may raise anything, which must not stop the run
             if is_from_outside(fault):
                 raise
-            record["error"] = text_of(fault_text(fault), brief.key)
+            record["error"] = text_of(fault_text(fault), episode.api_key)
             return Outcome(None, record["error"][:_SHOWN_CHARS])
         if answer is not None and not isinstance(answer, str):
             return Outcome(None, f"it returned {type(answer).__name__}, expected text or None")
-        return Outcome(None if answer is None else text_of(answer, brief.key), None)
+        return Outcome(None if answer is None else text_of(answer, episode.api_key), None)
 
 
 class Remote(Program):
@@ -256,14 +237,14 @@ class Remote(Program):
         learn({"url": url})
         self._client: httpx.AsyncClient | None = None
 
-    async def run(self, brief: Brief, served: ServedEpisode, record: dict[str, Json]) -> Outcome:
+    async def run(self, episode: Episode, record: dict[str, Json]) -> Outcome:
         address = resolve_references(self._url, "agent.url")
         if self._client is None:
             exempt_own(address)
             # No timeouts here: the caller enforces those of the episode.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
-            async with self._client.stream("POST", address, json=brief.to_json()) as answer:
+            async with self._client.stream("POST", address, json=episode.to_json()) as answer:
                 record["status"] = answer.status_code
                 data = bytearray()
                 async for chunk in answer.aiter_bytes():
@@ -271,9 +252,9 @@ class Remote(Program):
                     if len(data) > MAX_ANSWER:  # do not read the rest
                         return Outcome(None, f"{self._url}: the answer has more than {MAX_ANSWER} bytes")
         except httpx.HTTPError as fault:
-            message = text_of(f"{self._url}: {fault_text(fault)}{through_proxy(address)}", brief.key)
+            message = text_of(f"{self._url}: {fault_text(fault)}{through_proxy(address)}", episode.api_key)
             raise AgentFaultError(f"the agent cannot be reached: {message}") from fault
-        words = text_of(data.decode(errors="replace"), brief.key)
+        words = text_of(data.decode(errors="replace"), episode.api_key)
         record["body"] = words[:_SHOWN_CHARS]
         if answer.is_error:
             message = f"{self._url}: HTTP {answer.status_code}{through_proxy(address)}{_tail(words)}"
@@ -287,7 +268,7 @@ class Remote(Program):
         output = body.get("answer") if isinstance(body, dict) else None
         if not isinstance(body, dict) or not isinstance(output, str | None):
             return Outcome(None, f'{self._url}: expected a JSON object (with "answer": text), got {words[:200]!r}')
-        return Outcome(None if output is None else text_of(output, brief.key), None)
+        return Outcome(None if output is None else text_of(output, episode.api_key), None)
 
     async def close(self) -> None:
         if self._client is not None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from agentrl.contrib.agents.session import AgentSession
 from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Turn
@@ -24,7 +24,7 @@ VARIABLES = {
     "ANTHROPIC_API_KEY": "api_key", "AGENTRL_MODEL": "model", "AGENTRL_PROMPT": "prompt", "AGENTRL_MCP_URL": "mcp_url",
     "AGENTRL_USER_URL": "user_url",
 }  # fmt: skip
-"""Environment variables of a command, with their keys in `Brief.to_json`."""
+"""Environment variables of a command, with their attributes of `Episode`."""
 
 
 class ServedEpisode(Protocol):
@@ -38,46 +38,52 @@ class ServedEpisode(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Brief:
-    """The description of one episode for its agent: the task, and the addresses of model, tools and user.
+class Episode:
+    """One episode for its agent, also the argument of one that is an async function: the task, the addresses of model, tools and
+    user, and the environment's tools and user themselves (`call`, `say`).
 
-    `messages`: the environment's opening messages. `tools`: its function schemas; empty for an agent with its own tools.
-    `tools_url`: the MCP server, or None; `user_url`: address of the user, or None if the agent cannot talk to one.
+    `messages`: the environment's opening messages in OpenAI's form. `tools`: its function schemas; empty for an agent with its
+    own tools. `mcp_url`: its MCP server, or None; `user_url`: address of its user, or None if the agent cannot talk to one.
     """
 
-    episode: str
-    messages: Sequence[Message]
+    name: str
+    messages: list[dict[str, Json]]
     tools: Sequence[Mapping[str, Json]]
-    openai_url: str
-    anthropic_url: str
-    key: str = field(repr=False)
-    tools_url: str | None = field(default=None, repr=False)
+    openai_base_url: str
+    anthropic_base_url: str
+    served: ServedEpisode = field(repr=False)
+    api_key: str = field(repr=False)
+    mcp_url: str | None = field(default=None, repr=False)
     user_url: str | None = field(default=None, repr=False)
+    model: ClassVar[str] = MODEL
 
     @property
     def prompt(self) -> str:
         """The user's request: text of the last opening message."""
-        return self.messages[-1].content if self.messages else ""
+        return self.messages[-1]["content"] if self.messages else ""
 
+    @property
     def task(self) -> dict[str, Json]:
-        """Return the task as JSON: `prompt`, `messages` in OpenAI's form, and `tools`."""
-        return {
-            "episode": self.episode,
-            "prompt": self.prompt,
-            "messages": [{"role": message.role, "content": message.content} for message in self.messages],
-            "tools": list(self.tools),
-        }
+        """The task as JSON."""
+        return {"episode": self.name, "prompt": self.prompt, "messages": self.messages, "tools": list(self.tools)}
 
     def to_json(self) -> dict[str, Json]:
         """Return everything, for an agent behind a URL."""
-        urls = {"openai_base_url": self.openai_url, "anthropic_base_url": self.anthropic_url, "api_key": self.key}
-        return {**self.task(), "model": MODEL, **urls, "mcp_url": self.tools_url, "user_url": self.user_url}
+        names = ("model", "openai_base_url", "anthropic_base_url", "api_key", "mcp_url", "user_url")
+        return {**self.task, **{name: getattr(self, name) for name in names}}
 
     def variables(self) -> dict[str, str]:
         """Return everything as environment variables; `AGENTRL_TASK` is the whole task."""
-        whole = self.to_json()
-        found = {name: whole[key] for name, key in VARIABLES.items() if whole[key] is not None}
-        return {**found, "AGENTRL_TASK": json.dumps(self.task(), ensure_ascii=False)}
+        found = {name: value for name, attribute in VARIABLES.items() if (value := getattr(self, attribute)) is not None}
+        return {**found, "AGENTRL_TASK": json.dumps(self.task, ensure_ascii=False)}
+
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> str:
+        """Call a tool of the environment; returns its answer or error text."""
+        return (await self.served.call(name, arguments)).content
+
+    async def say(self, text: str) -> list[str] | None:
+        """Send a message to the environment's user; returns the replies, or None if the conversation is over."""
+        return await self.served.say(text)
 
 
 @dataclass(slots=True)

@@ -147,13 +147,11 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice: the turn as the client sees it, its samples, the tokens used, its number in the session, and the stop string
-    that ended it."""
+    """One choice: the turn as the client sees it, its samples, the tokens used, and the stop string that ended it."""
 
     message: Message
     generation: Generation
     used: Usage
-    turn: int
     stopped: str | None = None
 
 
@@ -353,7 +351,7 @@ class AgentSession:
         record.ledger, record.end = self._branches.index(branch), len(branch.ledger) - 1
         record.seconds, record.finish = seconds, generation.finish
         self.turns.append(record)
-        return Answer(shown, generation, used, turn, stopped)
+        return Answer(shown, generation, used, stopped)
 
     def _branch(self, position: Position, key: str, tools: str) -> Branch:
         """Return the branch to append a turn to: its parent, or a fork of it if another turn has extended that."""

@@ -10,8 +10,8 @@ import httpx
 
 from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.episode import Harness
-from agentrl.contrib.agents.programs import Episode
 from agentrl.contrib.agents.protocols import Exchange
+from agentrl.contrib.agents.record import Episode
 from agentrl.contrib.agents.session import AgentSession, ServedPolicy
 from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, Task, ToolCall, ToolEnv, tool

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agentrl.config.schema import AgentConfig
-from agentrl.contrib.agents.programs import Episode
+from agentrl.contrib.agents.record import Episode
 from agentrl.data.trajectory import Message, StopReason, Trajectory
 from agentrl.env import tool
 from agentrl.rollout.engine import Generation

@@ -16,8 +16,8 @@ import pytest
 from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents import programs
 from agentrl.contrib.agents.episode import Harness
-from agentrl.contrib.agents.programs import AgentProcess, Command, Episode, Output, program_of
-from agentrl.contrib.agents.record import Brief
+from agentrl.contrib.agents.programs import AgentProcess, Command, Output, program_of
+from agentrl.contrib.agents.record import Episode
 from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.episode import Policy
@@ -366,8 +366,8 @@ def test_the_key_that_an_agent_tells_is_in_none_of_its_words(fails: bool) -> Non
     code = "import os, sys; k = os.environ['OPENAI_API_KEY']; print('out', k); print('err', k, file=sys.stderr)"
     command = [sys.executable, "-S", "-c", f"{code}; sys.exit({int(fails)})"]
     record: dict[str, Any] = {}
-    brief: Any = Brief("e", [], [], "http://127.0.0.1/v1", "http://127.0.0.1", KEY)
-    by_command = asyncio.run(Command(AgentConfig(command=command)).run(brief, None, record))  # type: ignore[arg-type]
+    episode = Episode("e", [], [], "http://127.0.0.1/v1", "http://127.0.0.1", None, KEY)  # type: ignore[arg-type]
+    by_command = asyncio.run(Command(AgentConfig(command=command)).run(episode, record))
     assert (record["stdout"], record["stderr"]) == ("out [key]\n", "err [key]\n")
     assert by_command.output == "out [key]" and by_command.failure == ("exit code 1: err [key]" if fails else None)
 
