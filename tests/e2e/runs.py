@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ def exit_code(target: Callable[..., None], *args: Any) -> int | None:
 
 
 class Command:
-    """`agentrl ARGS` (or `pytest ARGS`), as subprocess.Popen, in a session that ends with all its children."""
+    """`agentrl ARGS`, `pytest ARGS` or, if `program` is a path, `python SCRIPT ARGS`, as subprocess.Popen, in a session that
+    ends with all its children."""
 
     def __init__(self, cwd: Path, *args: str, typed: str = "", program: str = "agentrl") -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="agentrl-command-")
@@ -64,9 +65,6 @@ class Command:
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
@@ -96,35 +94,18 @@ def _run(words: tuple[str, ...], cwd: str, env: dict[str, str], typed: str, said
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    from agentrl.cli.main import main
-
     try:
-        sys.exit(pytest.main([*words[1:]]) if words[0] == "pytest" else main(words[1:]))
+        if words[0] == "pytest":
+            sys.exit(pytest.main([*words[1:]]))
+        if words[0] != "agentrl":
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+            return
+        from agentrl.cli.main import main
+
+        sys.exit(main(words[1:]))
     finally:
         atexit._run_exitfuncs()
-
-
-def run_script(script: Path, *words: str, paths: Sequence[Path], timeout: float) -> None:
-    """`python SCRIPT WORDS`, in a session of its own, with `paths` to import from; fails with what it printed."""
-    with tempfile.TemporaryDirectory(prefix="agentrl-script-") as folder:
-        said = Path(folder) / "said"
-        process = forked(_run_script, str(script), words, [*map(str, paths)], str(said))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            os.killpg(process.pid or 0, signal.SIGKILL)
-        assert process.exitcode == 0, said.read_text()
-
-
-def _run_script(script: str, words: tuple[str, ...], paths: list[str], said: str) -> None:
-    os.setsid()
-    out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    sys.path[:0] = paths
-    sys.argv = [script, *words]
-    runpy.run_path(script, run_name="__main__")
 
 
 def start(out: Path, *args: str) -> Command:
@@ -139,6 +120,13 @@ def finish(process: Command, timeout: float = 240) -> str:
     except subprocess.TimeoutExpired:
         process.kill_all()
         raise
+
+
+def run_script(script: Path, *words: str, timeout: float) -> None:
+    """`python SCRIPT WORDS`; fails with what it printed."""
+    command = Command(ROOT, *words, program=str(script))
+    said = finish(command, timeout)
+    assert command.returncode == 0, said
 
 
 def train(out: Path, *args: str, code: int = 0) -> str:
@@ -174,7 +162,7 @@ def wait_for_step(folder: Path, step: int, process: Command, timeout: float = 12
     """Until the run has recorded update `step`."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        assert process.poll() is None, finish(process)
+        assert process.returncode is None, finish(process)
         if (folder / "metrics.jsonl").exists():
             text = (folder / "metrics.jsonl").read_text()
             if any(f'"step": {n}, "phase": "train"' in text for n in range(step, step + 3)):

@@ -15,7 +15,7 @@ from tests.conftest import PROOFS, proof
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD: dict[str, dict[str, Any]] = json.loads((ROOT / "docs" / "family_runs.json").read_text())
-SOME = ("gpt_oss",)
+SOME = ("gpt_oss", "lfm2", "qwen3_next")
 
 
 def ran(engine: str) -> list[str]:

@@ -30,8 +30,7 @@ WHAT = [
 @pytest.fixture(scope="module")
 def out(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    here = Path(__file__).parent
-    run_script(here / "ranks.py", str(folder), tiny, paths=[here], timeout=400)
+    run_script(Path(__file__).with_name("ranks.py"), str(folder), tiny, timeout=400)
     return folder
 
 

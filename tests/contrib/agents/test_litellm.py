@@ -8,10 +8,9 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message
 from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.rollout.engine import Sampling
-from agentrl.utils.errors import ConfigError, EngineError, UserError
+from agentrl.utils.errors import EngineError, UserError
 from tests.contrib.agents.test_endpoint import Scripted, call
 from tests.contrib.agents.test_endpoint import renderer as renderer  # the fixtures
-from tests.publishing import publish
 
 from tests.render.render_conversations import TOOLS  # isort: skip
 
@@ -46,14 +45,6 @@ async def test_an_episode_with_tools(renderer):
     assert scripted.prompts[1][: len(scripted.prompts[0])] == scripted.prompts[0]
 
 
-async def test_it_says_that_it_cannot_be_trained():
-    engine = LiteLlmEngine("openai/policy", ApiConfig())
-    with pytest.raises(ConfigError, match=r"LiteLlmEngine cannot be trained: an API model .* takes no weights"):
-        await publish(engine, 1)
-    with pytest.raises(UserError, match="cannot be trained"):
-        engine.renderer.assistant(Message("assistant", "x"))
-
-
 async def test_a_failing_api_is_an_engine_error(renderer):
     scripted = Scripted(renderer, [EngineError("out of order")])
     async with Endpoint(scripted, renderer) as server:
@@ -64,3 +55,5 @@ async def test_a_failing_api_is_an_engine_error(renderer):
             await engine.generate(prompt, SAMPLING, "e")
     with pytest.raises(EngineError, match="not a message"):
         await engine.generate([99], SAMPLING, "e")
+    with pytest.raises(UserError, match="no token ids: scripted turns cannot be trained"):
+        engine.renderer.assistant(Message("assistant", "x"))

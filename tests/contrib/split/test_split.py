@@ -26,8 +26,7 @@ THESE = CASES if PROOFS else SHORT
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("split")
-    here = Path(__file__).parent
-    run_script(here / "split_ranks.py", str(folder), *THESE, paths=[here], timeout=500)
+    run_script(Path(__file__).with_name("split_ranks.py"), str(folder), *THESE, timeout=500)
     return folder
 
 
@@ -142,8 +141,8 @@ def test_the_memory_that_is_counted_is_what_each_rank_holds(out: Path, name: str
 @pytest.fixture(scope="module")
 def of_families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
-    here = Path(__file__).parent
-    run_script(here / "split_families.py", str(folder), *sorted(FAMILIES | EXPERT_FAMILIES), paths=[here], timeout=900)
+    families = sorted(FAMILIES | EXPERT_FAMILIES)
+    run_script(Path(__file__).with_name("split_families.py"), str(folder), *families, timeout=900)
     return folder
 
 
