@@ -95,11 +95,8 @@ def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path) -> None:
 
 
 def test_steering() -> None:
-    """1 + e n / horizon, with e = KL / target - 1 between -0.2 and 0.2."""
+    """With a horizon: tests/algorithm/test_against_verl.py."""
     assert adapted_kl_coef(0.1, 50.0, 10, KlConfig(coef=0.1)) == 0.1
-    steered = KlConfig(coef=0.1, target=2.0, horizon=1000)
-    for measured, error in ((2.2, 0.1), (1.8, -0.1), (50.0, 0.2), (0.0, -0.2)):
-        assert adapted_kl_coef(0.1, measured, 64, steered) == pytest.approx(0.1 * (1 + error * 64 / 1000))
     # Without a horizon: 1 % per update, whatever its size.
     assert adapted_kl_coef(0.1, 50.0, 8, KlConfig(coef=0.1, target=2.0)) == pytest.approx(0.101)
     assert adapted_kl_coef(0.1, 50.0, 512, KlConfig(coef=0.1, target=2.0)) == pytest.approx(0.101)
