@@ -100,7 +100,7 @@ class Actor(TrainedRole):
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None) -> None:
         """Load the policy from a folder or hub name. `total_steps`, errors: as for `_open`."""
-        self._open(path, model, optim_of(optim, model), total_steps)
+        self._open_engine(path, model, optim_of(optim, model), total_steps)
 
     def show(self, name: str) -> None:
         """Register the policy as `name`, for a moving reference in this process."""

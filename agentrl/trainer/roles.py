@@ -111,7 +111,9 @@ class SavedRole(ModelRole):
 class TrainedRole(SavedRole):
     """A role that trains, with a learning rate schedule over its training steps."""
 
-    def _open(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None, role: Role = "policy") -> None:
+    def _open_engine(
+        self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None, role: Role = "policy"
+    ) -> None:
         """Load the model and create its optimizer. `total_steps`: training steps of the run, for the schedule.
 
         Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
@@ -212,7 +214,7 @@ class Critic(TrainedRole):
         self, path: str, model: ModelConfig, optim: OptimConfig, critic: CriticConfig, total_steps: int | None = None
     ) -> None:
         """Load the backbone from a folder or hub name; the value head starts at zero. Raises as `_open`."""
-        self._open(path, model, critic_optim(optim, critic, model), total_steps, "value")
+        self._open_engine(path, model, critic_optim(optim, critic, model), total_steps, "value")
         self._critic, self._cap = critic, optim.micro_tokens
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
