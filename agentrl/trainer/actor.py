@@ -99,7 +99,7 @@ class Actor(TrainedRole):
         self._visits: Visits | None = None
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None) -> None:
-        """Load the policy from a folder or hub name. `total_steps`, errors: as for `_open`."""
+        """Load the policy from a folder or hub name. `total_steps`, errors: as for `_open_engine`."""
         self._open_engine(path, model, optim_of(optim, model), total_steps)
 
     def show(self, name: str) -> None:

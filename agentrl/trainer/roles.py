@@ -213,7 +213,7 @@ class Critic(TrainedRole):
     def init_model(
         self, path: str, model: ModelConfig, optim: OptimConfig, critic: CriticConfig, total_steps: int | None = None
     ) -> None:
-        """Load the backbone from a folder or hub name; the value head starts at zero. Raises as `_open`."""
+        """Load the backbone from a folder or hub name; the value head starts at zero. Raises as `_open_engine`."""
         self._open_engine(path, model, critic_optim(optim, critic, model), total_steps, "value")
         self._critic, self._cap = critic, optim.micro_tokens
 
