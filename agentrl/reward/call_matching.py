@@ -203,6 +203,8 @@ Matrix = npt.NDArray[np.float64]
 Weights = Sequence[Sequence[float]] | Matrix
 Pairs = list[tuple[int, int]]
 
+MANY = 256
+"""Number of pairs of calls from which on vectorized code is faster."""
 MOST_PAIRS = 16_000_000
 """Largest number of pairs of calls that are compared: their weights take 128 MB."""
 _EPS = 1e-12  # weights are sums of fractions; a smaller difference is a rounding error
@@ -271,10 +273,16 @@ def _augment(weights: Matrix) -> list[int]:
 def in_order(weights: Weights) -> Pairs:
     """Find pairs of maximum total weight with rows and columns both ascending: an alignment in O(n m)."""
     n, m = len(weights), len(weights[0]) if len(weights) else 0
-    best = np.zeros((n + 1, m + 1))
+    best: Any = np.zeros((n + 1, m + 1))
+    if n * m < MANY:
+        best = best.tolist()
     for i in range(n - 1, -1, -1):
-        below = best[i + 1]
-        best[i, :-1] = np.maximum.accumulate(np.maximum(below[:-1], below[1:] + weights[i])[::-1])[::-1]
+        here, below, offers = best[i], best[i + 1], weights[i]
+        if n * m >= MANY:
+            here[:-1] = np.maximum.accumulate(np.maximum(below[:-1], below[1:] + offers)[::-1])[::-1]
+            continue
+        for j in range(m - 1, -1, -1):
+            here[j] = max(below[j], here[j + 1], below[j + 1] + offers[j])
     pairs: Pairs = []
     i = j = 0
     while i < n and j < m:
@@ -331,9 +339,11 @@ def pair_rest(made: Sequence[ToolCall], gold: Sequence[GoldCall], sure: Pairs, w
     return sorted(pairs)
 
 
-def all_weights(made: Sequence[ToolCall], gold: Sequence[GoldCall], weights: BlockWeights) -> Matrix:
-    """Compute the weight of each pair of calls with the same name, else 0."""
+def all_weights(made: Sequence[ToolCall], gold: Sequence[GoldCall], weights: BlockWeights) -> Weights:
+    """Compute the weight of each pair of calls; with many pairs only of those with the same name, else 0."""
     _check_pairs(len(made), len(gold))
+    if len(made) * len(gold) < MANY:
+        return weights(made, gold)
     table = np.zeros((len(made), len(gold)))
     for rows, columns in _same_names(made, gold):
         table[np.ix_(rows, columns)] = weights([made[i] for i in rows], [gold[j] for j in columns])

@@ -264,10 +264,10 @@ def test_scoring_from_many_threads_is_the_same():
 
 # -- pairs by hash and all pairs at once: as the optimal assignment, pair by pair and by trying them all
 
-VALUES = st.recursive(
-    st.sampled_from([0, 1, 1.0, 1.5, True, None, "a", "A", " a", 2**52, 2**60, 2**60 + 1, float("nan"), float("inf")]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("xy"), inner, max_size=2),
-    max_leaves=4,
+VALUES = st.one_of(
+    st.sampled_from([0, 1, 1.0, True, None, "a", "A", " a", float("nan")]),
+    st.lists(st.sampled_from([1, True, "a"]), max_size=2),
+    st.dictionaries(st.sampled_from("xy"), st.sampled_from([1, True, "a"]), max_size=2),
 )
 ARGS = st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3)
 CALLS = st.lists(st.tuples(st.sampled_from("fg"), ARGS), max_size=3)
@@ -296,11 +296,14 @@ SOME = st.lists(
 """Expected calls: of each the arguments that count, None for all."""
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("strings", ["exact", "bfcl"])
 @pytest.mark.parametrize("expected", [ALL, SOME], ids=["all arguments count", "some count"])
 @given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_calls_are_paired_as_the_best_of_all_assignments_pairs_them(strings: str, expected: Any, data: Any) -> None:
+def test_calls_are_paired_as_the_best_of_all_assignments_pairs_them(
+    at_once: bool, strings: str, expected: Any, data: Any
+) -> None:
     """Equal calls by hash, unless only some of their arguments count."""
     made, wanted, rule = made_of(data.draw(CALLS)), data.draw(expected), EqualityRule(normalize=NORMALIZERS[strings])
     want: list[Any] = [{"name": n, "arguments": a, **({} if c is None else {"compare": c})} for n, a, c in wanted]
@@ -314,21 +317,23 @@ def test_calls_are_paired_as_the_best_of_all_assignments_pairs_them(strings: str
     partial = [[credit(call, other) for other in want] for call in made]
     full = [[float(one == 1.0) for one in row] for row in partial]
     size = max(len(made), len(want))
-    for credits, how in ((full, "matched"), (partial, "partial")):
-        assert scored(made, want, credit=how, strings=strings) == pytest.approx(most(credits) / size if size else 1.0)
-    if expected is ALL:  # else equality is not transitive
-        whole, greedy = (scored(made, want, credit="matched", assign=how, strings=strings) for how in ("optimal", "greedy"))
-        assert whole == greedy
+    with pytest.MonkeyPatch.context() as patch:
+        if at_once:
+            patch.setattr(call_matching, "MANY", 0)
+        for credits, how in ((full, {"credit": "matched"}), (partial, {"credit": "partial"})):
+            found = scored(made, want, **how, strings=strings)
+            assert found == pytest.approx(most(credits) / size if size else 1.0)
+        if expected is ALL:  # else equality is not transitive
+            assert scored(made, want, credit="matched", assign="greedy", strings=strings) == scored(
+                made, want, credit="matched", strings=strings
+            )
 
 
-FORMS = [
-    ("literal", {}), ("literal", {"absolute": 1.0}), ("literal", {"relative": 0.6}),
-    ("literal", {"absolute": 0.5, "relative": 0.6}), ("sets", {}), ("bfcl", {}),
-]  # fmt: skip
+FORMS = [("literal", {}), ("literal", {"absolute": 1.0}), ("sets", {}), ("bfcl", {})]
 
 
 @pytest.mark.parametrize("arguments", [name for name in ARGUMENTS if name != "ignore"])
-@pytest.mark.parametrize(("form", "tolerance"), FORMS, ids=str)
+@pytest.mark.parametrize(("form", "tolerance"), FORMS, ids=["literal", "tolerance", "sets", "bfcl"])
 @given(st.lists(ARGS, min_size=1, max_size=4), st.lists(ARGS, min_size=1, max_size=4), st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
 def test_the_credit_of_all_pairs_at_once_is_that_of_each(
@@ -346,6 +351,48 @@ def test_the_credit_of_all_pairs_at_once_is_that_of_each(
     assert parts(calls, gold, rule).tolist() == each
 
 
+HOW: list[dict[str, Any]] = [
+    {"order": "ordered"}, {"order": "ordered", "credit": "partial"}, {"order": "ordered", "abs": 1.0}, {"arguments": "ignore"},
+    {"order": "ordered", "arguments": "superset"}, {"arguments": "subset"}, {"assign": "greedy", "abs": 1.0},
+    {"credit": "toolrl"}, {"assign": "reuse", "compare": "superset", "arguments": "names"},
+    {"credit": "toolrl", "abs": 0.5, "rel": 0.5}, {"credit": "toolrl", "assign": "greedy"}, {"credit": "partial", "rel": 1.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@given(CALLS, CALLS)
+@settings(max_examples=25, deadline=None)
+def test_many_calls_are_paired_as_few_are(how: dict[str, Any], calls: Any, wanted: Any) -> None:
+    made, want = made_of(calls), [{"name": name, "arguments": arguments} for name, arguments in wanted]
+
+    def score() -> Any:
+        episode = Trajectory("T-v0", Task("t", 0, gold={"calls": want}), turns=[Turn(0, Message("assistant", "", tuple(made)))])
+        found = _scorer(tuple({"credit": "matched", **how}.items())).score(episode)
+        return found.value, found.evidence
+
+    few = score()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call_matching, "MANY", 0)
+        assert score() == few
+
+
+SCALARS = st.sampled_from(
+    [0, 1, 1.0, 1.5, -2, True, False, None, "a", "A", "1", 2**52, 2**60, 2**60 + 1, float("nan"), float("inf")]
+)
+NESTED = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xy"), inner), max_leaves=5
+)
+
+
+@given(st.lists(NESTED, min_size=1, max_size=6), st.lists(NESTED, min_size=1, max_size=6), st.sampled_from(["exact", "fold"]))
+@settings(max_examples=200, deadline=None)
+def test_nested_values_are_compared_at_once_as_each_pair(made: list[Any], gold: list[Any], strings: str) -> None:
+    for tolerance in ({"absolute": 0.5}, {"relative": 0.6}, {"absolute": 1.0, "relative": 1.0}):
+        rule = EqualityRule(normalize=NORMALIZERS[strings], **tolerance)
+        each = [[same(one, other, rule) for other in gold] for one in made]
+        assert call_matching._literal_fits(made, gold, rule).tolist() == each
+
+
 def test_many_calls_are_not_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """2,000 calls in order against 2,000 expected ones took half a minute; with lists and a tolerance two."""
     compared, full, fits = list[int](), CallRule.full, CallRule.value_fits
@@ -356,10 +403,8 @@ def test_many_calls_are_not_compared_one_by_one(monkeypatch: pytest.MonkeyPatch)
     want = [{"name": "f", "arguments": {"x": [(place + 1) % 100]}} for place in range(100)]
     lists = made_of([("f", call["arguments"]) for call in want])
     assert scored(lists, want[::-1], abs=0.1) == 1 and scored(lists, want[::-1], abs=0.1, credit="toolrl") == 1
-    for how in ({}, {"credit": "partial"}, {"abs": 1.0}):
-        scored(made, want, order="ordered", **{"credit": "matched", **how})
-    for how in ({"arguments": "ignore"}, {"form": "sets", "assign": "greedy"}):
-        scored(made, want, credit="matched", **how)
+    for how in (*HOW[:4], {"form": "sets", "assign": "greedy"}):
+        scored(made, want, **{"credit": "matched", **how})
     assert len(compared) < 3_000
     monkeypatch.setattr(call_matching, "MOST_PAIRS", 9_000)
     want[0]["name"] = "g"

@@ -165,7 +165,7 @@ def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
 
 def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], weights: assign.BlockWeights) -> assign.Pairs:
     """Assign the best remaining call with its name to each expected call in turn (ties: the first)."""
-    table, pairs = assign.all_weights(made, gold, weights), list[tuple[int, int]]()
+    table, pairs = np.array(assign.all_weights(made, gold, weights), dtype=np.float64), list[tuple[int, int]]()
     for j in range(len(gold) if made else 0):
         row = int(table[:, j].argmax())
         if table[row, j] > 0:
@@ -174,8 +174,10 @@ def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], weights: assign.
     return pairs
 
 
-def _weights(rule: EqualityRule, made: Sequence[ToolCall], gold: Sequence[GoldCall]) -> assign.Matrix:
+def _weights(rule: EqualityRule, made: Sequence[ToolCall], gold: Sequence[GoldCall]) -> assign.Weights:
     """Compute the summed scores of names and values for all pairs of calls of one function."""
+    if len(made) * len(gold) < assign.MANY:
+        return [[sum(_pair_scores(a, b, rule)) if a.name == b.name else 0.0 for b in gold] for a in made]
     shared, fitting, _ = assign.shared_arguments(made, gold, CallRule(values=rule))
     own, wanted = (np.array([float(len(call.arguments or ())) for call in calls]) for calls in (made, gold))
     either = own[:, None] + wanted - shared
@@ -355,11 +357,11 @@ Credit = Callable[[int, int], float]
 
 
 def _tabulate(rule: CallRule, calls: Sequence[ToolCall], gold: Sequence[GoldCall], match: Credit) -> Credit:
-    """Return `match`, backed by a table for literal calls; other forms are slow per pair and need few pairs."""
-    if rule.form is not CallForm or any(call.compare is not None for call in gold):
+    """Return `match`, backed by a table for many literal calls; other forms are slow per pair and need few pairs."""
+    if len(calls) * len(gold) < assign.MANY or rule.form is not CallForm or any(call.compare is not None for call in gold):
         return match
-    table = assign.all_weights(calls, gold, partial(_credits, rule, False))
-    return lambda i, j: float(table[i, j])
+    table = np.asarray(assign.all_weights(calls, gold, partial(_credits, rule, False))).tolist()
+    return lambda i, j: float(table[i][j])
 
 
 def _with_own_names(made: Made, declared: Mapping[str, Mapping[str, Json]] | None) -> Made:
@@ -381,8 +383,8 @@ def _with_own_names(made: Made, declared: Mapping[str, Mapping[str, Json]] | Non
 def _credits(rule: CallRule, part: bool, calls: Sequence[ToolCall], wanted: Sequence[GoldCall]) -> assign.Weights:
     """Compute `rule.part` (`part`), or 1 per full match, for all pairs of calls of one function."""
     alone = not part and rule.form.languages and rule.arguments == "exact"  # the form checks all arguments together
-    if rule.arguments == "ignore":
+    if len(calls) * len(wanted) >= assign.MANY and rule.arguments == "ignore":
         return np.ones((len(calls), len(wanted)))
-    if alone or any(other.compare is not None for other in wanted):
+    if alone or len(calls) * len(wanted) < assign.MANY or any(other.compare is not None for other in wanted):
         return [[rule.part(call, other) if part else float(rule.full(call, other)) for other in wanted] for call in calls]
     return parts(calls, wanted, rule) if part else parts(calls, wanted, rule) == 1.0
