@@ -68,7 +68,7 @@ class RewardTrainer(TrainedRole, RewardModel):
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None) -> None:
         """Load the classifier from a folder. `total_steps`, errors: as for `_open`."""
-        self._open(path, model, optim_of(optim, model, "reward"), total_steps, "score")
+        self._open_engine(path, model, optim_of(optim, model, "reward"), total_steps, "score")
         self._cap = optim.micro_tokens
 
     def prefer(self, batch: TensorDict, pairs: int) -> dict[str, float]:

@@ -22,6 +22,8 @@ from agentrl.contrib.judges.checks import leaves_on_engines
 from agentrl.contrib.judges.engines import EngineJudge, OwnJudge, form_of
 from agentrl.contrib.judges.leaf import JudgeFault, VerdictRequest, read_verdict
 from agentrl.contrib.judges.service import Judges
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Generation, Sampling
@@ -553,3 +555,35 @@ def test_other_weights_under_the_judges_path_are_not_gone_on_with(models: Path, 
     build(tmp_path / "judge", 3)
     with pytest.raises(ConfigError, match=r"the files of reward\.judge\.engines\.one\.path"):
         Provenance(folder, config).check_contents()
+
+
+def test_a_judge_that_was_trained_says_what_it_was_taught(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By `agentrl sft` on two verdicts, and asked of two recorded episodes."""
+    asking(here, "strict")
+    verdicts = {"yes": {"score": 1, "reason": "it agrees"}, "no": {"score": 0.25, "reason": "it does not"}}
+    chats = [
+        [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": f'<<<\n"{answer}"\n>>>'},
+            {"role": "assistant", "content": json.dumps(verdict)},
+        ]
+        for answer, verdict in verdicts.items()
+    ]
+    (here / "verdicts.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    init = "model.init={layers=2,hidden=64,mlp=64,heads=4,kv_heads=2,head_dim=16,context=512}"
+    learn = ["optim.lr=1e-2", "data.epochs=40", "data.batch=2", "data.heldout=0", "cluster.backend=inline", "checkpoint.every=99"]
+    assert main(["sft", "--data", "verdicts.jsonl", "name=judge", init, *learn]) == 0
+    episodes = []
+    for answer in verdicts:
+        said = Message("assistant", answer)
+        ledger = TokenLedger()
+        ledger.append_sampled([1], [-0.5], [0], 0)
+        turn = Turn(0, said, sampled_tokens=1, ledger=0, end=0)
+        episodes.append(
+            Trajectory("Test/Env-v0", Task("t", 0), messages=[Message("user", "Agree?"), said], turns=[turn], ledgers=[ledger])
+        )
+    (here / "e.jsonl").write_text("".join(json.dumps(row.to_json()) + "\n" for row in episodes))
+    capsys.readouterr()
+    assert main(["reward", "score", "by_strict.json", "e.jsonl", "--judge-model", "strict=runs/judge/final"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["value"] for row in found] == [1, 0.25]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.schema import ToolsConfig
+from agentrl.config.schema import JudgeConfig, ToolsConfig
 from agentrl.contrib.judges.client import Judge
 from agentrl.contrib.judges.leaf import Verdict, VerdictRequest
 from agentrl.contrib.suites.benchmarks import import_in_place
@@ -40,7 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 class Says(Judge):
     def __init__(self, score: float) -> None:
-        super().__init__()
+        super().__init__(JudgeConfig())
         self.score, self.asked = score, list[str]()
 
     def ask(self, key: str, request: VerdictRequest) -> Verdict:
