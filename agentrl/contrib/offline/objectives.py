@@ -67,7 +67,7 @@ class RewardTrainer(TrainedRole, RewardModel):
     dispatch_table: ClassVar[dict[str, Strategy]] = {"prefer": MINIBATCHES, "export_hf": Broadcast()}
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None) -> None:
-        """Load the classifier from a folder. `total_steps`, errors: as for `_open`."""
+        """Load the classifier from a folder. `total_steps`, errors: as for `_open_engine`."""
         self._open_engine(path, model, optim_of(optim, model, "reward"), total_steps, "score")
         self._cap = optim.micro_tokens
 
