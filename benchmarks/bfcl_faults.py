@@ -1,6 +1,6 @@
-"""Count successes by category and first faults of BFCL runs, before and after their updates.
+"""Count first faults of BFCL runs before and after their updates, and successes by category over all of them.
 
-    python benchmarks/bfcl_faults.py runs/bfcl_mixed_seed1 [--after eval_000040]
+    python benchmarks/bfcl_faults.py runs/bfcl_mixed_seed* [--after eval_000040] [--untouched evals/NAME/trajectories/FILE.jsonl]
 
 Tasks that either evaluation did not score are left out.
 """
@@ -10,11 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from agentrl.contrib.toolkit.bfcl_calls import value_fits
+from agentrl.utils.search_path import load_module
+
+interval = load_module(Path(__file__).parent / "seeds.py").interval
+Outcomes = Mapping[str, Mapping[str, tuple[bool, bool]]]
+"""Success of each task before and after the updates, by category."""
 
 LANGUAGES = {"simple_java": "java", "simple_javascript": "javascript"}
 
@@ -70,27 +77,45 @@ def rows_of(file: Path) -> dict[str, dict[str, Any]]:
     return {row["task"]["id"]: row for row in rows if row["success"] is not None}
 
 
+def table(runs: Sequence[Outcomes], untouched: Mapping[str, Any]) -> str:
+    """Format a row per category over all runs: means, and the gain with its interval over runs and tasks."""
+    lines = ["| category | tasks | untouched | before | after | gain | 95 % interval |", "|---|--:|--:|--:|--:|--:|---|"]
+    categories = sorted(set.intersection(*(set(run) for run in runs)))
+    for name, chosen in [*((each, [each]) for each in categories), ("all", categories)]:
+        pairs = [np.array([pair for category in chosen for pair in run[category].values()], float) for run in runs]
+        before, after = np.mean([run.mean(axis=0) for run in pairs], axis=0)
+        low, high = interval(pairs)
+        known = [untouched[task]["success"] for category in chosen for task in runs[0][category] if task in untouched]
+        first = f"{np.mean(known):.3f}" if known else ""
+        gain = f"{after - before:+.3f} | {low:+.3f} to {high:+.3f}"
+        lines.append(f"| {name} | {len(pairs[0])} | {first} | {before:.3f} | {after:.3f} | {gain} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--after", default="after_*", help="evaluation after the updates (default: after_*)")
+    parser.add_argument("--untouched", type=Path, help="evaluation of the untouched model: a file of its trajectories")
+    parser.add_argument("--keep", type=Path, help="write successes per task to KEEP/RUN/outcomes.json")
     args = parser.parse_args()
+    joined: list[Outcomes] = []
     for run in args.runs:
         first, last = (rows_of(max((run / "trajectories").glob(f"{name}.jsonl"))) for name in ("before_*", args.after))
-        categories: defaultdict[str, list[tuple[bool, bool]]] = defaultdict(list)
+        outcomes: defaultdict[str, dict[str, tuple[bool, bool]]] = defaultdict(dict)
         faults: tuple[Counter[str], Counter[str]] = Counter(), Counter()
-        for task in first.keys() & last.keys():
+        for task in sorted(first.keys() & last.keys()):
             pair = first[task], last[task]
-            categories[first[task]["task"]["data"]["category"]].append((pair[0]["success"], pair[1]["success"]))
+            outcomes[first[task]["task"]["data"]["category"]][task] = (pair[0]["success"], pair[1]["success"])
             for row, count in zip(pair, faults, strict=True):
                 count["success" if row["success"] else first_fault(row)] += 1
-        print(f"\n{run.name}\n\n| category | tasks | before | after |\n|---|--:|--:|--:|")
-        for category, pairs in sorted(categories.items()):
-            before, after = (sum(side) / len(pairs) for side in zip(*pairs, strict=True))
-            print(f"| {category} | {len(pairs)} | {before:.3f} | {after:.3f} |")
-        print("\n| first fault | before | after |\n|---|--:|--:|")
+        joined.append(outcomes)
+        if args.keep:
+            (args.keep / run.name / "outcomes.json").write_text(json.dumps(outcomes, indent=0) + "\n", encoding="utf-8")
+        print(f"\n{run.name}\n\n| first fault | before | after |\n|---|--:|--:|")
         for fault in sorted(faults[0].keys() | faults[1].keys(), key=lambda name: -faults[0][name]):
             print(f"| {fault} | {faults[0][fault]} | {faults[1][fault]} |")
+    print(f"\n{table(joined, rows_of(args.untouched) if args.untouched else {})}")
 
 
 if __name__ == "__main__":

@@ -29,3 +29,15 @@ def test_the_first_fault_of_an_episode(calls: list[tuple[str, Any]], fault: str)
         "messages": [{"role": "user", "tool_calls": []}, {"role": "assistant", "tool_calls": made}],
     }
     assert faults.first_fault(row) == fault
+
+
+def test_the_table_joins_runs_by_category() -> None:
+    runs = [{"parallel": {"a": (False, True), "b": (True, True)}, "irrelevance": {"c": (True, False)}},
+            {"parallel": {"a": (False, True)}, "irrelevance": {"c": (False, False)}}]  # fmt: skip
+    lines = faults.table(runs, {"a": {"success": True}, "b": {"success": False}}).splitlines()[2:]
+    assert [line.split(" | ")[:6] for line in lines] == [
+        ["| irrelevance", "1", "", "0.500", "0.000", "-0.500"],
+        ["| parallel", "2", "0.500", "0.250", "1.000", "+0.750"],
+        ["| all", "3", "0.500", "0.333", "0.583", "+0.250"],
+    ]
+    assert lines[0].endswith("| -1.000 to +0.000 |")
