@@ -144,7 +144,7 @@ def on_cards(cards: Sequence[int]) -> str:
 
 IN_USE_MIB = 256
 """Memory in use above which a card is busy; a driver alone takes a few MiB, a display 100 to 200."""
-_CARDS = "--query-gpu=index,uuid,name,memory.used,memory.total"
+_CARDS = "--query-gpu=index,uuid,memory.used"
 _HOLDERS = "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
 _LONGEST = 30.0
 """Timeout of nvidia-smi in seconds."""
@@ -152,13 +152,11 @@ _LONGEST = 30.0
 
 @dataclass(frozen=True)
 class CardMemory:
-    """A card and its memory in MiB. `number`: index in nvidia-smi, in the order of the PCI bus."""
+    """A card and its memory in use, in MiB. `number`: index in nvidia-smi, in the order of the PCI bus."""
 
     number: int
     uuid: str
-    name: str
     used: int
-    total: int
 
 
 def _ask(query: str) -> list[list[str]]:
@@ -180,9 +178,9 @@ def read_cards() -> list[CardMemory]:
     """Read all cards. Raises ResourceError if nvidia-smi is missing, fails, or does not report memory in use."""
     found = []
     for parts in _ask(_CARDS):
-        if len(parts) != 5 or not all(parts[at].isdigit() for at in (0, 3, 4)):
+        if len(parts) != 3 or not (parts[0].isdigit() and parts[2].isdigit()):
             raise ResourceError(f"nvidia-smi does not say how much of a card's memory is in use: {', '.join(parts)!r}")
-        found.append(CardMemory(int(parts[0]), parts[1], parts[2], int(parts[3]), int(parts[4])))
+        found.append(CardMemory(int(parts[0]), parts[1], int(parts[2])))
     return found
 
 

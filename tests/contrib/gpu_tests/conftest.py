@@ -13,8 +13,8 @@ class Smi:
         self.folder = folder
         program = folder / "nvidia-smi"
         program.write_text(
-            f"#!/bin/sh\ncd '{folder}'\ncase $1 in --query-gpu=index,uuid,name,memory.used,memory.total) for card in ?.card; do"
-            ' i=${card%.card}; echo "$i, GPU-$i, NVIDIA H100 80GB HBM3, $(cat $card), 81559"; done;;'
+            f"#!/bin/sh\ncd '{folder}'\ncase $1 in --query-gpu=index,uuid,memory.used) for card in ?.card; do"
+            ' i=${card%.card}; echo "$i, GPU-$i, $(cat $card)"; done;;'
             " --query-compute-apps=*) cat apps;; *) exit 9;; esac\n[ ! -e fails ]\n"
         )
         program.chmod(0o755)
