@@ -13,12 +13,11 @@ infrastructure that is never scored.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -57,16 +56,6 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = "/app"
     processes: bool = True
-
-    def empty(self) -> SandboxSpec:
-        """Return the spec without files, to start a sandbox ahead of its task."""
-        return replace(self, files={})
-
-    @property
-    def key(self) -> str:
-        """Key that is equal for specs that differ in files only."""
-        rest = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "files"}
-        return json.dumps(rest, sort_keys=True, default=str)
 
     def place(self, path: str) -> str:
         """Return the path from the sandbox's root, without "." and ".."; ".." does not leave the root."""

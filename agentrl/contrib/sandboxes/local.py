@@ -46,9 +46,9 @@ _OURS = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno
 class Folder:
     """Temporary folder that is a sandbox's root; removed with this object, or at exit of the process."""
 
-    def __init__(self, prefix: str = "agentrl-sandbox-") -> None:
+    def __init__(self) -> None:
         # In a folder that only this user may enter: the policy chooses the modes inside, so others could read the files.
-        self._outer = Path(tempfile.mkdtemp(prefix=prefix)).resolve()
+        self._outer = Path(tempfile.mkdtemp(prefix="agentrl-sandbox-")).resolve()
         self.root = self._outer / "root"
         self.root.mkdir()
         self.remove = weakref.finalize(self, _remove_if_there, self._outer)

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -55,15 +56,15 @@ def preferred_provider() -> str:
 class SandboxPool:
     """Sandboxes of one provider on one event loop: at most `limit` at a time, up to `warm` of them started ahead of demand.
 
-    Warm sandboxes have no files yet and the kind (`SandboxSpec.key`) of the last request; one is stopped if another kind needs
-    its slot. Acquiring one only takes the time to write the task's files.
+    Warm sandboxes have no files yet and the kind (the spec without files) of the last request; one is stopped if another kind
+    needs its slot. Acquiring one only takes the time to write the task's files.
     """
 
     def __init__(self, provider: SandboxProvider, warm: int, limit: int) -> None:
         self.provider, self.warm = provider, warm
         self._slots = asyncio.Semaphore(limit)  # one for each sandbox that runs or starts, acquired or warm
         self._waiting = 0
-        self._idle: deque[tuple[str, Sandbox]] = deque()
+        self._idle: deque[tuple[SandboxSpec, Sandbox]] = deque()
         self._refills: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         # Stop the warm sandboxes when the loop is gone or the process ends.
@@ -81,8 +82,8 @@ class SandboxPool:
     async def acquire(self, spec: SandboxSpec, snapshot: str | None = None) -> Sandbox:
         """Return a started sandbox with the spec's or a snapshot's files; end its use with `release`. Raises SandboxError if it
         does not start."""
-        key = spec.key
-        warm = next((one for one in self._idle if one[0] == key), None) if snapshot is None else None
+        wanted = replace(spec, files={})
+        warm = next((one for one in self._idle if one[0] == wanted), None) if snapshot is None else None
         if warm is not None:
             self._idle.remove(warm)
             taken = warm[1]
@@ -106,9 +107,9 @@ class SandboxPool:
                 self._slots.release()
                 raise
         # Start missing warm sandboxes in the background.
-        there = sum(kind == key for kind, _ in self._idle) + len(self._refills)
+        there = sum(kind == wanted for kind, _ in self._idle) + len(self._refills)
         for _ in range(self.warm - there):
-            task = self._loop.create_task(self._start_ahead(key, spec.empty()))
+            task = self._loop.create_task(self._start_ahead(wanted))
             self._refills.add(task)
             task.add_done_callback(self._refills.discard)
         return taken
@@ -134,7 +135,7 @@ class SandboxPool:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    async def _start_ahead(self, key: str, spec: SandboxSpec) -> None:
+    async def _start_ahead(self, spec: SandboxSpec) -> None:
         if self.full:
             return
         await self._slots.acquire()
@@ -149,7 +150,7 @@ class SandboxPool:
         if self._waiting:  # a request began to wait during the start, maybe for another kind
             await self.release(sandbox)
             return
-        self._idle.append((key, sandbox))
+        self._idle.append((spec, sandbox))
         while len(self._idle) > self.warm:
             await self.release(self._idle.popleft()[1])
 
@@ -195,7 +196,7 @@ def pool_of(config: SandboxConfig) -> SandboxPool:
     return pools[key]
 
 
-def _abandon_all(idle: deque[tuple[str, Sandbox]]) -> None:
+def _abandon_all(idle: deque[tuple[SandboxSpec, Sandbox]]) -> None:
     while idle:
         idle.pop()[1].abandon()
 
