@@ -232,8 +232,10 @@ def table(args: argparse.Namespace) -> int:
         file = HERE / "learning" / "horizon" / f"{folder.name}.json"
         result = json.loads(file.read_text())
         measured = dict(_by_calls(episodes(folder)))
-        result["measured"] = {n: [sum(one.fault is None for one in group), len(group)] for n, group in measured.items()}
-        result["measured_faults"] = {n: Counter(one.fault for one in group if one.fault) for n, group in measured.items()}
+        faults = {n: Counter(one.fault for one in group if one.fault) for n, group in measured.items()}
+        for n, group in measured.items():  # other numbers of calls stay as an earlier play measured them
+            result.setdefault("measured", {})[str(n)] = [sum(one.fault is None for one in group), len(group)]
+            result.setdefault("measured_faults", {})[str(n)] = faults[n]
         file.write_text(json.dumps(result, indent=1) + "\n")
         guesses = {row["calls"]: row for row in result["predicted"]}
         print(f"\n{folder.name}\n\n| calls | n | success, 95 % | law | constant rates | faults |\n|--:|--:|---|---|---|---|")
@@ -244,7 +246,7 @@ def table(args: argparse.Namespace) -> int:
                 if guess
                 else ["", ""]
             )
-            kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(result["measured_faults"][n].items()))
+            kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(faults[n].items()))
             low, high = share_interval(hits, len(group))
             print(f"| {n} | {len(group)} | {hits / len(group):.2f} ({low:.2f} to {high:.2f}) | {laws[0]} | {laws[1]} | {kinds} |")
     return 0
