@@ -18,6 +18,7 @@ from agentrl.contrib.offline.store import About, RowPlace, RowWriter, rows_of, s
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Trajectory
 from agentrl.render.base import Renderer
+from agentrl.reward.values import turn_places
 from agentrl.utils.errors import BadRowError, ConfigError, RenderError
 from agentrl.utils.files import open_plain
 from agentrl.utils.parsing import read_json
@@ -150,18 +151,15 @@ def render_chat(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
 
 
 def chat_of(episode: Trajectory) -> Chat:
-    """Return an episode's messages as a chat to render again. Given turns, and those before it branched off another episode,
-    are context. Raises BadRowError if its conversation was rewritten."""
+    """Return an episode's messages as a chat to render again. The opening history, given turns, and those before it branched off
+    another episode are context. Raises BadRowError if its conversation was rewritten."""
     if episode.rewrites:
         raise BadRowError("a context policy rewrote its conversation, so its messages are not those that the model saw")
-    turn, trained, begins = 0, list[bool](), max(episode.given, episode.branch_turn)
-    for message in episode.messages:
-        trained.append(message.role == "assistant" and turn >= begins)
-        turn += message.role == "assistant"
-    end = max((n for n, message in enumerate(episode.messages) if message.role == "assistant"), default=-1) + 1
-    if not any(trained):
+    own = turn_places(episode)[max(episode.given, episode.branch_turn) :]
+    if not own:
         raise BadRowError("the policy sampled none of its turns")
-    return Chat(tuple(episode.messages[:end]), tuple(trained[:end]), tuple(episode.tools))
+    messages = tuple(episode.messages[: own[-1] + 1])
+    return Chat(messages, tuple(place in own for place in range(len(messages))), tuple(episode.tools))
 
 
 NAMED = 3

@@ -18,7 +18,7 @@ from agentrl.contrib.offline.prepare import Preparation, chat_of, filter_episode
 from agentrl.contrib.offline.store import About, RowPlace, RowStore, rows_of, sources
 from agentrl.data.images import Image
 from agentrl.data.token_ledger import PromptIds, TokenLedger
-from agentrl.data.trajectory import Trajectory
+from agentrl.data.trajectory import Message, Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.rollout.warm_start import transcript
@@ -76,6 +76,13 @@ def test_a_branch_rendered_anew_trains_none_of_its_parents_turns(whole: Trajecto
 def test_turns_that_an_episode_was_given_are_context_if_they_are_rendered_anew(whole: Trajectory) -> None:
     assert chat_of(replace(whole, given=2)).trained == chat_of(replace(whole, parent=0, branch_turn=2)).trained
     assert chat_of(replace(whole, given=1, parent=0, branch_turn=2)).trained.count(True) == len(whole.turns) - 2
+    opening = next(place for place, message in enumerate(whole.messages) if message.role == "assistant")
+    history = [Message("assistant", "What do you need?"), Message("user", "This.")]  # a task's own, not the policy's
+    messages = [*whole.messages[:opening], *history, *whole.messages[opening:]]
+    for given in (0, 1):
+        begun = chat_of(replace(whole, messages=messages, given=given))
+        own = [trained for message, trained in zip(begun.messages, begun.trained, strict=True) if message.role == "assistant"]
+        assert own == [False] * (1 + given) + [True] * (len(whole.turns) - given)
 
 
 def test_a_branch_is_no_side_of_a_dpo_pair_and_may_be_one_for_a_reward_model(whole: Trajectory, tmp_path: Path) -> None:
