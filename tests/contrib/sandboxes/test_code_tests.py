@@ -214,7 +214,8 @@ def test_which_block_is_the_code():
     assert last_block("```\nc = 3\n```") == "c = 3\n" and last_block("```json\n{}\n```") is None and last_block("no") is None
     assert last_block("```python\nopen") is None
     assert last_block(f"```json\n{{}}\n```\nso\n{block('d = 4')}") == "d = 4\n", "what ends a block begins none"
-    assert last_block(f"{block('e = 5')}\n```text\nout\n```") == "e = 5\n"
+    for label in ("text", ""):
+        assert last_block(f"{block('e = 5')}\nIt prints:\n```{label}\nout\n```") == "e = 5\n", "an output is not the code"
     assert last_block("1. So:\n   ```python\n   def f():\n     return 1\n   ```\n") == "def f():\n  return 1\n", "as in a list"
     for before, after in (
         ("```python3.11", "```"), ("```py title='a'", "```"),

@@ -249,9 +249,9 @@ class CodeTests(Leaf):
 
 
 def last_block(text: str) -> str | None:
-    """Return the last closed Markdown code block that names Python or no language, or None. Fences have three or more ` or ~;
-    the indent of the opening fence is removed."""
-    found, opened, lines, language = None, "", list[str](), ""
+    """Return the last closed Markdown code block that names Python, else the last that names no language, or None. Fences have
+    three or more ` or ~; the indent of the opening fence is removed."""
+    found, opened, lines, language = dict[bool, str](), "", list[str](), ""
     indent = 0
     for line in text.splitlines(keepends=True):
         fence = _FENCE.fullmatch(line.rstrip())
@@ -259,12 +259,13 @@ def last_block(text: str) -> str | None:
             indent, opened, lines, language = len(fence[1]), fence[2], [], fence[3].strip().lower().lstrip("{.")
         elif opened and fence is not None and fence[2].startswith(opened) and not fence[3].strip():
             word = re.split(r"[\s:,}]", language, maxsplit=1)[0]
-            found = "".join(lines) if _LANGUAGE.fullmatch(word) else found
+            if _LANGUAGE.fullmatch(word):
+                found[bool(word)] = "".join(lines)
             opened = ""
         elif opened:
             kept = line.lstrip(" \t")
             lines.append(line[min(indent, len(line) - len(kept)) :])
-    return found
+    return found.get(True, found.get(False))  # a block without a name next to one of Python is mostly its output
 
 
 def _fault(tests: Json) -> str | None:
