@@ -14,6 +14,7 @@ from agentrl.contrib.toolkit.chat_forms import declaration
 from agentrl.contrib.toolkit.taskdata import TaskSet, load_tasks, tasks_path
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Options, Task, Tool, ToolCall, ToolEnv
+from agentrl.reward.values import same
 from agentrl.utils.errors import ConfigError, ToolError
 from agentrl.utils.search_path import function_named
 
@@ -102,9 +103,9 @@ class OwnTools(ToolEnv):
         """The recorded answer to a call: the n-th for the n-th such call, then the last again. Raises ToolError if there is none
         or it is an error."""
         call = {"name": name, "arguments": arguments}
-        before = self.made.count(call)
+        before = sum(same(one, call) for one in self.made)
         self.made.append(call)
-        found = [item for item in self.task.data["answers"] if item["name"] == name and item["arguments"] == arguments]
+        found = [item for item in self.task.data["answers"] if item["name"] == name and same(item["arguments"], arguments)]
         if not found:
             raise ToolError("there is no answer for these arguments")
         answer = found[min(before, len(found) - 1)]

@@ -12,6 +12,7 @@ from agentrl.contrib.toolkit.taskdata import CALL_SCHEMA, Row
 from agentrl.data.chat_forms import FormError, pair_results, parse_field
 from agentrl.data.trajectory import Json, Message
 from agentrl.env.call_options import call_fault, compile_validator
+from agentrl.reward.values import same
 from agentrl.utils.errors import BadRowError, ConfigError, TaskDataError, did_you_mean
 
 ANSWER: dict[str, Json] = {
@@ -128,9 +129,9 @@ def check_task(where: str, data: Mapping[str, Json], gold: Mapping[str, Json], f
         bad("gold/calls", "expects no call and no answer, so that anything would be right. Name a call, or give an answer")
     if not str(gold.get("answer", "x")).strip():
         bad("gold/answer", "is blank, which no episode can be scored by. Give a text, or leave it out")
-    recorded = [(item["name"], item["arguments"]) for item in data.get("answers", ())]
+    recorded = [{"name": item["name"], "arguments": item["arguments"]} for item in data.get("answers", ())]
     for number, call in enumerate(gold.get("calls", ())):
-        if call["name"] in schemas and call["name"] not in functions and (call["name"], call["arguments"]) not in recorded:
+        if call["name"] in schemas and call["name"] not in functions and not any(same(call, one) for one in recorded):
             bad(f"gold/calls/{number}", f'nothing answers this call of {call["name"]!r}: "answers" has none for its arguments')
 
 

@@ -85,6 +85,16 @@ def test_recorded_answers_in_their_order_with_errors_and_distractors(tmp_path: P
     assert env.step("She is 31.")[1] == 0.0, "without the call"
 
 
+def test_a_recorded_answer_is_found_as_rewards_compare_calls(tmp_path: Path) -> None:
+    """1 is 1.0 and not true, and a text is the same in both normal forms of Unicode."""
+    tool = {"name": "get", "parameters": {"type": "object", "properties": {"key": {}}}}
+    answers = [{"name": "get", "arguments": {"key": key}, "content": repr(key)} for key in (1, True, "Zoe\u0301")]
+    gold = {"calls": [{"name": "get", "arguments": {"key": "Zo\u00e9"}}]}
+    env = make_env("own_tools", tasks=file(tmp_path, {**ROW, "tools": [tool], "answers": answers, "gold": gold}))
+    env.reset(seed=0)
+    assert [answer(env, "get", key=key) for key in (True, 1.0, "Zo\u00e9")] == ["True", "1", repr("Zoe\u0301")]
+
+
 FUNCTIONS = """
 from agentrl.utils.errors import ToolError
 
