@@ -15,7 +15,7 @@ from agentrl.data.token_ledger import PromptIds
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.render.base import Place, Renderer
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML, advice
-from agentrl.render.syntaxes import HARMONY, SYNTAXES, harmony_parts
+from agentrl.render.syntaxes import HARMONY, HERMES, SYNTAXES, UNMARKED, harmony_parts
 from agentrl.render.template_text import (
     ANSWER,
     CALL,
@@ -70,14 +70,13 @@ class TemplateRenderer(Renderer):
         self.codec, self.frame = self._text.codec, self._text.form.frame
         self._fix = f"for tools, {self._text.advice}, or name the parser of its calls (model.tool_parser)"
         self._kept: dict[tuple[Shape, bool], bool] = {}
-        self._tools_offered = False
+        self._tools_offered = self._unmarked = False
         self._callable: set[str] = set()
         self._verify(_SAID)
         self.syntax, self.no_tools = self._find_syntax(parser)
         self._own_stops = [self.codec.added[stop] for stop in (self._turns.stop, self._turns.call_stop)]
         self.stop_token_ids = tuple(dict.fromkeys([*self._own_stops, *self.codec.ends]))
-        known = SYNTAXES.get(self.syntax)
-        self._parser = parser.parser if isinstance(parser, Syntax) else parser or (known or SYNTAXES["hermes"]).parser
+        self._parser = parser.parser if isinstance(parser, Syntax) else parser or SYNTAXES.get(self.syntax, HERMES).parser
         self._parse_calls = self._parser.bind(()) if isinstance(self._parser, ForTools) else self._parser
         # The place of the tool list may change how a new message affects earlier turns.
         self._tools_matter = not self.no_tools and self._appends(_SAID, True) != self._appends(_SAID, False)
@@ -94,14 +93,13 @@ class TemplateRenderer(Renderer):
         self.tools_need_system, self.in_reasoning = self._turns.tools_need_system, self._turns.in_reasoning
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateRenderer:
-        offered = bool(tools) and self._tools_matter
-        if not isinstance(self._parser, ForTools) and offered == self._tools_offered:
+        offered, unmarked = bool(tools) and self._tools_matter, not tools and self.syntax in UNMARKED
+        parse = self._parser.bind(tools) if isinstance(self._parser, ForTools) else self._parser
+        if (parse, offered, unmarked) == (self._parse_calls, self._tools_offered, self._unmarked):
             return self
         # A copy, since this one serves episodes with other tools at the same time.
         bound = copy(self)
-        bound._tools_offered = offered
-        if isinstance(self._parser, ForTools):
-            bound._parse_calls = self._parser.bind(tools)
+        bound._parse_calls, bound._tools_offered, bound._unmarked = parse, offered, unmarked
         return bound
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -177,7 +175,9 @@ class TemplateRenderer(Renderer):
         else:
             frame = self._text.form.frame
             reasoning, rest = frame.split(frame.open + text if self._turns.in_reasoning else text)
-            content, calls = self._parse_calls(rest)
+            # Without tools, JSON is an answer, unless a token of the template marks it as a call.
+            answer = self._unmarked and not any(token in rest for token in self._text.control)
+            content, calls = (rest.strip(), ()) if answer else self._parse_calls(rest)
         if finish == "length":
             calls = mark_cut(calls)
         show = self._text.fill_placeholders

@@ -142,6 +142,19 @@ def test_tools_of_one_episode_are_not_those_of_another():
     assert (hermes := family_of("qwen2.5")[1]).with_tools(TYPED) is hermes
 
 
+def test_json_is_an_answer_where_no_tools_are_offered_and_calls_need_no_mark():
+    tokenizer, renderer = family_of("llama3")[:2]
+    alone, call = renderer.with_tools([]), '{"name": "get", "parameters": {"key": "a"}}'
+    for text, calls in (('{"total": 5}', ""), (call, "get"), (f"<|python_tag|>{call}", "get")):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        offered = [one.name for one in renderer.with_tools(TYPED).parse(ids, "stop").tool_calls]
+        assert offered == [one.name for one in renderer.parse(ids, "stop").tool_calls] == [calls]
+        if "<|" in text:
+            assert [one.name for one in alone.parse(ids, "stop").tool_calls] == [calls]
+        else:
+            assert alone.parse(ids, "stop") == Message("assistant", text)
+
+
 def test_a_turn_without_stop_token_is_closed(family):
     _, renderer, *_ = family
     user = [Message("user", "x")]

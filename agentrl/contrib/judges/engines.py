@@ -46,7 +46,7 @@ class EngineJudge:
     def __init__(self, name: str, config: JudgeConfig, engine: Engine, renderer: Renderer, model: str) -> None:
         """`model`: identifies its weights in the cache, which other runs may share."""
         self.name, self.counted, self.engine = name, dict.fromkeys(COUNTED, 0.0), engine
-        self._config, self._own, self._renderer, self._model = config, config.engines[name], renderer, model
+        self._config, self._own, self._renderer, self._model = config, config.engines[name], renderer.with_tools([]), model
         self._cache = VerdictCache(None if config.cache is None else Path(config.cache))
         self._running: dict[str, asyncio.Task[Verdict]] = {}
         self._places = asyncio.Semaphore(self._own.concurrency)

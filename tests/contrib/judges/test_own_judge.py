@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from agentrl.cli.main import main
 from agentrl.config.schema import JudgeConfig, JudgeEngineConfig, RewardConfig
 from agentrl.contrib.judges.checks import leaves_on_engines
 from agentrl.contrib.judges.engines import EngineJudge, OwnJudge, form_of
-from agentrl.contrib.judges.leaf import JudgeFault, VerdictRequest, read_verdict
+from agentrl.contrib.judges.leaf import JudgeFault, Verdict, VerdictRequest, read_verdict
 from agentrl.contrib.judges.service import Judges
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
@@ -38,6 +39,7 @@ from tests import tiny
 from tests.contrib.judges.judge_models import build
 from tests.e2e.inside import config_of, execute
 from tests.e2e.runs import numbers, rows
+from tests.render.families import family_of
 from tests.run.broken_off import TINY, told
 from tests.run.starts import scorer_of
 
@@ -213,6 +215,18 @@ async def test_as_many_verdicts_are_sampled_at_once_as_concurrency_says(judge: P
     assert (one.most, many.most) == (1, 4) and many.asked == 4 and (kept.counted["verdicts"], kept.counted["cached"]) == (5, 1)
     assert [verdict.value for verdict in alone] == [verdict.value for verdict in together]
     assert alone[0].value is not None and alone[0].value != alone[1].value
+
+
+async def test_a_verdict_of_a_llama_is_no_call() -> None:
+    """Its template writes calls as plain JSON."""
+    tokenizer, renderer = family_of("llama3")[:2]
+    said = {"score": 0.5, "reason": "Fine."}
+    ids = [*tokenizer.encode(json.dumps(said), add_special_tokens=False), renderer.stop_token_ids[0]]
+    answers = asyncio.Future[Generation]()
+    answers.set_result(Generation(ids, [0.0] * len(ids), [0] * len(ids), "stop"))
+    engine: Any = SimpleNamespace(generate=lambda *asked: answers, refusal=lambda sampling: "no grammars")
+    config = JudgeConfig(engines={"strict": JudgeEngineConfig(path="x")})
+    assert await EngineJudge("strict", config, engine, renderer, "x").verdict(request("a")) == Verdict(said)
 
 
 async def test_a_row_has_the_seconds_of_verdicts_under_way(judge: Path) -> None:
