@@ -12,7 +12,7 @@ from agentrl.contrib.toolkit.bfcl_calls import solvable
 from agentrl.data.trajectory import Json
 from agentrl.utils.errors import ConfigError, TaskDataError
 from agentrl.utils.files import read_text
-from agentrl.utils.parsing import read_json
+from agentrl.utils.network import strict_json
 
 from .conversations import hermes, toolace
 from .rows import NO_FUNCTION, BadRowError, Row, UnsolvableError, bad, check_row
@@ -67,7 +67,7 @@ def xlam(row: Mapping[str, Json], number: int) -> Iterator[Row]:
 
 def _listed(value: Json, name: str) -> list[Mapping[str, Json]]:
     try:
-        value = read_json(value) if isinstance(value, str) else value
+        value = strict_json(value) if isinstance(value, str) else value
     except ValueError as problem:
         bad(name, f"not JSON: {problem}")
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
@@ -192,7 +192,7 @@ def _items(file: Path) -> Iterator[tuple[int, Mapping[str, Json] | str]]:
         raise TaskDataError(f"{file}: cannot be read: {problem}") from problem
     if text.lstrip().startswith("["):
         try:
-            entries = read_json(text)
+            entries = strict_json(text, len(text))
         except ValueError as problem:
             raise TaskDataError(f"{file}: not JSON: {problem}") from problem
         for number, entry in enumerate(entries, 1):
@@ -201,7 +201,7 @@ def _items(file: Path) -> Iterator[tuple[int, Mapping[str, Json] | str]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                entry = read_json(line)
+                entry = strict_json(line)
             except ValueError as problem:
                 yield number, f"not JSON: {problem}"
                 continue

@@ -377,6 +377,8 @@ def test_the_native_layout(tmp_path: Path) -> None:
     (native_row(calls=[], answers=[" "]), "field 'answers'"),
     (native_row(calls=[], answers=[]), "field 'answers': expected at least one"),
     ("{", "row 2: not JSON"),
+    (json.dumps(native_row())[:-1] + ', "calls": []}', "row 2: not JSON: key 'calls' is given twice"),
+    (native_row(tools=[{"name": "f"}], calls=[{"name": "f", "arguments": {"x": [float("nan")]}}]), "row 2: not JSON: NaN"),
     ([1], "row 2: expected an object"),
 ])  # fmt: skip
 def test_a_bad_row_names_file_row_and_field(tmp_path: Path, row: Any, says: str) -> None:
