@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, TypeVar
 
 from agentrl.contrib.offline.text_calls import (
@@ -280,7 +280,9 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
     tagged = any(tag in text for _, text in [("", system or ""), *said] for tag in ("<tools>", "<tool_call>", "<tool_response>"))
     read = _hermes if tagged else _toolace
     every = [Message("system", kept)] if kept else []
-    every += _pair_results([part for role, text in said for part in read(role, text)])
+    plain = ("system", "user")
+    parts = ([Message(role, text)] if role in plain else read(role, text) for role, text in said)  # type: ignore[arg-type]
+    every += _pair_results(list(chain.from_iterable(parts)))
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     for place, message in enumerate(every):
         calls = (
@@ -310,8 +312,6 @@ def _split(system: str, given: bool) -> tuple[str, list[Any] | None]:
 def _hermes(role: str, text: str) -> list[Message]:
     if role == "tool":
         return [Message("tool", part) for part in tagged_results(text)]
-    if role != "assistant":
-        return [Message(role, text)]  # type: ignore[arg-type]
     reasoning, text = thoughts(text)
     calls = _calls(_read(tagged_calls, text, "a <tool_call>"))
     rest = TAGGED.sub("", text).strip()
@@ -329,8 +329,6 @@ def _toolace(role: str, text: str) -> list[Message]:
         if not isinstance(results, list) or not all(isinstance(item, Mapping) and "results" in item for item in results):
             return [Message("tool", text)]
         return [Message("tool", json.dumps(item["results"], ensure_ascii=False), name=item.get("name")) for item in results]
-    if role != "assistant":
-        return [Message(role, text)]  # type: ignore[arg-type]
     reasoning, text = thoughts(text)
     calls = _calls(_read(bracket_calls, text, "a list of calls"))
     return [Message("assistant", "" if calls else text.strip(), calls, reasoning=reasoning or None)]

@@ -89,7 +89,10 @@ def declaration(given: Any, key: str, *, table: bool = False) -> Declaration:
     whole = _present(parse_field(given, key) if isinstance(given, str) else given, key)
     inner = next((word for word in ("function", "toolSpec") if word in whole), None)
     if inner is None:
-        return {"type": "function", "function": _function({k: v for k, v in whole.items() if k != "type"}, key, table)}
+        function = _function({k: v for k, v in whole.items() if k != "type"}, key, table)
+        if whole.get("type", "function") != "function" and not any(word in whole for word in _SCHEMAS):  # bash_20250124
+            raise FormError(f"{key}.type", f"a tool of type {whole['type']!r} declares no parameters here. Write them out")
+        return {"type": "function", "function": function}
     at, body = f"{key}.{inner}", whole[inner]
     if word := next((word for word in _SCHEMAS if whole.get(word)), None):
         raise FormError(f"{key}.{word}", f"stands next to {inner}. Put it inside")

@@ -115,6 +115,7 @@ UNREAD = {
     "parameters.properties.a": {"name": "f", "parameters": {"type": "object", "properties": {"a": "string"}}},
     "api_parameters": {"name": "f", "api_parameters": [{"name": "a", "type": "STRING"}]},
     "name": {"description": "d", "parameters": CITY},
+    "tools[0].type": {"type": "bash_20250124", "name": "f"},
 }
 
 
