@@ -201,6 +201,8 @@ def _flat(given: Mapping[str, Any], key: str) -> dict[str, Any]:
     properties, required = dict[str, Any](), list[str]()
     for name, node in nodes.items():
         schema = properties[name] = _schema(node, f"{key}.{name}")
+        if isinstance(node, bool):  # a JSON Schema of anything or nothing, or a flag of required parameters
+            raise FormError(f"{key}.{name}", f"{str(node).lower()} is no type of a parameter. Name one, such as 'string'")
         optional = node.get("optional") is True or node.get("nullable") is True or _schema_of_type(node.get("type"), key)[1]
         if node.get("required", not flagged) is True and not optional and "default" not in node:
             required.append(name)

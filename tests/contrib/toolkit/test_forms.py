@@ -104,6 +104,7 @@ UNREAD = {
         "parameters": {"type": "object", "properties": {"a": {"city": {"type": "str"}}}},
     },
     "parameters.city.type": {"name": "f", "parameters": {"city": {"type": "strng"}}},
+    "parameters.city: true is no type": {"name": "f", "parameters": {"city": True}},
     "parameters[0]": {"name": "f", "parameters": ["city"]},
     "parameters.properties.c.enum": {"name": "f", "parameters": {"properties": {"c": {"type": "string", "enum": "a, b"}}}},
     "parameters and input_schema": {"name": "f", "parameters": CITY, "input_schema": {**CITY, "required": []}},
