@@ -319,10 +319,10 @@ class RunningEpisode:
         self.record = self.env.trajectory
         self.renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
         self.shown, self.begun = list(observation), len(observation)
-        # A prompt longer than a limit leaves no room for a turn, but its training row must still respect the limit.
+        # A prompt beyond a limit leaves no room for a turn, but its row must respect the limit; a slice of it has no images.
         most = min(self.limits.max_episode_tokens, self.limits.context)
         prompt = await self.renderer.astart(observation, self.env.toolbox.schemas())
-        self.ledgers[-1].append_context(prompt[:most], turn=0)
+        self.ledgers[-1].append_context(prompt if len(prompt) <= most else prompt[:most], turn=0)
         # Turns of gold calls are context, not trained on.
         given = prefix_of(self.env.gold_turns(self.env.task), self.spec.given) if self.spec.given else ()
         for said in given:

@@ -102,7 +102,7 @@ async def played(engine: Engine, context: ContextPolicy, most: int = 2000) -> Tr
     return one
 
 
-async def test_an_episode_that_looks_has_the_image_in_its_ledger_and_in_the_next_prompt() -> None:
+async def test_an_episode_that_looks_has_the_image_in_its_ledger_and_in_the_next_prompt(monkeypatch: Any) -> None:
     engine = Says(LOOK, Message("assistant", "red"))
     one = await played(engine, Stop())
     [ledger] = one.ledgers
@@ -117,6 +117,13 @@ async def test_an_episode_that_looks_has_the_image_in_its_ledger_and_in_the_next
     whole, answer = len(ledger), one.turns[-1].sampled_tokens
     cut = await played(Says(LOOK, Message("assistant", "red")), Stop(), most=whole - answer)
     assert cut.stop is StopReason.MAX_TOKENS and len(cut.turns) == 1
+    # So has one whose opening shows an image, but for a prompt that is cut, and its image with it.
+    shown = [Message("system", "look"), Message("user", BLUE.line, images=(BLUE,))]
+    monkeypatch.setattr(EnvRef("color_square", {}).entry.load(), "prompt", lambda env, task: list(shown))
+    for most, images in ((2000, (BLUE,)), (20, ())):
+        engine = Says(Message("assistant", "red"))
+        [ledger] = (await played(engine, Stop(), most)).ledgers
+        assert ledger.images == images and [images_in(prompt) for prompt in engine.prompts] == ([images] if images else [])
 
 
 async def test_a_rewritten_conversation_has_the_images_that_are_left() -> None:
