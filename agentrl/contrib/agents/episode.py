@@ -150,9 +150,7 @@ class AgentEpisode:
         self._idle_since = clock.now()
 
         def left(passed: float) -> float:
-            before = self.agent_s
             self._charge()
-            self._quiet = 0.0 if self._busy else self._quiet + self.agent_s - before
             return min(self.config.idle_timeout - self._quiet, self.waits.limit - self.waits.used["infrastructure"])
 
         try:
@@ -353,7 +351,7 @@ class AgentEpisode:
     def _at_work(self) -> Iterator[None]:
         """Charge the time inside to the engine or environment; outside of all of these it is the agent's."""
         self._charge()
-        self._busy += 1
+        self._quiet, self._busy = 0.0, self._busy + 1
         try:
             yield
         finally:
@@ -366,6 +364,7 @@ class AgentEpisode:
         now = loop_clock().now()
         if not self._busy:
             passed = now - self._idle_since
+            self._quiet += passed
             self.agent_s += passed
             self.waits.used["infrastructure"] += passed  # the agent's program is not trained
         self._idle_since = now

@@ -242,6 +242,12 @@ async def idles(episode: Episode) -> None:
     await asyncio.sleep(60)
 
 
+async def thinks_between(episode: Episode) -> None:
+    for number in range(4):
+        await asks(episode, [user(f"part {number}")])
+        await asyncio.sleep(0.12)
+
+
 async def asks_too_much(episode: Episode) -> None:
     await asks(episode, [user("word " * 3000)])
 
@@ -265,6 +271,7 @@ async def leaves(episode: Episode) -> None:
     (raises(GeneratorExit("gone")), {}, StopReason.AGENT_ERROR, None, "the agent failed (GeneratorExit: gone)"),
     (idles, {"idle_timeout": 0.2}, StopReason.AGENT_ERROR, None, "no request, tool call or end for 0.2 s"),
     (idles, {"idle_timeout": 0.2, "blame": "policy"}, StopReason.AGENT_ERROR, None, "no request, tool call or end for 0.2 s"),
+    (thinks_between, {"idle_timeout": 0.3}, StopReason.DONE, 1.0, None),
     (never_asks, {}, StopReason.AGENT_ERROR, None, "without a turn of the policy; does it use OPENAI_BASE_URL?; its output: 3"),
     (fails_first, {"blame": "policy"}, StopReason.AGENT_ERROR, None, NO_FILE),
     (asks_too_much, {"blame": "policy"}, StopReason.AGENT_ERROR, None, "before the policy's first turn; a prompt of "),
@@ -284,11 +291,12 @@ def test_what_ends_an_episode_is_why_it_ended(
             await episode.call(name, {})
             await asyncio.sleep(60)
 
-    trajectory = one(says("There are 3."), program=program, **agent)
+    turns = 4 if program is thinks_between else 1
+    trajectory = one(*[says("There are 3.")] * turns, program=program, **agent)
     assert (trajectory.stop, trajectory.reward) == (stop, reward)
     assert (trajectory.error is None) if error is None else (error in (trajectory.error or ""))
     silent = program in (never_asks, fails_first, asks_too_much, leaves)
-    assert sum(turn.sampled_tokens > 0 for turn in trajectory.turns) == sum(map(bool, trajectory.ledgers)) == (not silent)
+    assert sum(turn.sampled_tokens > 0 for turn in trajectory.turns) == sum(map(bool, trajectory.ledgers)) == turns * (not silent)
 
 
 def test_an_engine_that_fails_is_the_reason_even_if_the_agent_ends_well() -> None:
