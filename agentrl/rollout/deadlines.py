@@ -18,7 +18,7 @@ from agentrl.env import ToolEnv
 from agentrl.env.toolbox import PendingCall
 from agentrl.rollout.engine import Engine, Finish, Generation
 from agentrl.utils.errors import AgentrlError, EngineError, EnvError, fault_text
-from agentrl.utils.event_loop import LONGEST, end, in_time, run_contained
+from agentrl.utils.event_loop import LONGEST, end, in_time, loop_clock, run_contained
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,8 @@ class Waits:
     limit: float
     watch: Watch
     used: dict[Blame, float] = field(default_factory=partial(dict, policy=0.0, infrastructure=0.0))
+    charged: float = 0.0
+    """Time of the loop's clock up to which seconds are charged: calls of an agent at the same time share them."""
 
     async def environment(
         self, env: ToolEnv, work: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
@@ -140,9 +142,10 @@ class Waits:
                 calls = now
                 self.watch.moves += 1
             at_work = not env.queued and (not calls or any(call.running for call in calls))
-            counted = passed if at_work else 0.0
-            spent += counted
-            self.used[party] += counted
+            if at_work:
+                before, self.charged = self.charged, loop_clock().now()
+                spent += passed
+                self.used[party] += min(passed, self.charged - before)
             return min(limit - spent, self.limit - self.used[party])
 
         def doing() -> str:

@@ -350,20 +350,30 @@ def test_requests_that_an_agent_s_client_gives_up_are_no_turns(drops: int) -> No
     assert drops == 3 or "dropped 8 requests" in (trajectory.error or "")
 
 
+class Waits(Store):
+    @tool
+    async def wait(self) -> str:
+        """takes long"""
+        await asyncio.sleep(0.2)
+        return "ok"
+
+    @tool(timeout=9, late="policy")
+    async def think(self) -> str:
+        """takes long, as the policy wants it"""
+        return await self.wait()
+
+
+def test_calls_side_by_side_take_the_seconds_of_one() -> None:
+    async def hasty(episode: Episode) -> None:
+        await asks(episode)
+        await asyncio.gather(*(episode.call("wait", {}) for _ in range(20)))
+
+    trajectory = one(says("There are 3."), program=hasty, env=Waits, limits=replace(LIMITS, episode_timeout=2.0))
+    assert (trajectory.stop, len(trajectory.turns[0].results)) == (StopReason.DONE, 20), trajectory.error
+
+
 @pytest.mark.parametrize("name", ["wait", "think"])
 def test_a_tool_that_an_agent_gives_up_is_the_policy_s_fault_only_if_its_time_is(name: str) -> None:
-    class Waits(Store):
-        @tool
-        async def wait(self) -> str:
-            """takes long"""
-            await asyncio.sleep(0.2)
-            return "ok"
-
-        @tool(timeout=9, late="policy")
-        async def think(self) -> str:
-            """takes long, as the policy wants it"""
-            return await self.wait()
-
     async def impatient(episode: Episode) -> None:
         await asks(episode)
         await asyncio.wait_for(episode.call(name, {}), 0.02)
