@@ -6,7 +6,7 @@ import asyncio
 import importlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
@@ -30,11 +30,12 @@ from agentrl.utils.errors import (
     AgentrlError,
     ConfigError,
     EngineError,
+    EnvError,
     PolicyTimeoutError,
     PromptTooLongError,
     UserLimitError,
 )
-from agentrl.utils.event_loop import end, in_time, loop_clock
+from agentrl.utils.event_loop import OwnedTasks, end, in_time, loop_clock
 from agentrl.utils.redaction import map_texts
 from agentrl.utils.spans import TracePlace, at, here, span
 from agentrl.utils.threads import in_thread
@@ -88,9 +89,7 @@ class AgentEpisode:
         self._prompts: Counter[str] = Counter()
         self._busy, self._idle_since, self._quiet = 0, 0.0, 0.0
         self._ended = False  # the agent has ended by itself
-        self._working = 0  # calls and messages that the environment has not answered yet
-        self._answered = asyncio.Event()
-        self._answered.set()
+        self._answers = OwnedTasks()  # of calls and messages that the environment has not answered yet
         self._opened: Trajectory | None = None
         self._place: TracePlace | None = None
 
@@ -123,11 +122,15 @@ class AgentEpisode:
         try:
             return await self._conclude(await self._play(episode))
         except EpisodeOverError as over:
+            await self._answers.finish()  # as in the built-in loop, which ends an episode after all calls of a turn
+            if not self.env.is_open:
+                raise EnvError(str(self.env.trajectory.error)) from None
             self._check_asked(f"the episode ended ({over.stop.value}) before the policy's first turn", over.error)
             self.error = over.error
             return over.stop
         finally:
             self.server.drop(base)
+            await self._answers.close()
             await self.endpoint.take(self.spec.key)
             self.record.catch_up()
 
@@ -181,7 +184,7 @@ class AgentEpisode:
         assert self.record is not None and self.session is not None
         # Finish calls that it did not await before the end: a scored episode does not change.
         self._ended, waits = True, bool(self._owed)
-        await self._answered.wait()
+        await self._answers.finish()
         if self._over.done():
             raise self._over.result()
         self.record.catch_up()
@@ -271,6 +274,9 @@ class AgentEpisode:
 
     async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult:
         """Execute a tool call in the environment. Raises AgentrlError if the episode is over, or ends without a result."""
+        return await self._answer_whole(self._call(name, arguments), f"tool {name}")
+
+    async def _call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult:
         self._check_open()
         assert self.record is not None
         self.record.catch_up()
@@ -287,6 +293,9 @@ class AgentEpisode:
 
     async def say(self, text: str) -> list[str] | None:
         """Return the reply of the environment's user; None ends the conversation and the episode. Raises as `call`."""
+        return await self._answer_whole(self._say(text), "the user's reply")
+
+    async def _say(self, text: str) -> list[str] | None:
         self._check_open()
         if not self.config.user:
             raise AgentrlError("this run's agents do not talk with a user (agent.user)")
@@ -300,26 +309,31 @@ class AgentEpisode:
         self.record.heard.update(message.content for message in replies)
         return [message.content for message in replies]
 
+    async def _answer_whole(self, answer: Coroutine[Any, Any, Answer], what: str) -> Answer:
+        """Await an answer to the agent. If the agent gives up, the environment goes on: a call cut short would end the episode."""
+        task = self._answers.start(answer, what)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise AgentrlError("the episode is over") from None
+            self._gave_up |= self._owed > 0
+            raise
+
     async def _note_answer(self, work: Awaitable[Answer], what: str, blame: Blame) -> Answer:
         """Await the environment's answer to the agent; an error ends the episode."""
         owed = blame == "infrastructure"
-        self._working, self._owed = self._working + 1, self._owed + owed
-        self._answered.clear()
+        self._owed += owed
         try:
             with at(self._place):
                 return await self._env(work, what, blame)
-        except asyncio.CancelledError:
-            self._gave_up |= owed
-            raise
         except AgentrlError as fault:
             limits = {PolicyTimeoutError: StopReason.MAX_TOOL_TIME, UserLimitError: StopReason.MAX_TURNS}
             reached = next((reason for kind, reason in limits.items() if isinstance(fault, kind)), None)
             self._stop(fault if reached is None else EpisodeOverError(reached, str(fault)))
             raise AgentrlError(f"the episode is over: {fault}") from None
         finally:
-            self._working, self._owed = self._working - 1, self._owed - owed
-            if not self._working:
-                self._answered.set()
+            self._owed -= owed
 
     # -- limits --------------------------------------------------------------------------------------
 

@@ -376,10 +376,26 @@ def test_calls_side_by_side_take_the_seconds_of_one() -> None:
 def test_a_tool_that_an_agent_gives_up_is_the_policy_s_fault_only_if_its_time_is(name: str) -> None:
     async def impatient(episode: Episode) -> None:
         await asks(episode)
-        await asyncio.wait_for(episode.call(name, {}), 0.02)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(episode.call(name, {}), 0.02)
+        await asyncio.wait_for(episode.call("put", {"key": "a", "value": "1"}), 0.02)
 
     trajectory = one(says("There are 3."), program=impatient, env=Waits, blame="policy")
     assert trajectory.stop is (StopReason.AGENT_ERROR if name == "wait" else StopReason.AGENT_FAILED), trajectory.error
+
+
+def test_calls_that_were_under_way_at_the_end_are_done_before_it() -> None:
+    """Whether a call next to them ended the episode, or the agent did not wait for them."""
+
+    async def hasty(episode: Episode) -> None:
+        await asks(episode)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(episode.call("wait", {}), 0.02)
+        await asyncio.gather(episode.call("wait", {}), episode.call("leave", {}))
+
+    trajectory = one(says("There are 3."), program=hasty, env=Waits)
+    assert (trajectory.stop, trajectory.state, trajectory.error) == (StopReason.DONE, {"put": []}, None)
+    assert sorted(result.name for result in trajectory.turns[0].results) == ["leave", "wait", "wait"]
 
 
 def test_a_prompt_that_is_too_long_is_refused_and_ends_the_episode() -> None:
