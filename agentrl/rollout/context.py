@@ -31,7 +31,8 @@ Ask = Callable[[Message, int], Awaitable[str | None]]
 class Moment:
     """State of an episode before its next turn.
 
-    `messages`: the conversation as the model would see it, with the environment's newest answer as the last `fresh` messages.
+    `messages`: the conversation as the model would see it. It begins with the `opening` messages of the environment's reset, and
+    ends with its newest answer, the `fresh` ones.
     `tokens`: length of that prompt. `turn_tokens`: maximum number of tokens of the next turn. `context`: maximum length of prompt
     and turn together. `ask(instruction, tokens)` returns the model's answer, of at most `tokens` tokens, to the conversation
     followed by the instruction (see `Compact`), or None if it does not fit in the context or the episode's budget. A policy
@@ -39,6 +40,7 @@ class Moment:
     """
 
     messages: Sequence[Message]
+    opening: int
     fresh: int
     tokens: int
     turn_tokens: int
@@ -68,9 +70,9 @@ class Stop(ContextPolicy):
         return None
 
 
-def assistant_turns(messages: Sequence[Message]) -> list[int]:
-    """Return the indices of the assistant's messages in a conversation."""
-    return [index for index, message in enumerate(messages) if message.role == "assistant"]
+def assistant_turns(messages: Sequence[Message], opening: int) -> list[int]:
+    """Return the indices of the assistant's messages after the opening ones, some of which may be the assistant's too."""
+    return [index for index, message in enumerate(messages) if message.role == "assistant" and index >= opening]
 
 
 def make_context_policy(choice: Choice) -> ContextPolicy:
@@ -106,17 +108,16 @@ class Compact(ContextPolicy):
     prompt: str = ASK
 
     async def rewrite(self, moment: Moment) -> list[Message] | None:
-        messages, starts = list(moment.messages), assistant_turns(moment.messages)
+        messages, starts = list(moment.messages), assistant_turns(moment.messages, moment.opening)
         # The reserve is the summary plus its instruction, counted in characters, which overestimates the tokens.
         if not moment.over(self.tokens, self.summary_tokens + len(self.prompt)) or len(starts) <= self.keep:
             return None
         summary = await moment.ask(Message("user", self.prompt), self.summary_tokens)
         if summary is None:
             return None
-        # The previous summary is left out, since this one also summarizes it.
-        opening = [m for m in messages[: starts[0]] if not (m.role == "user" and m.content.startswith(HEAD))]
         kept = messages[starts[-self.keep] :] if self.keep else []
-        return [*opening, Message("user", HEAD + summary), *kept]
+        # The previous summary, after the opening, is left out, since this one also summarizes it.
+        return [*messages[: moment.opening], Message("user", HEAD + summary), *kept]
 
 
 # keep_recent
@@ -137,22 +138,20 @@ class KeepRecent(ContextPolicy):
     tokens: Annotated[int, Field(ge=1)] | None = None
 
     async def rewrite(self, moment: Moment) -> list[Message] | None:
-        if not moment.over(self.tokens) or len(assistant_turns(moment.messages)) <= self.turns:
+        if not moment.over(self.tokens) or len(assistant_turns(moment.messages, moment.opening)) <= self.turns:
             return None
-        return recent(moment.messages, self.turns)
+        return recent(moment.messages, moment.opening, self.turns)
 
 
-def recent(messages: Sequence[Message], turns: int) -> list[Message]:
+def recent(messages: Sequence[Message], opening: int, turns: int) -> list[Message]:
     """Return the opening, the note, the current request if it would be dropped, and the last `turns` turns of a conversation
     with more turns than that."""
-    starts = assistant_turns(messages)
-    kept = messages[starts[-turns] :]
-    # A conversation that was cut before already has a note: the new note includes its count, and the opening ends before it.
-    notes = [(place, found) for place, m in enumerate(messages[: starts[0]]) if (found := _NOTE.fullmatch(m.content))]
-    opening = notes[0][0] if notes else starts[0]
-    before = sum(int(found[1]) for _, found in notes)
-    note = Message("user", f"[{before + len(starts) - turns} earlier turns were left out]")
-    said = [m for m in messages[opening + len(notes) : starts[-turns]] if m.role == "user"]
+    starts = assistant_turns(messages, opening)
+    kept, said = messages[starts[-turns] :], [m for m in messages[opening : starts[-turns]] if m.role == "user"]
+    # A conversation that was cut before has a note after its opening: the new note includes its count.
+    noted = _NOTE.fullmatch(messages[opening].content) if messages[opening].role == "user" else None
+    note = Message("user", f"[{int(noted[1] if noted else 0) + len(starts) - turns} earlier turns were left out]")
+    said = said[1:] if noted else said
     request = [] if any(m.role == "user" for m in kept) else said[-1:]
     return [*messages[:opening], note, *request, *kept]
 
@@ -178,15 +177,15 @@ class Truncate(ContextPolicy):
     keep: Annotated[int, Field(ge=0)] = 2
 
     async def rewrite(self, moment: Moment) -> list[Message] | None:
-        starts = assistant_turns(moment.messages)
+        first, starts = moment.opening, assistant_turns(moment.messages, moment.opening)
         if not moment.over(self.tokens) or len(starts) <= self.keep:
             return None
         old = starts[-self.keep] if self.keep else len(moment.messages)
-        messages = [*elide_outputs(moment.messages[:old]), *moment.messages[old:]]
-        before, after = _length(moment.messages[starts[0] :]), _length(messages[starts[0] :])
+        messages = [*moment.messages[:first], *elide_outputs(moment.messages[first:old]), *moment.messages[old:]]
+        before, after = _length(moment.messages[first:]), _length(messages[first:])
         turns = max(self.keep, len(starts) // 2, 1)
         if before - after < MIN_FREED_SHARE * before and turns < len(starts):
-            messages = recent(messages, turns)
+            messages = recent(messages, first, turns)
         # An unchanged conversation must not start a ledger: its whole prompt would be computed and stored a second time.
         return None if messages == list(moment.messages) else messages
 

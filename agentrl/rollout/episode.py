@@ -288,7 +288,7 @@ class RunningEpisode:
         self.error: str | None = None
         self.ledgers = [TokenLedger()]  # the last one is current; a rewritten history starts a new one
         self.shown: list[Message] = []  # the conversation as the model sees it
-        self.begun = 0  # number of messages in `shown` that the current ledger began with
+        self.opening = self.begun = 0  # messages of the reset, and those of `shown` with which the current ledger began
         # The next prompt, appended to a ledger only when a turn samples after it.
         self.fork, self.suffix = False, list[int]()
         self.rewrites: list[dict[str, Json]] = []
@@ -318,7 +318,8 @@ class RunningEpisode:
         observation, _ = await self._env(ToolEnv.areset, reset, "the setup", limit=self.limits.env_timeout)
         self.record = self.env.trajectory
         self.renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
-        self.shown, self.begun = list(observation), len(observation)
+        self.shown = list(observation)
+        self.opening = self.begun = len(observation)
         # A prompt beyond a limit leaves no room for a turn, but its row must respect the limit; a slice of it has no images.
         most = min(self.limits.max_episode_tokens, self.limits.context)
         prompt = await self.renderer.astart(observation, self.env.toolbox.schemas())
@@ -385,7 +386,7 @@ class RunningEpisode:
         fork, ids = await self._prompt(generation, message, before[: len(before) - len(observation)], observation)
         tokens = len(ids) if fork else len(self.ledgers[-1]) + len(ids)
         ask = partial(self._ask, generation, message, observation)
-        moment = Moment(before, len(observation), tokens, limits.max_turn_tokens, limits.context, ask)
+        moment = Moment(before, self.opening, len(observation), tokens, limits.max_turn_tokens, limits.context, ask)
         # No prompt follows the last turn, so a summary would be sampled for nothing.
         context = self.policy.context
         with user_code(f"rollout.context {type(context).__name__}: rewrite", context.rewrite, context):

@@ -70,7 +70,8 @@ async def transcript(
                 policy = env.teacher(env.trajectory.task, draw, **teacher)
             except (TypeError, ValueError) as problem:
                 raise ConfigError(f"sft.teacher = {teacher}: {problem}") from problem
-        ledgers, shown, begun = [TokenLedger()], list(observation), len(observation)
+        ledgers, shown, opening = [TokenLedger()], list(observation), len(observation)
+        begun = opening
         renderer = renderer.with_tools(env.toolbox.schemas())
         ledgers[-1].append_context(renderer.start(observation, env.toolbox.schemas()), turn=0)
         turn, seen, rest = 0, list(observation), list[list[int]]()
@@ -100,7 +101,7 @@ async def transcript(
             more = renderer.extend("stop", observation, ids[-1]) if kept else renderer.start(shown, env.toolbox.schemas())
             tokens = len(more) + (len(ledgers[-1]) if kept else 0)
             if context is not None and limits is not None:
-                moment = Moment(shown, len(observation), tokens, limits.max_turn_tokens, limits.context, _ask_nobody)
+                moment = Moment(shown, opening, len(observation), tokens, limits.max_turn_tokens, limits.context, _ask_nobody)
                 if (other := await context.rewrite(moment)) is not None:
                     kept, shown, more = False, other, renderer.start(other, env.toolbox.schemas())
             if not kept:

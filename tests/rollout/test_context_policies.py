@@ -96,9 +96,9 @@ def play(
     return asyncio.run(run_episode(Endless(), policy, spec, limits, compile_spec(TURNS))), engine
 
 
-def full(messages: list[Message], tokens: int = 101, ask: Any = unasked) -> Moment:
+def full(messages: list[Message], tokens: int = 101, ask: Any = unasked, opening: int = 1) -> Moment:
     """A context of 120 tokens of which so many are used, before a turn of 20: one of 101 is too full."""
-    return Moment(messages, 1, tokens, turn_tokens=20, context=120, ask=ask)
+    return Moment(messages, opening, 1, tokens, turn_tokens=20, context=120, ask=ask)
 
 
 def texts(messages: list[Message] | None) -> list[str] | None:
@@ -264,6 +264,21 @@ async def test_keep_recent_keeps_the_opening_one_note_and_the_request_that_is_wo
     third = await policy.rewrite(full([*second, *conversation("u next", *turn)]))
     assert texts(third) == [task, "[4 earlier turns were left out]", *turn, "u next", *turn]
     assert await policy.rewrite(full(conversation(task, *turn * 2))) is None, "there is nothing older than the last turns"
+
+
+@pytest.mark.parametrize("policy", [Compact(summary_tokens=1, prompt=""), KeepRecent(turns=1), Truncate(keep=1)], ids=str)
+async def test_an_opening_stays_whatever_it_says(policy: Any) -> None:
+    """It has an example with its call, and ends with words that a policy itself could have put there."""
+
+    async def ask(instruction: Message, tokens: int) -> str:
+        return "sum"
+
+    for last in (HEAD + "a friend's", "[3 earlier turns were left out]"):
+        opening, turn = [*conversation("u example", "c shown", "t" * 99), Message("user", last)], conversation("c1", "t1")
+        found = await policy.rewrite(full([*opening, *turn * 3], 101, ask, 4)) or []
+        again = await policy.rewrite(full([*found, *turn], 101, ask, 4)) or []
+        assert found[:4] == again[:4] == opening and found[5:] == again[5:] == turn
+        assert isinstance(policy, Compact) or [found[4].content[1], again[4].content[1]] == ["2", "3"]
 
 
 def config(**rollout: Any) -> TrainConfig:

@@ -310,7 +310,8 @@ class AgentEpisode:
         return [message.content for message in replies]
 
     async def _answer_whole(self, answer: Coroutine[Any, Any, Answer], what: str) -> Answer:
-        """Await an answer to the agent. If the agent gives up, the environment goes on: a call cut short would end the episode."""
+        """Await an answer to the agent; the environment finishes it even if the agent gives up."""
+        # A call that is cut in the environment ends the episode there.
         task = self._answers.start(answer, what)
         try:
             return await asyncio.shield(task)

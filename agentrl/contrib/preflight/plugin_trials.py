@@ -269,7 +269,7 @@ def _context(rollout: RolloutConfig, make: Any, choice: Choice) -> None:
         return "A summary."
 
     for tokens in (len(talk), most):
-        answer = asyncio.run(policy.rewrite(Moment(talk, 1, tokens, rollout.max_turn_tokens, most, ask)))
+        answer = asyncio.run(policy.rewrite(Moment(talk, 2, 1, tokens, rollout.max_turn_tokens, most, ask)))
         for message in () if answer is None else answer:
             expect_type(Message, message)
 
