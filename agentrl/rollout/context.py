@@ -71,7 +71,7 @@ class Stop(ContextPolicy):
 
 
 def assistant_turns(messages: Sequence[Message], opening: int) -> list[int]:
-    """Return the indices of the assistant's messages after the opening ones, some of which may be the assistant's too."""
+    """Return the indices of the assistant's messages after the opening ones."""
     return [index for index, message in enumerate(messages) if message.role == "assistant" and index >= opening]
 
 

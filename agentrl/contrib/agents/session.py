@@ -357,6 +357,7 @@ class AgentSession:
         """Return the branch to append a turn to: its parent, or a fork of it if another turn has extended that."""
         parent = position.parent
         if parent is not None and len(parent.ledger) == position.keep:
+            parent.key = key  # the parent's own may be that of a request that now forks it
             return parent
         ledger = TokenLedger() if parent is None else parent.ledger.fork(position.keep)
         self._branches.append(Branch(key, tools, position.begun, ledger))

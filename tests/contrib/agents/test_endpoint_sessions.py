@@ -24,15 +24,17 @@ RENDERER = make_renderer(build_tokenizer(CONTROL_TOKENS, CHATML_TEMPLATE))
 
 
 class Held(Still):
-    """Answers each request when it is told to, in any order; `given` and `gave` are what went in and out."""
+    """Answers each request when it is told to, in any order; `given` and `gave` are what went in and out, `at_once` the keys
+    of the requests under way, whenever one came."""
 
     def __init__(self):
-        self.waiting, self.given, self.gave = {}, {}, {}
+        self.waiting, self.given, self.gave, self.keys, self.at_once = {}, {}, {}, {}, []
 
     async def generate(self, token_ids, sampling, request_key):
         number = len(self.given)
         self.given[number] = list(token_ids)
-        self.waiting[number] = asyncio.get_running_loop().create_future()
+        self.waiting[number], self.keys[number] = asyncio.get_running_loop().create_future(), request_key
+        self.at_once.append([self.keys[one] for one, waits in self.waiting.items() if not waits.done()])
         text = await self.waiting[number]
         if text is None:
             raise EngineError("out of order")
@@ -73,10 +75,16 @@ ALIKE = [
     ("end", 1, "b", 0), ("end", 0, "a", 0), ("ask", 1, 2, "y"), ("end", 0, "a", 0), ("end", 0, "a", 1), ("ask", 1, 1, "x"),
     ("end", 0, "b", 0),
 ]  # fmt: skip
+# They have one ledger, and the one that asked last is answered first.
+OVERTAKEN = [
+    ("ask", 0, 1, "x"), ("end", 0, "a", 0), ("copy", 1, 0, 0), ("ask", 0, 1, "x"), ("ask", 1, 1, "x"), ("end", 1, "b", 0),
+    ("end", 0, "a", 0), ("ask", 0, 1, "x"), ("ask", 1, 1, "x"),
+]  # fmt: skip
 
 
 @settings(max_examples=1000 if PROOFS else 40, deadline=None)
 @example(steps=ALIKE)
+@example(steps=OVERTAKEN)
 @given(steps=st.lists(STEPS, max_size=24))
 def test_each_sampled_token_is_in_exactly_one_ledger_behind_its_prompt(steps):
     engine, asked = asyncio.run(play(steps))
@@ -93,6 +101,7 @@ def test_each_sampled_token_is_in_exactly_one_ledger_behind_its_prompt(steps):
     assert recorded == Counter(asked["answered"]), "the calls of requests that were answered, each once"
     trained = Counter(v for ledger in session.ledgers for v in ledger.versions[ledger.sampled].tolist())
     assert trained == {call: len(engine.gave[call].token_ids) for call in asked["answered"]}
+    assert all(len(set(keys)) == len(keys) for keys in engine.at_once), "an engine knows requests by their keys"
     # What the policy is shown is the agent's own conversation, never another's that began alike.
     for call, said in asked["shown"].items():
         assert engine.given[call] == RENDERER.start(said, [])
