@@ -113,11 +113,6 @@ class OwnedTasks(AbstractAsyncContextManager["OwnedTasks"]):
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def finish(self) -> None:
-        """Wait for the end of the running tasks, whatever they raise."""
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
     async def close(self, *_: object) -> None:
         """Cancel the running tasks and wait for their end; idempotent."""
         while self._tasks:

@@ -35,7 +35,7 @@ from agentrl.utils.errors import (
     PromptTooLongError,
     UserLimitError,
 )
-from agentrl.utils.event_loop import OwnedTasks, end, in_time, loop_clock
+from agentrl.utils.event_loop import cancel_all, end, in_time, loop_clock
 from agentrl.utils.redaction import map_texts
 from agentrl.utils.spans import TracePlace, at, here, span
 from agentrl.utils.threads import in_thread
@@ -89,7 +89,7 @@ class AgentEpisode:
         self._prompts: Counter[str] = Counter()
         self._busy, self._idle_since, self._quiet = 0, 0.0, 0.0
         self._ended = False  # the agent has ended by itself
-        self._answers = OwnedTasks()  # of calls and messages that the environment has not answered yet
+        self._answers = set[asyncio.Task[Any]]()  # of calls and messages that the environment has not answered yet
         self._opened: Trajectory | None = None
         self._place: TracePlace | None = None
 
@@ -122,7 +122,7 @@ class AgentEpisode:
         try:
             return await self._conclude(await self._play(episode))
         except EpisodeOverError as over:
-            await self._answers.finish()  # as in the built-in loop, which ends an episode after all calls of a turn
+            await asyncio.gather(*self._answers, return_exceptions=True)  # as the built-in loop ends after a turn
             if not self.env.is_open:
                 raise EnvError(str(self.env.trajectory.error)) from None
             self._check_asked(f"the episode ended ({over.stop.value}) before the policy's first turn", over.error)
@@ -130,7 +130,7 @@ class AgentEpisode:
             return over.stop
         finally:
             self.server.drop(base)
-            await self._answers.close()
+            await cancel_all(self._answers)
             await self.endpoint.take(self.spec.key)
             self.record.catch_up()
 
@@ -184,7 +184,7 @@ class AgentEpisode:
         assert self.record is not None and self.session is not None
         # Finish calls that it did not await before the end: a scored episode does not change.
         self._ended, waits = True, bool(self._owed)
-        await self._answers.finish()
+        await asyncio.gather(*self._answers, return_exceptions=True)
         if self._over.done():
             raise self._over.result()
         self.record.catch_up()
@@ -274,7 +274,7 @@ class AgentEpisode:
 
     async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult:
         """Execute a tool call in the environment. Raises AgentrlError if the episode is over, or ends without a result."""
-        return await self._answer_whole(self._call(name, arguments), f"tool {name}")
+        return await self._answer_whole(self._call(name, arguments))
 
     async def _call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult:
         self._check_open()
@@ -293,7 +293,7 @@ class AgentEpisode:
 
     async def say(self, text: str) -> list[str] | None:
         """Return the reply of the environment's user; None ends the conversation and the episode. Raises as `call`."""
-        return await self._answer_whole(self._say(text), "the user's reply")
+        return await self._answer_whole(self._say(text))
 
     async def _say(self, text: str) -> list[str] | None:
         self._check_open()
@@ -309,10 +309,12 @@ class AgentEpisode:
         self.record.heard.update(message.content for message in replies)
         return [message.content for message in replies]
 
-    async def _answer_whole(self, answer: Coroutine[Any, Any, Answer], what: str) -> Answer:
+    async def _answer_whole(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
         """Await an answer to the agent; the environment finishes it even if the agent gives up."""
         # A call that is cut in the environment ends the episode there.
-        task = self._answers.start(answer, what)
+        task = asyncio.create_task(answer)
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
