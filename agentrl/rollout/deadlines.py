@@ -113,7 +113,8 @@ class Waits:
     """Deadlines on the waits of one episode, in seconds: `turn` limits the engine's silence, `limit` all other time.
 
     `used`: active seconds by responsible party: the policy (tools that run its own code) or the infrastructure (the environment,
-    its other tools, an agent program). `limit` applies to each separately.
+    its other tools, an agent program). `limit` applies to each separately. Waits at the same time (calls of an agent) share their
+    seconds: those up to `charged`, on the loop's clock, are in `used`.
     """
 
     key: str
@@ -122,7 +123,6 @@ class Waits:
     watch: Watch
     used: dict[Blame, float] = field(default_factory=partial(dict, policy=0.0, infrastructure=0.0))
     charged: float = 0.0
-    """Time of the loop's clock up to which seconds are charged: calls of an agent at the same time share them."""
 
     async def environment(
         self, env: ToolEnv, work: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf

@@ -318,8 +318,7 @@ class RunningEpisode:
         observation, _ = await self._env(ToolEnv.areset, reset, "the setup", limit=self.limits.env_timeout)
         self.record = self.env.trajectory
         self.renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
-        self.shown = list(observation)
-        self.opening = self.begun = len(observation)
+        self.shown, self.opening, self.begun = list(observation), len(observation), len(observation)
         # A prompt beyond a limit leaves no room for a turn, but its row must respect the limit; a slice of it has no images.
         most = min(self.limits.max_episode_tokens, self.limits.context)
         prompt = await self.renderer.astart(observation, self.env.toolbox.schemas())

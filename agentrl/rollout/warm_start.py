@@ -70,8 +70,7 @@ async def transcript(
                 policy = env.teacher(env.trajectory.task, draw, **teacher)
             except (TypeError, ValueError) as problem:
                 raise ConfigError(f"sft.teacher = {teacher}: {problem}") from problem
-        ledgers, shown, opening = [TokenLedger()], list(observation), len(observation)
-        begun = opening
+        ledgers, shown, opening, begun = [TokenLedger()], list(observation), len(observation), len(observation)
         renderer = renderer.with_tools(env.toolbox.schemas())
         ledgers[-1].append_context(renderer.start(observation, env.toolbox.schemas()), turn=0)
         turn, seen, rest = 0, list(observation), list[list[int]]()
