@@ -189,8 +189,7 @@ class Saver(Writes):
 
     def is_new_best(self, evaluated: Evaluation) -> bool:
         """Return True if the evaluated weights are better than every checkpoint kept as best."""
-        score = self._score(evaluated) if self._config.keep_best > 0 else None
-        return score is not None and ((best := self._checkpoints.best()) is None or score > best[1])
+        return self._checkpoints.is_new_best(self._score(evaluated))
 
     async def load(self) -> bool:
         """Load the newest intact checkpoint and remove later metrics; returns False without one. Raises CheckpointError

@@ -208,6 +208,10 @@ class Checkpoints:
         rated = self._rated_steps()
         return (rated[0][1], rated[0][0]) if rated else None
 
+    def is_new_best(self, score: float | None) -> bool:
+        """Return True if a checkpoint of this score would be kept as the best: it beats all scores so far."""
+        return self.keep_best > 0 and score is not None and ((best := self.best()) is None or score > best[1])
+
     def at(self, step: int) -> Path:
         """Return the checkpoint of a step. Raises CheckpointError if it is missing or incomplete."""
         path = self.root / f"step_{step:06d}"

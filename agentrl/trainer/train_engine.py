@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, ModelConfig, OptimConfig, TrainConfig
-from agentrl.data.rows import Ragged, offsets_of
+from agentrl.data.rows import Ragged, row_counts
 from agentrl.data.schedule import trees_of
 from agentrl.engines.weights.parameters import Saving
 from agentrl.trainer.language_model import Micro, PolicyModule, Role
@@ -370,10 +369,8 @@ class CardUsage:
     def __init__(self, engine: BaseEngine, view: Ragged) -> None:
         self._engine, self._view, self._model = engine, view, engine.flops()
         self._began, self._tokens, self._flops = time.monotonic(), 0.0, 0.0
-        offsets = offsets_of(view.batch["token_ids"])
-        self._lengths = offsets.diff().numpy()
-        before = np.concatenate([[0], np.cumsum(view.tokens("sampled").numpy())])
-        self._predicted = np.diff(before[offsets.numpy()])
+        self._lengths = view.lengths
+        self._predicted = row_counts(view.tokens("sampled"), view.offsets).numpy()
 
     def add(self, micros: list[list[int]]) -> None:
         """Count a forward and a backward pass of these rows."""

@@ -86,7 +86,7 @@ async def _run(run: DataRun, interrupt: Interrupt) -> bool:
         over = step >= run.total
         measured = over or (eval_every and step % eval_every == 0)
         score = await _measure(run, step) if measured else None
-        if over or interrupt.requested or step % run.config.checkpoint.every == 0:
+        if over or interrupt.requested or step % run.config.checkpoint.every == 0 or run.checkpoints.is_new_best(score):
             with run.display.doing("checkpoint"):
                 aside = run.checkpoints.begin(step)
                 try:

@@ -97,8 +97,7 @@ def decoupled_ppo(
     weight_cap: DualClip | None = None,
 ) -> LossOutput:
     """PPO clip on theta / proximal, times the detached weight proximal / behavior (at most `weight_cap`)."""
-    ratio = torch.exp(clamp_exponent(batch.logprobs - batch.old_logprobs))
-    out = clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)
+    out = ppo_clip(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     weight = torch.exp(clamp_exponent(batch.old_logprobs - batch.behaviour_logprobs)).detach()
     if weight_cap is not None:
         weight = weight.clamp(max=weight_cap)
@@ -193,8 +192,7 @@ def clip_cov(
     dual_clip: DualClip | None = 3.0,
 ) -> LossOutput:
     """PPO clip with a loss of 0 on the picked tokens."""
-    ratio = torch.exp(clamp_exponent(batch.logprobs - batch.old_logprobs))
-    out = clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)
+    out = ppo_clip(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     picked = _picked_mask(batch)
     # Picked tokens still count in the mean: the denominators were computed before the selection.
     loss = torch.where(picked, torch.zeros_like(out.loss), out.loss)

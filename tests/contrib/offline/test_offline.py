@@ -268,10 +268,10 @@ def test_a_dpo_run_without_its_last_checkpoints_is_the_same_run_again_and_its_be
     wrong = [{"role": "assistant", "content": "no " * times} for times in range(1, 7)]
     made = [{"prompt": ASKED[:1], "chosen": [*ASKED[1:3], ASKED[5]], "rejected": [one], "tools": TOOLS} for one in wrong]
     file, run = written(tmp_path / "pairs.jsonl", made), tmp_path / "run"
-    words = ["data.batch=2", "data.epochs=3", "data.heldout=0.3", "eval.every=1", "checkpoint={every=1,keep=9}", "optim.lr=3e-2"]
+    words = ["data.batch=2", "data.epochs=3", "data.heldout=0.3", "eval.every=1", "checkpoint={every=6,keep=9}", "optim.lr=3e-2"]
     assert sft("--data", str(file), "--loss", "dpo", *words, out=tmp_path) == 0
     steps = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
-    assert steps == [f"step_{n:06d}" for n in range(1, 7)]
+    assert steps == [f"step_{n:06d}" for n in range(1, 7)], "each of these losses is the lowest so far"
     losses = {row["step"]: row["loss"] for row in rows(run, "heldout")[1:]}
     assert export_run(run, tmp_path / "best", best=True) == min(losses, key=lambda step: losses[step])
     whole = [{**row, "time/data_s": 0} for phase in ("data", "heldout") for row in rows(run, phase)]
