@@ -79,7 +79,6 @@ _ANYWHERE = {
     "says what is recorded of a run": """trajectories_every checkpoint.every checkpoint.keep checkpoint.keep_best
         checkpoint.asynchronous keep trackers traces prometheus profile""",
     "says when a run reports that it does not learn": "health",
-    "watch, and train nothing": "callbacks",
     "says where processes run": "cluster",
     "says where the environment runs; its identity and files are compared separately": "env.url",
     "says where a password is": "env.token_env sglang.api_key_env",
@@ -111,7 +110,7 @@ _ANYWHERE = {
 _EPISODES = {
     "says how much runs at once, and not what": "vllm.args.max_num_seqs vllm.args.max_num_batched_tokens",
     "is read by training alone": """sft data env.sft env.advantage algorithm optim critic reward_model model.lora model.engine
-        weights.lora rollout.router_replay""",
+        weights.lora rollout.router_replay callbacks""",
     "forms the groups of an update, and nothing is updated": """env.weight rollout.groups rollout.group_size rollout.oversample
         rollout.oversample_members rollout.max_staleness rollout.min_survivors rollout.filter_zero_variance rollout.accept
         rollout.max_filtered""",
@@ -130,7 +129,7 @@ _LATER = {
         algorithm.epochs algorithm.minibatch algorithm.groups algorithm.proximal algorithm.correction algorithm.truncated
         algorithm.entropy_bonus algorithm.kl.coef algorithm.kl.target algorithm.kl.kind algorithm.kl.where algorithm.kl.horizon
         rollout.max_turns rollout.max_turn_tokens rollout.max_episode_tokens rollout.min_survivors rollout.filter_zero_variance
-        rollout.max_filtered"""
+        rollout.max_filtered callbacks"""
 }
 _TRAINING = {
     "samples from the same weights; how far it is from the trainer is measured in each step": "engine vllm.args",

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from agentrl.config import TrainConfig, schema
 from agentrl.config.identity import (
     CANNOT_MATTER,
+    LATER,
     MEASURES,
     Purpose,
     cannot_matter,
@@ -145,9 +146,8 @@ def test_every_name_is_of_a_key_and_none_is_said_twice(purpose: Purpose) -> None
 def test_whole_sections_are_named_only_if_nothing_in_them_is_read() -> None:
     """A new key is part of the identity by default; the sections where it is not are these."""
     kept = {"cluster", "keep", "health", "traces", "prometheus", "profile"}
-    update = {"sft", "data", "algorithm", "optim", "critic", "reward_model", "model.init", "model.lora"}
-    update |= {"env.sft", "env.advantage", "env.sampler"}
-    update |= {f"rollout.{key}" for key in ("sampler", "mixture", "accept", "start", "branch")}
+    update = {"sft", "data", "algorithm", "optim", "critic", "reward_model", "model.init", "model.lora", "env.sft"}
+    update |= {"env.advantage", "env.sampler"} | {f"rollout.{key}" for key in ("sampler", "mixture", "accept", "start", "branch")}
     for purpose in get_args(Purpose):
         sections = {name for name in CANNOT_MATTER[purpose] if any(".".join(path).startswith(f"{name}.") for path in KEYS)}
         later = {"vllm.args", "algorithm.loss.args", "algorithm.correction", "algorithm.advantage.args", "env.advantage.args"}
@@ -159,8 +159,9 @@ def test_what_checkpoints_are_compared_by_stays_and_a_change_of_an_environment_i
     table = {"env": [{"id": "a", "eval": {"tasks": 2}}, {"id": "b"}]}
     with pytest.raises(ConfigError, match=r'checkpoint\.best was "success", is "reward"'):
         check_resumed(config_from(table), config_from(table, ["checkpoint.best=reward"]), Path())
-    other = config_from(table, ["env.a.eval.tasks=3", "env.b.limits.max_turns=4"])
+    other = config_from(table, ["env.a.eval.tasks=3", "env.b.limits.max_turns=4", "callbacks=[{name='echo'}]"])
     assert changes_below(MEASURES, config_from(table), other) == ["env.a.eval.tasks was 2, is 3"]
+    assert changes_below(LATER, config_from(table), other) == ['callbacks was [], is [{"name": "echo", "args": {}}]']
 
 
 def test_values_are_compared_and_secrets_are_digests() -> None:
