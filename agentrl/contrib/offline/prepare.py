@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,17 @@ from agentrl.utils.errors import BadRowError, ConfigError, RenderError
 from agentrl.utils.files import open_plain
 from agentrl.utils.parsing import read_json
 
-TaskKey = tuple[str, str, int, int, str]
+TaskKey = tuple[str, str, int, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An episode in a file: its place, task and reward. The task includes a digest of its text, since ids and seeds can be equal
-    in runs with different `env.params`."""
+    """An episode in a file: its place, task, given turns and reward. The task includes a digest of its text, since ids and seeds
+    can be equal in runs with different `env.params`."""
 
     place: RowPlace
     task: TaskKey
+    given: int
     reward: float
 
 
@@ -50,8 +52,8 @@ def filter_episode(place: RowPlace, row: Mapping[str, Any], data: DataConfig, pa
     with _as_bad_row():
         task, reward = row["task"], row["reward"]
         said = sha256(json.dumps([task.get("data"), task.get("gold")], sort_keys=True).encode()).hexdigest()[:16]
-        key = (str(row.get("env") or row["env_id"]), str(task["id"]), int(task["seed"]), int(row.get("given", 0)), said)
-        split, success = task.get("split", "train"), row.get("success")
+        key = (str(row.get("env") or row["env_id"]), str(task["id"]), int(task["seed"]), said)
+        given, split, success = int(row.get("given", 0)), task.get("split", "train"), row.get("success")
     if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
         raise BadRowError(f"reward: expected a number, got {reward!r}"[:200])
     why = None
@@ -68,7 +70,7 @@ def filter_episode(place: RowPlace, row: Mapping[str, Any], data: DataConfig, pa
     if why is not None:
         passed[why] += 1
         return None
-    return Scored(place, key, float(reward))
+    return Scored(place, key, given, float(reward))
 
 
 def best(found: Iterable[Scored], data: DataConfig, passed: Counter[str]) -> list[Scored]:
@@ -76,7 +78,7 @@ def best(found: Iterable[Scored], data: DataConfig, passed: Counter[str]) -> lis
     episodes = list(found)
     if data.per_task is None:
         return episodes
-    kept = [one for same in _by_task(episodes) for one in sorted(same, key=lambda one: -one.reward)[: data.per_task]]
+    kept = [one for same in _alike(episodes, "task") for one in sorted(same, key=lambda one: -one.reward)[: data.per_task]]
     if len(episodes) > len(kept):
         passed[f"more than data.per_task = {data.per_task} of a task"] += len(episodes) - len(kept)
     chosen = {id(one) for one in kept}
@@ -85,8 +87,8 @@ def best(found: Iterable[Scored], data: DataConfig, passed: Counter[str]) -> lis
 
 def pairs(found: Iterable[Scored], data: DataConfig, passed: Counter[str]) -> Iterator[tuple[Scored, Scored]]:
     """Pair episodes of each task as (better, worse): best with worst, then the next of both. Yields at most `data.per_task`
-    (default 1) pairs per task, whose rewards differ by `data.margin`. An episode is in at most one pair."""
-    for same in _by_task(found):
+    (default 1) pairs per task and given turns, whose rewards differ by `data.margin`. An episode is in at most one pair."""
+    for same in _alike(found, "task", "given"):
         ranked = sorted(same, key=lambda one: -one.reward)
         number = 0
         while number < (data.per_task or 1) and number < len(ranked) - 1 - number:
@@ -99,11 +101,11 @@ def pairs(found: Iterable[Scored], data: DataConfig, passed: Counter[str]) -> It
             passed["no pair: alike in reward, or beyond data.per_task"] += len(ranked) - 2 * number
 
 
-def _by_task(found: Iterable[Scored]) -> list[list[Scored]]:
-    tasks: dict[TaskKey, list[Scored]] = defaultdict(list)
+def _alike(found: Iterable[Scored], *fields: str) -> list[list[Scored]]:
+    groups: dict[Any, list[Scored]] = defaultdict(list)
     for one in found:
-        tasks[one.task].append(one)
-    return list(tasks.values())
+        groups[attrgetter(*fields)(one)].append(one)
+    return list(groups.values())
 
 
 def render_chat(chat: Chat, renderer: Renderer) -> list[TokenLedger]:

@@ -239,7 +239,9 @@ def test_a_token_that_the_tokenizer_lacks_is_another_tokenizers(whole: Trajector
 
 
 def test_of_a_task_all_episodes_are_held_out_or_none_and_the_seed_says_which(whole: Trajectory, tmp_path: Path) -> None:
-    rows = [one for n in range(8) for one in rewarded(whole, 0.5, 1.0, task=replace(whole.task, seed=n))]
+    tasks = [replace(whole.task, seed=n) for n in range(8)]
+    rows = [one for task in tasks for given in (0, 2) for one in rewarded(whole, 1.0, task=task, given=given)]
+    assert written(tmp_path, rows, per_task=1)[0].examples == 8
     held = {}
     for seed in range(4):
         about, store = written(tmp_path, rows, heldout=0.3, seed=seed)
