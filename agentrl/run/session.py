@@ -52,6 +52,7 @@ from agentrl.utils.threads import in_thread
 # Checkpoints
 
 GROUPS = "groups.jsonl"
+_DRIVER_KEYS = ("step", "ledger", "metrics", "identity")
 _FORMAT_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """Errors raised when a file has an unexpected format."""
 POLL = 0.05
@@ -386,7 +387,11 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             # Wait for running calls on the "batch" thread, for which cancelled callers do not wait.
             opened.push_async_callback(in_thread, "batch", lambda: None)
         learner = Learner(config, actors, pools)
-        learner.hooks |= {name: one for name, one in watching.all if isinstance(one, UpdateHook)}
+        for name, one in watching.all:
+            if isinstance(one, UpdateHook):
+                while name in learner.hooks or name in _DRIVER_KEYS:
+                    name += "'"  # each has its own state in checkpoints
+                learner.hooks[name] = one
         opened.callback(learner.close)
         await check_shared(actors, folder.path, "out")
         parts = inputs.assemble(pools=pools, room=room)

@@ -31,7 +31,7 @@ class ToFile(Callback, UpdateHook):
         self.path = path
 
     def change_advantages(self, view):
-        return view.with_tokens(advantages=0 * view.tokens("advantages")), {"mine": 1.0}
+        return view.with_tokens(advantages=0 * view.tokens("advantages")), {self.path: 1.0}
 
     async def on_step(self, row, session):
         with open(self.path, "a") as file:
@@ -87,13 +87,13 @@ def test_callbacks_and_a_filter_by_name_from_a_config(here: Path) -> None:
     (here / "plugins" / "mine.py").write_text(PLUGIN)
     more = {
         "rollout.accept": {"name": "above", "args": {"least": 0.45}},
-        "callbacks": [{"name": "to_file", "args": {"path": "seen"}}],
+        "callbacks": [{"name": "to_file", "args": {"path": path}} for path in ("seen", "also")],
     }
     run = agentrl.train(table(out="runs", **more))
     rows = [row for row in run.metrics if row["phase"] == "train"]
     assert (here / "seen").read_text() == "".join(f"{row['step']} {row['groups_refused']:g} {row['step']}\n" for row in rows)
     assert sum(row["groups_refused"] for row in rows) > 0 and all(value > 0.45 for value in trained(run)[1])
-    assert [(row["mine"], row["grad_norm"]) for row in rows] == [(1.0, 0.0)] * 2
+    assert [(row["seen"], row["also"], row["grad_norm"]) for row in rows] == [(1.0, 1.0, 0.0)] * 2, "of one name"
     for key, value, message in [
         ("rollout.accept", {"name": "abov"}, "rollout.accept: unknown name 'abov'; did you mean 'above'"),
         ("rollout.accept", {"name": "above"}, "argument 'least' is required"),
