@@ -29,8 +29,7 @@ TaskKey = tuple[str, str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An episode in a file: its place, task, given turns and reward. The task includes a digest of its text, since ids and seeds
-    can be equal in runs with different `env.params`."""
+    """An episode in a file. The task includes a digest of its text: ids and seeds can be equal under different `env.params`."""
 
     place: RowPlace
     task: TaskKey
