@@ -189,6 +189,16 @@ async def test_the_driver_asks_for_progress_only_while_there_are_requests(starte
     assert spawned[1].calls.count("progress") == asked
 
 
+async def test_a_replica_that_hangs_as_it_samples_is_dead_after_the_call_timeout(started, spawned, monkeypatch):
+    monkeypatch.setattr(replicas, "POLL_S", 0.01)
+    engine = await started(max_respawns=1, call_timeout=0.1)
+    spawned[0].hang_at = "progress"
+    spawned[0].open.clear()
+    turn = asyncio.create_task(engine.generate([5], SHORT, "e"))
+    await until(lambda: engine.progress("e") is None and turn.done())
+    assert turn.result().token_ids == [1, 2] and len(spawned) == 2
+
+
 async def test_the_stage_of_a_start_is_told_and_named_if_it_is_late(model_folder, spawned, started):
     spawned.plan["hold"] = asyncio.Event()
     engine = VllmEngine(model_folder, VllmConfig(replicas=2, startup_timeout=0.2))

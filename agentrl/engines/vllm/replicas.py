@@ -181,13 +181,10 @@ class Replicas:
     async def control(self, replica: Replica, method: str, *args: Any) -> Any:
         """Like `ask`, with a deadline of `call_timeout`: a replica that hangs is killed, so that its requests move on."""
         try:
-            return await self._in_time(replica, method, *args)
+            async with asyncio.timeout(self._cfg.call_timeout):
+                return await self.ask(replica, method, *args)
         except TimeoutError:
             raise self.record_death(replica, f"no answer to {method} within {self._cfg.call_timeout:g} s") from None
-
-    async def _in_time(self, replica: Replica, method: str, *args: Any) -> Any:
-        async with asyncio.timeout(self._cfg.call_timeout):
-            return await self.ask(replica, method, *args)
 
     def progress(self, request_id: str) -> int:
         """Return the number of tokens sampled by a request, up to POLL_S old; the first call starts the polling."""
@@ -198,7 +195,7 @@ class Replicas:
     async def _poll(self) -> None:
         # Ends with the last request, so that an idle engine is not polled.
         while self._requests:
-            asked = [self._in_time(replica, "progress") for replica in self.alive()]
+            asked = [self.control(replica, "progress") for replica in self.alive()]
             counts = TokenCounts()
             for answer in await asyncio.gather(*asked, return_exceptions=True):
                 counts |= {} if isinstance(answer, BaseException) else answer
