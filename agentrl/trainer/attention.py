@@ -471,7 +471,7 @@ def _forward_by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         tokens *= group.size
     blocks, results = mixer_blocks(packed), list[Any]()
     for block in blocks:
-        inner, named = _map_tokens((args, kwargs), tokens, lambda own, block=block: block.pad(own[0]))
+        inner, named = _map_tokens((args, kwargs), tokens, lambda own: block.pad(own[0]))  # noqa: B023 - called at once
         results.append(forward(*inner, **named))
     out = _join_blocks(results, blocks, tokens)
     return out if group is None else _map_tokens(out, tokens, lambda t: t[:, group.slice_of(tokens)])

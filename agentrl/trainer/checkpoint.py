@@ -209,7 +209,7 @@ class Checkpoints:
         return (rated[0][1], rated[0][0]) if rated else None
 
     def is_new_best(self, score: float | None) -> bool:
-        """Return True if a checkpoint of this score would be kept as the best: it beats all scores so far."""
+        """Return True if a score beats those of all checkpoints kept as best."""
         return self.keep_best > 0 and score is not None and ((best := self.best()) is None or score > best[1])
 
     def at(self, step: int) -> Path:
