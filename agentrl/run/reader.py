@@ -109,11 +109,15 @@ class RunRecord:
             return []
         return [name for entry in (given if isinstance(given, list) else [given]) if (name := name_of(entry))]
 
+    def identity(self) -> dict[str, Any]:
+        """Return all that an evaluation's episodes depend on, or of a run the digests of the files that its config names."""
+        name, key = ("provenance", "contents") if self.evaluation is None else (self.evaluation, "identity")
+        found = (stored_object(self.path / f"{name}.json", REPEAT_EVAL) or {}).get(key)
+        return found if isinstance(found, dict) else {}
+
     def evaluated_env(self) -> dict[str, Any]:
         """Return the environment in an evaluation's identity as a config table."""
-        identity = (stored_object(self.path / f"{self.evaluation}.json", REPEAT_EVAL) or {}).get("identity")
-        found = identity if isinstance(identity, dict) else {}
-        table: dict[str, Any] = {}
+        found, table = self.identity(), dict[str, Any]()
         for key in (key for key in found if key.startswith("env.")):
             *path, last = key.split(".")[1:]
             place = table

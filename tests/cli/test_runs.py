@@ -56,9 +56,16 @@ def test_the_list(agentrl: Agentrl) -> None:
     assert said(agentrl, "runs", "list", "runs/a/trajectories") == "no runs in runs/a/trajectories\n"
 
 
-def test_what_differs_between_runs(agentrl: Agentrl) -> None:
+def test_what_differs_between_runs(agentrl: Agentrl, home: Path) -> None:
+    for name, spec in (("a", "1"), ("b", "2")):
+        files = {"the content of env.reward": spec, "the files of env.id": "x"}
+        (home / "runs" / name / "provenance.json").write_text(json.dumps({"contents": files}))
+        (home / name).mkdir()
+        (home / name / "eval.json").write_text(json.dumps({"identity": files}))
+        (home / name / "trajectories.jsonl").touch()
     found = told(agentrl, "runs", "compare", "runs/a", "runs/b")
-    assert found["config"] == {"seed": [None, 1], "optim.lr": [None, 0.5]}
+    assert found["config"] == {"seed": [None, 1], "optim.lr": [None, 0.5], "the content of env.reward": ["1", "2"]}
+    assert told(agentrl, "runs", "compare", "a", "b")["config"] == {"the content of env.reward": ["1", "2"]}, "evaluations"
     figures = found["figures"]
     assert (figures["success_after"], figures["best evaluation"], figures["at step"]) == ([0.75, 0.5], [0.875, 0.875], [2, 2])
     assert figures["reward (last updates)"] == [0.5, 0.5]

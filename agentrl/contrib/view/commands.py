@@ -137,7 +137,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
     runs = [load_run(folder) for folder in args.folders]
     names = [shown_path(run.path) for run in runs]
-    tables = [flat(run.table) for run in runs]
+    tables = [{**flat(run.table), **run.identity()} for run in runs]
     keys = dict.fromkeys(key for found in tables for key in found if key not in ("name", "out"))  # except those that name the run
     values = {key: [found.get(key) for found in tables] for key in keys}  # None: the run does not set it
     differ = {key: of for key, of in values.items() if any(value != of[0] for value in of)}
@@ -147,7 +147,7 @@ def run_compare(args: argparse.Namespace) -> int:
         print_json({"runs": names, "config": differ, "figures": found})
         return 0
     out = console()
-    out.print(table("what differs in the configs", ("key", *names), [(key, *of) for key, of in differ.items()]))
+    out.print(table("what differs in the configs and their files", ("key", *names), [(key, *of) for key, of in differ.items()]))
     out.print(table("figures", ("", *names), [(key, *of) for key, of in found.items()]))
     return 0
 
