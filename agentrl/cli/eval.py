@@ -58,11 +58,12 @@ def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, fold
     players.add_argument(
         "--policy", dest="model", action="append" if models else "store", type=_policy, metavar="NAME", help=scripted
     )
-    parser.add_argument("-n", "--tasks", type=whole_number(1), help=f"tasks (default {tasks})")
+    given = ", or as in --run or --config" if models else ""
+    parser.add_argument("-n", "--tasks", type=whole_number(1), help=f"tasks (default {tasks}{given})")
     parser.add_argument("-k", "--samples", type=whole_number(1), help="episodes per task (default 1)")
-    parser.add_argument("--seed", type=whole_number(0), help="seed of the sampling; the tasks stay the same (default 0)")
-    parser.add_argument("--split", help=f"split of the tasks (default {split})")
-    parser.add_argument("--max-concurrent", type=whole_number(1), metavar="N", help="episodes at the same time (default 256)")
+    parser.add_argument("--seed", type=whole_number(0), help=f"seed of the sampling; the tasks stay the same (default 0{given})")
+    parser.add_argument("--split", help=f"split of the tasks (default {split}{given})")
+    parser.add_argument("--max-concurrent", type=whole_number(1), metavar="N", help=f"episodes at once (default 256{given})")
     parser.add_argument("--out", help=f"folder of the results (default {folder}/ENV/MODEL)")
     parser.set_defaults(defaults={"tasks": tasks, "samples": 1, "split": split, "folder": folder})
 
