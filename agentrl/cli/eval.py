@@ -102,6 +102,7 @@ def _roll_out(args: argparse.Namespace, _: int) -> int:
     from agentrl.run.checks import check_eval
     from agentrl.run.checks.env_checks import check_named
     from agentrl.run.evaluate import RolloutJob, RolloutRequest, unscored_cause
+    from agentrl.run.outcomes import is_scored
     from agentrl.run.provenance import model_label, model_note
 
     if args.env is None or is_override(args.env):
@@ -129,7 +130,7 @@ def _roll_out(args: argparse.Namespace, _: int) -> int:
         display.say(f"{len(request.pairs)} episodes: {request.out / 'trajectories.jsonl'}")
         if why := unscored_cause(job.episodes.values()):
             display.say(f"{why}. Fix that; the same command runs them again")
-    return 0
+    return int(sum(not is_scored(one) for one in job.episodes.values()) > MAX_UNSCORED * len(job.episodes))
 
 
 def say_interrupted(say: Any, request: RolloutRequest, done: int) -> int:

@@ -15,6 +15,7 @@ from agentrl.cli.main import main
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
 from agentrl.rollout.player import run_tasks
+from agentrl.utils.errors import EnvError
 from tests.conftest import Agentrl, proof
 from tests.strict_json import read_strictly
 
@@ -135,6 +136,18 @@ def test_a_tool_that_changes_the_working_folder_moves_no_result(shelf: Path, mon
     monkeypatch.setattr("agentrl.run.evaluate.run_tasks", elsewhere)
     assert main(["eval", "tests/Support-v0", "--policy", "gold", "-n", "1", "--out", "live"]) == 0
     assert len(rows("live")) == 1 and Path("live/report.json").is_file()
+
+
+@pytest.mark.parametrize("command", ["rollout", "eval"])
+def test_a_command_whose_episodes_are_unscored_fails(
+    shelf: Path, agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    async def setup(env: Any, task: Any) -> None:
+        raise EnvError("the backend is gone")
+
+    monkeypatch.setattr(EnvRef("tests/Support-v0").entry.load(), "setup", setup)
+    said = agentrl(command, "tests/Support-v0", "--policy", "gold", "-n", "2", "rollout.retries=0", code=1)
+    assert "the backend is gone. Fix that; the same command" in " ".join((said.out + said.err).split())
 
 
 def test_states_that_json_lacks_are_written_as_strict_json(shelf: Path) -> None:
