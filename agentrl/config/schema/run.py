@@ -177,7 +177,7 @@ class TrainConfig(Frozen):
     """Success rate of an evaluation (`eval.every`) that ends the run early; by default never. A resume of a run that has reached
     it makes more updates only with a higher value, or false."""
     trajectories_every: Annotated[PositiveInt, Unit("updates")] = 1
-    """Interval of updates whose episodes are written to `trajectories/`; the last one's always are."""
+    """Interval of updates whose episodes are written to `trajectories/`; those of update `steps` always are."""
     engine: str = "auto"
     """Inference engine: "embedded", "vllm", "sglang", a name in `plugins/` of a shelf, or "auto": the one for this machine."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
