@@ -159,7 +159,7 @@ class Codec:
             if number is not None and 0 <= number < 2**32 and self._full.id_to_token(number) is not None:
                 known.append(number)
                 continue
-            if len(known) >= LONG_TEXT:  # as a batch, which lets other threads run (see `_encode_ordinary`)
+            if len(known) >= LONG_TEXT:  # as a batch, which lets other threads run (see `_encode`)
                 text += str(self._full.decode_batch([known], skip_special_tokens=False)[0])
             elif known:
                 text += str(self._full.decode(known, skip_special_tokens=False))
@@ -177,17 +177,20 @@ class Codec:
             text.encode()
         except UnicodeEncodeError:  # no tokenizer accepts lone surrogates: U+FFFD instead
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        # `encode` holds the GIL, so 1 MB of text blocks all threads, including the event loop's, for 0.7 s. A batch releases it;
-        # for a short text, taking it again would only cost time.
-        plain = self._plain[after]
-        if len(text) < LONG_TEXT:
-            found = plain.encode(text, add_special_tokens=False)
-        else:
-            (found,) = plain.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = found.ids
+        ids = _encode(self._plain[after], text)
         if not self._forbidden.isdisjoint(ids):
             raise RenderError(f"ordinary text became a control token: {text[:80]!r}")
         return ids
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    # `encode` holds the GIL, so 1 MB of text blocks all threads, including the event loop's, for 0.7 s. A batch releases it; for
+    # a short text, taking it again would only cost time.
+    if len(text) < LONG_TEXT:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+    of_batch: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return of_batch
 
 
 # The renderer interface
