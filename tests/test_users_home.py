@@ -35,23 +35,3 @@ def test_variables_and_home_of_the_user_are_taken_away(tmp_path: Path) -> None:
     assert {name: seen[name] for name in KEPT} == KEPT
     assert seen["PYTHONPATH"] == str(ROOT) and seen["ZONE"] == "UTC" and "error" not in seen["WARNED"]
     assert seen["HOME"] != str(tmp_path) and not (Path(seen["HOME"]) / ".agentrl").exists()
-
-
-def test_plugins_of_the_user_are_hidden(tmp_path: Path) -> None:
-    """Of the packages the one that was on the path before the tests' session began, of the folders the one that it began in."""
-    for name in ("first", "later"):
-        at = tmp_path / name / f"{name}-1.0.dist-info"
-        at.mkdir(parents=True)
-        (at / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
-        (at / "entry_points.txt").write_text(f"[agentrl.plugins]\ntrackers/of_{name} = {name}\n")
-        (tmp_path / name / "plugins").mkdir()
-        (tmp_path / name / "plugins" / "mine.py").write_text(f"@TRACKERS.register('in_{name}')\nclass Mine: ...")
-    program = (
-        "import os, sys; sys.path.append(sys.argv[1]); import tests.conftest; sys.path.append(sys.argv[2])\n"
-        "os.environ['AGENTRL_PATH'] = sys.argv[2]; from agentrl.run.trackers import TRACKERS; print(*sorted(TRACKERS))"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "first"), str(tmp_path / "later")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path / "first", env=env, capture_output=True, text=True, check=True)
-    names = done.stdout.split()
-    assert [name for name in names if name.partition("_")[2] in ("first", "later")] == ["in_later", "of_later"]

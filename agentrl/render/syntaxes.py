@@ -364,5 +364,3 @@ SYNTAXES: dict[str, Syntax] = {
         PYTHONIC,
     )
 }  # fmt: skip
-UNMARKED = frozenset({LLAMA_JSON.name, PYTHONIC.name})
-"""Syntaxes whose calls may have no mark."""

@@ -15,7 +15,8 @@ from agentrl.data.token_ledger import PromptIds
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.render.base import Place, Renderer
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML, advice
-from agentrl.render.syntaxes import HARMONY, HERMES, SYNTAXES, UNMARKED, harmony_parts
+from agentrl.render.syntaxes import HARMONY, HERMES, LLAMA_JSON, SYNTAXES, harmony_parts
+from agentrl.render.tagged_syntaxes import PYTHONIC
 from agentrl.render.template_text import (
     ANSWER,
     CALL,
@@ -93,7 +94,7 @@ class TemplateRenderer(Renderer):
         self.tools_need_system, self.in_reasoning = self._turns.tools_need_system, self._turns.in_reasoning
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateRenderer:
-        offered, unmarked = bool(tools) and self._tools_matter, not tools and self.syntax in UNMARKED
+        offered, unmarked = bool(tools) and self._tools_matter, not tools and self.syntax in (LLAMA_JSON.name, PYTHONIC.name)
         parse = self._parser.bind(tools) if isinstance(self._parser, ForTools) else self._parser
         if (parse, offered, unmarked) == (self._parse_calls, self._tools_offered, self._unmarked):
             return self

@@ -117,15 +117,10 @@ class RunRecord:
 
     def evaluated_env(self) -> dict[str, Any]:
         """Return the environment in an evaluation's identity as a config table."""
-        found, table = self.identity(), dict[str, Any]()
-        for key in (key for key in found if key.startswith("env.")):
-            *path, last = key.split(".")[1:]
-            place = table
-            for part in path:
-                inner = place.get(part)
-                place[part] = place = inner if isinstance(inner, dict) else {}
-            place[last] = found[key]
-        return table
+        from agentrl.config.load import Override, apply_overrides
+
+        given = [Override(key.split("."), value, key) for key, value in self.identity().items() if key.startswith("env.")]
+        return dict(apply_overrides({}, given).get("env", {}))
 
     @property
     def report(self) -> dict[str, Any]:
