@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 STAGE, SITE = BUILD / "pages", BUILD / "site"
 CONTENTS = ROOT / "docs" / "README.md"
-PAGES = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md", "envs/*/README.md")
+PAGES = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md", "benchmarks/learning/README.md", "envs/*/README.md")
 IMAGES = ("docs/**/*.png", "docs/**/*.svg", "benchmarks/*.png")
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 # The second word of a code fence is the name of the shown file; Zensical expects it as a title.
