@@ -1,4 +1,4 @@
-"""The benchmark book: docs say what the results' files say, and what got worse is named."""
+"""The benchmark book: figures are read by their paths, and what got worse is named."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,10 @@ import pytest
 
 from agentrl.utils.search_path import load_module
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 @pytest.fixture(scope="module")
 def book() -> Any:
-    return load_module(ROOT / "benchmarks" / "book.py")
+    return load_module(Path(__file__).resolve().parents[1] / "benchmarks" / "book.py")
 
 
 def test_what_got_worse_by_a_tenth_is_named(book: Any) -> None:

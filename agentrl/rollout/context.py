@@ -31,8 +31,8 @@ Ask = Callable[[Message, int], Awaitable[str | None]]
 class Moment:
     """State of an episode before its next turn.
 
-    `messages`: the conversation as the model would see it. It begins with the `opening` messages of the environment's reset, and
-    ends with its newest answer, the `fresh` ones.
+    `messages`: the conversation as the model would see it. It begins with the `opening` messages of the reset
+    and ends with the newest answer, the `fresh` ones.
     `tokens`: length of that prompt. `turn_tokens`: maximum number of tokens of the next turn. `context`: maximum length of prompt
     and turn together. `ask(instruction, tokens)` returns the model's answer, of at most `tokens` tokens, to the conversation
     followed by the instruction (see `Compact`), or None if it does not fit in the context or the episode's budget. A policy

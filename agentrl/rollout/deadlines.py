@@ -113,8 +113,8 @@ class Waits:
     """Deadlines on the waits of one episode, in seconds: `turn` limits the engine's silence, `limit` all other time.
 
     `used`: active seconds by responsible party: the policy (tools that run its own code) or the infrastructure (the environment,
-    its other tools, an agent program). `limit` applies to each separately. Waits at the same time (calls of an agent) share their
-    seconds: those up to `charged`, on the loop's clock, are in `used`.
+    its other tools, an agent program). `limit` applies to each separately. Waits at the same time share their seconds:
+    those up to `charged`, on the loop's clock, are in `used`.
     """
 
     key: str

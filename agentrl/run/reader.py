@@ -110,9 +110,9 @@ class RunRecord:
         return [name for entry in (given if isinstance(given, list) else [given]) if (name := name_of(entry))]
 
     def identity(self) -> dict[str, Any]:
-        """Return all that an evaluation's episodes depend on, or of a run the digests of the files that its config names."""
+        """Return what an evaluation's episodes depend on, or digests of the files that a run's config names."""
         name, key = ("provenance", "contents") if self.evaluation is None else (self.evaluation, "identity")
-        found = (stored_object(self.path / f"{name}.json", REPEAT_EVAL) or {}).get(key)
+        found = (stored_object(self.path / f"{name}.json", REPEAT_EVAL if self.evaluation else "restore it") or {}).get(key)
         return found if isinstance(found, dict) else {}
 
     def evaluated_env(self) -> dict[str, Any]:

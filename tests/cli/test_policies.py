@@ -138,16 +138,14 @@ def test_a_tool_that_changes_the_working_folder_moves_no_result(shelf: Path, mon
     assert len(rows("live")) == 1 and Path("live/report.json").is_file()
 
 
-@pytest.mark.parametrize("command", ["rollout", "eval"])
-def test_a_command_whose_episodes_are_unscored_fails(
-    shelf: Path, agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_a_command_whose_episodes_are_unscored_fails(shelf: Path, agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch) -> None:
     async def setup(env: Any, task: Any) -> None:
         raise EnvError("the backend is gone")
 
     monkeypatch.setattr(EnvRef("tests/Support-v0").entry.load(), "setup", setup)
-    said = agentrl(command, "tests/Support-v0", "--policy", "gold", "-n", "2", "rollout.retries=0", code=1)
-    assert "the backend is gone. Fix that; the same command" in " ".join((said.out + said.err).split())
+    for command in ("rollout", "eval"):
+        said = agentrl(command, "tests/Support-v0", "--policy", "gold", "-n", "2", "rollout.retries=0", code=1)
+        assert "the backend is gone. Fix that; the same command" in " ".join((said.out + said.err).split())
 
 
 def test_states_that_json_lacks_are_written_as_strict_json(shelf: Path) -> None:

@@ -145,7 +145,7 @@ class LivePolicy:
                 messages = [item if isinstance(item, Message) else read_messages([item])[0] for item in items]
             except RequestError as problem:
                 raise ConfigError(f"policy.sample: {problem}") from None
-            ids = list(await renderer.astart(pair_results(messages, strict=False), tools))
+            ids = await renderer.astart(pair_results(messages, strict=False), tools)
         call, used = self._numbers.take("call"), policy.temperature if temperature is None else temperature
         base = self._session.config.seed if seed is None else seed
 

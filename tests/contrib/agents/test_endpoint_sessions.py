@@ -24,8 +24,7 @@ RENDERER = make_renderer(build_tokenizer(CONTROL_TOKENS, CHATML_TEMPLATE))
 
 
 class Held(Still):
-    """Answers each request when it is told to, in any order; `given` and `gave` are what went in and out, `at_once` the keys
-    of the requests under way, whenever one came."""
+    """Answers requests in any order. `given`, `gave`: what went in and out; `at_once`: keys under way, whenever one came."""
 
     def __init__(self):
         self.waiting, self.given, self.gave, self.keys, self.at_once = {}, {}, {}, {}, []

@@ -245,7 +245,7 @@ async def idles(episode: Episode) -> None:
 async def thinks_between(episode: Episode) -> None:
     for number in range(4):
         await asks(episode, [user(f"part {number}")])
-        await asyncio.sleep(0.12)
+        await asyncio.sleep(0.25)
 
 
 async def asks_too_much(episode: Episode) -> None:
@@ -271,7 +271,7 @@ async def leaves(episode: Episode) -> None:
     (raises(GeneratorExit("gone")), {}, StopReason.AGENT_ERROR, None, "the agent failed (GeneratorExit: gone)"),
     (idles, {"idle_timeout": 0.2}, StopReason.AGENT_ERROR, None, "no request, tool call or end for 0.2 s"),
     (idles, {"idle_timeout": 0.2, "blame": "policy"}, StopReason.AGENT_ERROR, None, "no request, tool call or end for 0.2 s"),
-    (thinks_between, {"idle_timeout": 0.3}, StopReason.DONE, 1.0, None),
+    (thinks_between, {"idle_timeout": 0.7}, StopReason.DONE, 1.0, None),
     (never_asks, {}, StopReason.AGENT_ERROR, None, "without a turn of the policy; does it use OPENAI_BASE_URL?; its output: 3"),
     (fails_first, {"blame": "policy"}, StopReason.AGENT_ERROR, None, NO_FILE),
     (asks_too_much, {"blame": "policy"}, StopReason.AGENT_ERROR, None, "before the policy's first turn; a prompt of "),

@@ -13,6 +13,7 @@ import torch
 from PIL import Image as Pictures
 from safetensors.torch import load_file
 
+import agentrl
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.config.schema import RewardConfig
@@ -117,13 +118,19 @@ async def test_an_episode_that_looks_has_the_image_in_its_ledger_and_in_the_next
     whole, answer = len(ledger), one.turns[-1].sampled_tokens
     cut = await played(Says(LOOK, Message("assistant", "red")), Stop(), most=whole - answer)
     assert cut.stop is StopReason.MAX_TOKENS and len(cut.turns) == 1
-    # So has one whose opening shows an image, but for a prompt that is cut, and its image with it.
+    # An opening message shows its image, too, unless the prompt is cut.
     shown = [Message("system", "look"), Message("user", BLUE.line, images=(BLUE,))]
     monkeypatch.setattr(EnvRef("color_square", {}).entry.load(), "prompt", lambda env, task: list(shown))
     for most, images in ((2000, (BLUE,)), (20, ())):
         engine = Says(Message("assistant", "red"))
         [ledger] = (await played(engine, Stop(), most)).ledgers
         assert ledger.images == images and [images_in(prompt) for prompt in engine.prompts] == ([images] if images else [])
+
+
+def test_a_prompt_of_the_step_wise_loop_keeps_its_images(tmp_path: Path) -> None:
+    with agentrl.session(config(f"out={tmp_path}", "cluster.backend=inline")) as loop:
+        [draw] = loop.policy.sample([Message("user", BLUE.line, images=(BLUE,))], max_tokens=1)
+    assert images_in(draw.prompt_ids) == (BLUE,)
 
 
 async def test_a_rewritten_conversation_has_the_images_that_are_left() -> None:
