@@ -21,11 +21,11 @@ from tests.conftest import PROOFS, proof
 from tests.engines.contract import UNUSED, EngineContract, off, prompt_of, until
 from tests.engines.engine_models import CHAT_REWARD, Chat, changed, ledger_error, parameters
 from tests.engines.text_contract import TextContract
-from tests.engines.vllm_parts import CONTEXT, homes, pids, running_vllm, skip_without_vllm
+from tests.engines.vllm_parts import CONTEXT, SLOW_START, homes, pids, running_vllm, skip_without_vllm
 from tests.players import collector_of
 from tests.publishing import exchange, publish
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [SLOW_START, pytest.mark.asyncio(loop_scope="module")]
 
 skip_without_vllm()
 

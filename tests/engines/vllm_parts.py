@@ -12,6 +12,7 @@ from agentrl.config.schema import VllmConfig
 from agentrl.engines.vllm.vllm_engine import VllmEngine
 
 CONTEXT = 2048
+SLOW_START = pytest.mark.timeout(900)  # over 300 s on two busy cores; `vllm.startup_timeout`, 600 s, names its stage
 
 
 def skip_without_vllm() -> None:
@@ -24,7 +25,6 @@ def skip_without_vllm() -> None:
 
 
 def pids(engine: VllmEngine) -> list[int]:
-    """The processes of the replicas."""
     return [replica.pid for replica in engine._replicas.every]
 
 

@@ -22,11 +22,11 @@ from agentrl.trainer.publish import Publisher
 from agentrl.utils.errors import ConfigError, EngineError
 from tests import moe
 from tests.conftest import proof
-from tests.engines.vllm_parts import skip_without_vllm
+from tests.engines.vllm_parts import SLOW_START, skip_without_vllm
 from tests.trainer.train_batches import toy_optim
 from tests.weights.publish_parts import Counting, gap, ledger_of, trained
 
-pytestmark = proof
+pytestmark = [SLOW_START, proof]
 
 skip_without_vllm()
 

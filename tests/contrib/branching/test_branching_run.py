@@ -16,7 +16,7 @@ from agentrl.data.trajectory import Trajectory
 from agentrl.run.reader import token_columns
 from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, updates
-from tests.engines.vllm_parts import skip_without_vllm
+from tests.engines.vllm_parts import SLOW_START, skip_without_vllm
 
 TESTS = Path(__file__).parents[2]
 TURNS = "{at='depth', roots=2, turns=[1, 2]}"
@@ -66,7 +66,7 @@ def test_each_sampled_token_is_trained_once_with_the_advantage_of_what_followed(
 
 
 @proof
-@pytest.mark.timeout(300)
+@SLOW_START
 def test_vllm_samples_what_follows_a_branching_as_well(out: Path) -> None:
     """Its cache of prefixes has what the parent sampled; the trainer's own numbers for all of it are the engine's."""
     skip_without_vllm()

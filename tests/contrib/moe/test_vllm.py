@@ -13,10 +13,10 @@ from agentrl.rollout.engine import Generation, Sampling
 from tests import moe
 from tests.conftest import proof
 from tests.contrib.moe.test_embedded import chosen, prompt_of, right
-from tests.engines.vllm_parts import skip_without_vllm
+from tests.engines.vllm_parts import SLOW_START, skip_without_vllm
 from tests.publishing import publish
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio, proof]
+pytestmark = [SLOW_START, pytest.mark.slow, pytest.mark.asyncio, proof]
 
 skip_without_vllm()
 

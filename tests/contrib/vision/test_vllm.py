@@ -23,11 +23,11 @@ from agentrl.trainer.pretrained import init_model
 from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError
 from tests.conftest import proof
 from tests.contrib.vision.test_model import BLUE, RED, WIDE, alone, deep, reference
-from tests.engines.vllm_parts import skip_without_vllm
+from tests.engines.vllm_parts import SLOW_START, skip_without_vllm
 from tests.publishing import publish
 
 __all__ = ["deep", "reference"]  # fixtures
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), proof]
+pytestmark = [SLOW_START, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), proof]
 
 skip_without_vllm()
 
