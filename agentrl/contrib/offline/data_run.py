@@ -207,9 +207,12 @@ class DataRunKind:
         if not prepared:
             sources(self.data.path)
         renderer_of(view.model, tokenizer_of(view.model))
+        notes, steps = list[str](), self.config.steps
         if self.config.sft is not None:
-            return ["[sft] says how a teacher's transcripts are trained on, and is not read: [data] is trained with [optim]"]
-        return []
+            notes.append("[sft] says how a teacher's transcripts are trained on, and is not read: [data] is trained with [optim]")
+        if steps != TrainConfig.model_fields["steps"].default:
+            notes.append(f"steps = {steps} is not read: data.epochs = {self.data.epochs} sets the length of a run on data")
+        return notes
 
     def prepare(self, folder: Path, display: Display) -> About:
         """Read the config's data into a store in `folder` and print a summary. Raises ConfigError for unusable data."""

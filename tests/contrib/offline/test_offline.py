@@ -432,7 +432,8 @@ def test_a_key_of_data_that_nothing_reads_is_refused(word: str, loss: str, other
 def test_data_is_trained_on_by_the_cluster_of_a_run_with_other_roles() -> None:
     roles = {"actor": "train", "critic": "judge", "rollout": "judge"}
     words = ["cluster.backend=ray", "cluster.pools={train={},judge={}}", f"cluster.roles={inline(roles)}", "stop_at_success=0.9"]
-    kind = DataRunKind(config('data.path=["x"]', *words))
+    kind = DataRunKind(config('data.path=["x"]', *words, "steps=7"))
+    assert "steps = 7 is not read: data.epochs = 1 sets the length of a run on data" in kind.check(prepared=True)
     check_learner(view := kind.relevant_sections())
     check_placement(RunStart(view))
     assert (list(view.cluster.pools), view.cluster.roles) == (["train"], {"actor": "train"})
