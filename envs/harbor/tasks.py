@@ -42,6 +42,7 @@ class Environment(Lenient):
     gpus: int = 0
     os: str = "linux"
     network_mode: str = "public"
+    allowed_hosts: list[Any] = Field(default_factory=list)
     env: dict[str, str] = Field(default_factory=dict)
     mcp_servers: list[Any] = Field(default_factory=list)
     healthcheck: dict[str, Any] | None = None
@@ -59,12 +60,19 @@ class Environment(Lenient):
         return given
 
 
-class Verifier(Lenient):
+class Phase(Lenient):
+    """A part of an episode, which may have a network of its own."""
+
+    user: str | int | None = None
+    network_mode: str | None = None
+    allowed_hosts: list[Any] = Field(default_factory=list)
+
+
+class Verifier(Phase):
     """`[verifier]`: how the tests run."""
 
     timeout_sec: float = 600.0
     env: dict[str, str] = Field(default_factory=dict)
-    user: str | int | None = None
     environment_mode: str = "shared"
 
 
@@ -72,10 +80,6 @@ class Solution(Lenient):
     """`[solution]`: the variables that solve.sh runs with."""
 
     env: dict[str, str] = Field(default_factory=dict)
-
-
-class Agent(Lenient):
-    user: str | int | None = None
 
 
 class Own(Lenient):
@@ -97,7 +101,7 @@ class Settings(Lenient):
     metadata: Metadata = Field(default_factory=Metadata)
     environment: Environment = Field(default_factory=Environment)
     verifier: Verifier = Field(default_factory=Verifier)
-    agent: Agent = Field(default_factory=Agent)
+    agent: Phase = Field(default_factory=Phase)
     solution: Solution = Field(default_factory=Solution)
     steps: list[Any] = Field(default_factory=list)
 
@@ -132,9 +136,10 @@ class HarborTask:
 
     def solved(self, images: bool) -> str | None:
         """A command that runs solution/solve.sh, as Harbor's own solver does with the folder at /solution; None if there is none,
-        if it is too large for a command, or if it is not alone and the sandbox has no folders of its own at the root."""
+        if it lacks a variable of this process, if it is too large for a command, or if it is not alone and the sandbox has no
+        folders of its own at the root."""
         script = self.solution.get("solve.sh")
-        if script is None or not (images or len(self.solution) == 1):
+        if script is None or not (images or len(self.solution) == 1) or unset(self.settings.solution.env):
             return None
         if len(self.solution) == 1 and not self.settings.solution.env:
             return script.decode("utf-8", "replace")
@@ -157,7 +162,7 @@ class HarborTask:
             raise ConfigError(reason)
         own = self.settings.environment
         memory = None if own.memory_mb is None else own.memory_mb << 20
-        common = SandboxSpec(network=NETWORKS[own.network_mode], memory=memory, env=own.env, workdir=self.workdir)
+        common = SandboxSpec(network=NETWORKS[own.network_mode], memory=memory, env=resolved(own.env), workdir=self.workdir)
         if not images:
             files = contents(self.folder / "environment")
             disk = None if own.storage_mb is None else own.storage_mb << 20
@@ -169,20 +174,27 @@ class HarborTask:
     def unfit(self, images: bool) -> str | None:
         """Why the task cannot run here, or None."""
         own, verifier = self.settings.environment, self.settings.verifier
-        users = [user for user in (self.settings.agent.user, verifier.user) if user not in (None, "root", 0)]
-        missing = sorted(set(_variables(verifier.env.values())) - set(os.environ))
+        phases = (self.settings.agent, verifier)
+        users = [phase.user for phase in phases if phase.user not in (None, "root", 0)]
+        missing = sorted({*unset(own.env), *unset(verifier.env)})
         reasons = {
             "it has several steps ([[steps]]), which this environment does not play": bool(self.settings.steps),
             "it needs several containers (environment/docker-compose.yaml)": any(self.folder.glob("environment/*compose.y*ml")),
             f"it needs {own.gpus} GPUs": own.gpus > 0,
             f"it is for {own.os}": own.os != "linux",
             f"its network_mode is {own.network_mode!r}; known: {', '.join(NETWORKS)}": own.network_mode not in NETWORKS,
+            "it reaches a list of hosts (allowed_hosts), to which no network here is limited": any(
+                part.allowed_hosts for part in (own, *phases)
+            ),
+            "its agent or its tests have another network than its environment, which is one for both here": any(
+                phase.network_mode not in (None, own.network_mode) for phase in phases
+            ),
             "it has MCP servers": bool(own.mcp_servers),
             "it has a healthcheck, for which nothing waits here": own.healthcheck is not None,
             f"it runs as user {users[0] if users else ''!r}; commands here run as the image's": bool(users),
             "its tests run in an environment of their own": verifier.environment_mode != "shared",
             "it has no tests/test.sh": not (self.folder / "tests" / "test.sh").is_file(),
-            f"its tests need the environment variable {', '.join(missing)}": bool(missing),
+            f"it needs the environment variable {', '.join(missing)}": bool(missing),
             "it needs an image (environment/Dockerfile or docker_image), which this sandbox provider does not run; "
             'use provider = "docker" or "podman"': not images and not self.settings.metadata.agentrl.files_only,
         }
@@ -228,8 +240,18 @@ def without_canary(text: str) -> str:
 
 
 def resolved(env: Mapping[str, str]) -> dict[str, str]:
-    """Values of the form ${NAME} are those of this process's variables."""
-    return {name: os.environ[found[0]] if (found := _variables([value])) else value for name, value in env.items()}
+    """Values of the form ${NAME} or ${NAME:-default} are those of this process's variables (see `unset`)."""
+    found = {name: (value, _VARIABLE.fullmatch(value)) for name, value in env.items()}
+    return {name: os.environ.get(of[1], of[2]) if of else value for name, (value, of) in found.items()}
+
+
+def unset(env: Mapping[str, str]) -> list[str]:
+    """The variables of this process that the values need, and that are not set."""
+    found = map(_VARIABLE.fullmatch, env.values())
+    return [of[1] for of in found if of and of[2] is None and of[1] not in os.environ]
+
+
+_VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -247,10 +269,6 @@ def mebibytes(text: Any) -> int:
     if found is None:
         raise ValueError(f"a size like '2G' was expected, not {text!r}")
     return int(float(found[1]) * {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1 << 20}[found[2].upper()])
-
-
-def _variables(values: Any) -> list[str]:
-    return [found[1] for value in values if (found := re.fullmatch(r"\$\{(\w+)\}", value))]
 
 
 def _task_folders(root: Path, depth: int = 0) -> Iterator[Path]:

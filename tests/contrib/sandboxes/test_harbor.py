@@ -169,8 +169,7 @@ def test_a_solution_of_several_files_is_gold_if_the_sandbox_has_a_root_of_its_ow
     (task,) = tasks.read_tasks(tmp_path)
     assert task.solved(images=False) is None
     command = task.solved(images=True)
-    root = tmp_path / "root"
-    done = subprocess.run(["sh", "-c", str(command).replace("/solution", f"'{root}'")], capture_output=True, text=True)
+    done = subprocess.run(["sh", "-c", str(command).replace("/solution", f"'{tmp_path}/root'")], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("it is done\n", "")
 
 
@@ -180,10 +179,8 @@ def test_a_solution_of_several_files_is_gold_if_the_sandbox_has_a_root_of_its_ow
 def test_a_policy_neither_sees_tests_nor_leaves_a_verdict(tmp_path: Path, provider: str) -> None:
     """Files, links and late writers; programs, and /proc beyond its processes, are not looked through."""
     secret = "expected-4711"
-    root = task_folder(
-        tmp_path, "a", test=f'[ "$(cat answer 2>/dev/null)" = {secret} ] && echo 1 > "$LOGS_DIR/reward.txt"; sleep 0.2'
-    )
-    env = make_env("harbor", tasks=str(root), sandbox={"provider": provider}, command_s=10)
+    test = f'[ "$(cat answer 2>/dev/null)" = {secret} ] && echo 1 > "$LOGS_DIR/reward.txt"; sleep 0.2'
+    env = make_env("harbor", tasks=str(task_folder(tmp_path, "a", test=test)), sandbox={"provider": provider}, command_s=10)
     rest = " ".join(f"--exclude-dir={name}" for name in ("usr", "opt", "proc", "python3*"))
     tries = [
         f"cat ../tests/* /tests/* 2>&1; ls ..; grep -rs {rest} expected-47 .. / | head; echo looked",
@@ -236,10 +233,9 @@ def test_a_script_that_the_tests_run_does_not_write_their_verdict(cheat: str, pr
     ("exit 1", 0.0, "the tests left no verdict"),
     ('echo 1 > "$LOGS_DIR/reward.txt.part"; sleep 60', 0.0, "the tests were ended (wall"),
     ('echo 1 > "$LOGS_DIR/reward.txt"; sleep 60', 0.0, "the tests were ended (wall"),
-    *(
-        (f'echo 1 > "$LOGS_DIR/reward.txt"; {end}', 0.0, "the tests were ended")
-        for end in ("kill -9 $$", "kill -TERM $$", "sh -c 'kill -9 $PPID'")
-    ),
+    ('echo 1 > "$LOGS_DIR/reward.txt"; kill -9 $$', 0.0, "the tests were ended"),
+    ('echo 1 > "$LOGS_DIR/reward.txt"; kill -TERM $$', 0.0, "the tests were ended"),
+    ('echo 1 > "$LOGS_DIR/reward.txt"; sh -c \'kill -9 $PPID\'', 0.0, "the tests were ended"),
 ])  # fmt: skip
 def test_how_a_verdict_is_read(tmp_path: Path, test: str, reward: float, reason: str | None) -> None:
     seconds = 0.5 if "sleep" in test else 20.0  # a busy machine takes its time
@@ -263,12 +259,10 @@ def test_a_policy_that_breaks_its_working_folder_has_failed(tmp_path: Path, prov
     broken = ("chmod" in breaks) == (provider == "bubblewrap")
     assert play(env, ["Done."]) == (0.0 if broken else 1.0, True)
     if broken:
-        assert (
-            "kept" not in said and verdict(env)["reason"] == "the tests left no verdict" and verdict(env)["tests"]["code"] == 127
-        )
+        assert verdict(env)["reason"] == "the tests left no verdict" and verdict(env)["tests"]["code"] == 127
+        assert "kept" not in said
     else:
-        left = "" if breaks.startswith("rm") else "kept\n"
-        left += "nothing\n" if "ln" in breaks else ""
+        left = "nothing\n" if "ln" in breaks else "" if breaks.startswith("rm") else "kept\n"
         assert verdict(env)["tests"] == {"code": 0, "end": "ok", "output": left}
         assert ("Read-only file system" in said) == (provider == "bubblewrap")
 
@@ -328,11 +322,10 @@ IMAGE = 'schema_version = "1.1"\n[environment]\n'
         (IMAGE + 'network_mode = "allowlist"\n', {}, "network_mode is 'allowlist'"),
         ("[verifier]\nuser = 'judge'\n", {}, "runs as user 'judge'"),
         ("[verifier]\nenvironment_mode = 'separate'\n", {}, "an environment of their own"),
-        (
-            "[verifier]\nenv = { KEY = '${NO_SUCH_VARIABLE_HERE}' }\n",
-            {},
-            "tests need the environment variable NO_SUCH_VARIABLE_HERE",
-        ),
+        (IMAGE + "allowed_hosts = ['pypi.org']\n", {}, "a list of hosts (allowed_hosts)"),
+        ("[agent]\nnetwork_mode = 'no-network'\n", {}, "another network than its environment"),
+        (IMAGE + "env = { KEY = '${NO_SUCH_NAME}' }\n", {}, "needs the environment variable NO_SUCH_NAME"),
+        ("[verifier]\nenv = { A = '${NO_SUCH_NAME}', B = '${B:-b}' }\n", {}, "needs the environment variable NO_SUCH_NAME"),
     ],
 )
 def test_what_cannot_run_is_refused_with_its_name_and_reason(
@@ -347,6 +340,18 @@ def test_what_cannot_run_is_refused_with_its_name_and_reason(
     assert list(env.unwrapped.pool) == ["fine"]  # type: ignore[attr-defined]
 
 
+def test_variables_are_those_of_this_process_or_their_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORD_OF_TASK", "own")
+    given = "A = '${WORD_OF_TASK}', B = '${WORD_OF_TASK:-other}', C = '${NO_SUCH_NAME:-a:-b}', D = '${NO_SUCH_NAME:-}', E = '$A'"
+    settings = "".join(f"[{part}]\nenv = {{ {given} }}\n" for part in ("environment", "verifier"))
+    lacking = "[solution]\nenv = { X = '${NO_SUCH_NAME}' }\n[metadata.agentrl]\nfiles_only = true\n"
+    files, shown = {"solution__solve.sh": "echo"}, 'echo "$A/$B/$C/$D/$E"'
+    task_folder(tmp_path, "t", settings + lacking, f"{shown}; echo 1 > $LOGS_DIR/reward.txt", **files)
+    env = make_env("harbor", tasks=str(tmp_path), sandbox={"provider": "local"})
+    assert played(env, *shell(shown), "Done.") == (1.0, True) and tasks.read_tasks(tmp_path)[0].solved(images=True) is None
+    assert verdict(env)["tests"]["output"] == env.trajectory.turns[0].results[0].content + "\n" == "own/own/a:-b//$A\n"
+
+
 def test_task_folders_are_read_as_harbor_writes_them(tmp_path: Path) -> None:
     older = 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\ncpus = 2\nallow_internet = false\nnew_key = 1\n'
     task_folder(tmp_path / "set", "old", older, environment__Dockerfile="FROM a\nWORKDIR /one\nRUN x\nworkdir /work\n")
@@ -356,14 +361,8 @@ def test_task_folders_are_read_as_harbor_writes_them(tmp_path: Path) -> None:
     task_folder(tmp_path / "set", "marked", instruction=canary, solution__solve__sh="x")
     old, image, marked = (next(t for t in tasks.read_tasks(tmp_path) if t.name == name) for name in ("old", "image", "marked"))
     spec = old.spec(images=True)
-    assert (spec.memory, spec.cpus, spec.network, spec.workdir, spec.build) == (
-        2 << 30,
-        2.0,
-        "none",
-        "/work",
-        old.folder / "environment",
-    )
-    assert old.settings.environment.storage_mb == 512
+    assert (spec.memory, spec.cpus, spec.network, spec.workdir) == (2 << 30, 2.0, "none", "/work")
+    assert (spec.build, old.settings.environment.storage_mb) == (old.folder / "environment", 512)
     assert (image.spec(True).image, image.spec(True).network, dict(image.spec(True).files)) == ("i:1", "all", {"a": b"b"})
     assert marked.instruction == "The canary is yellow.\n" and marked.spec(False).network == "all"
     (old.folder / "task.toml").write_text("[environment]\nmemory = 'much'\n")
