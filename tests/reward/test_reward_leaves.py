@@ -321,7 +321,9 @@ def test_number_close(args, said, truth):
     assert value("number.close", {"expect": 17, **args}, episode(said)) == truth
 
 
-@pytest.mark.parametrize(("gold", "right", "wrong"), [(3.0, "3", "3.5"), (np.float64(3), "3", "4"), ([2.5, -4.0], "-4", "4")])
+@pytest.mark.parametrize(("gold", "right", "wrong"), [
+    (3.0, "3", "3.5"), (np.float64(3), "3", "4"), ([2.5, -4.0], "-4", "4"), (2e-5, "0.00002", "2"), (1e16, f"1{'0' * 16}", "1"),
+])  # fmt: skip
 def test_a_gold_number_of_a_table_or_of_numpy_is_that_number(gold, right, wrong):
     for kind in ("text.equals", *(["number.close"] if gold == 3 else [])):
         for said, truth in ((right, 1), (wrong, 0)):

@@ -44,10 +44,10 @@ def wanted_texts(value: Json) -> list[str]:
     """Convert a string or number, or a list of them, to strings. Raises UnscorableError for another shape."""
     items = value if isinstance(value, (list, tuple)) else [value]
     # Booleans are refused, since they would be searched for as Python's "True" and "False".
-    if not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in items):
+    if not all(isinstance(item, str) or as_number(item) is not None for item in items):
         raise UnscorableError(f"expected text must be a string or a list of strings, not {brief(value, 80)!r}")
-    # 3.0 becomes "3": tables with missing values store integers as floats.
-    return [str(int(item) if isinstance(item, float) and item.is_integer() and abs(item) < 1e16 else item) for item in items]
+    # 3.0 becomes "3" (tables with missing values store integers as floats), and 1e-05 "0.00001".
+    return [item if isinstance(item, str) else shown(as_number(item) or Fraction(0)) for item in items]
 
 
 @LEAVES.register("text.contains")
