@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentrl.contrib.toolkit.turns import TurnReader, grammar_of, reader_of
@@ -16,6 +16,7 @@ from agentrl.data.trajectory import Json, Message, Turn
 from agentrl.engines.chat_format import RequestError, number_calls
 from agentrl.render.base import Renderer
 from agentrl.render.syntaxes import SYNTAXES
+from agentrl.reward.values import equality_key
 from agentrl.rollout.engine import Engine, Generation, OnTokens, Sampling, Usage, derive
 from agentrl.utils.errors import AgentrlError, EngineError, PromptTooLongError, RenderError, fault_text
 from agentrl.utils.event_loop import OwnedTasks, cancel_all
@@ -73,12 +74,12 @@ def in_order(messages: Sequence[Message]) -> list[Message]:
     return list(pair_results(messages, strict=False))
 
 
-def identity(message: Message) -> str:
+def identity(message: Message) -> Hashable:
     """Return a key that is equal for equal messages of a history, however a client sends them back. It ignores reasoning, which
-    clients drop, and white space around an assistant's text, which some strip."""
-    calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
+    clients drop, white space around an assistant's text, which some strip, and the difference of 1.0 and 1."""
+    calls = tuple((call.id, call.name, equality_key(call.arguments)) for call in message.tool_calls)
     content = message.content.strip() if message.role == "assistant" else message.content
-    return json.dumps([message.role, content, calls, message.tool_call_id], sort_keys=True)
+    return message.role, content, calls, message.tool_call_id
 
 
 def cut(message: Message, texts: Sequence[str]) -> tuple[Message, str | None]:
@@ -122,7 +123,7 @@ class Branch:
     tools: str
     begun: int
     ledger: TokenLedger = field(default_factory=TokenLedger)
-    shown: list[str] = field(default_factory=list)
+    shown: list[Hashable] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     finish: str = ""
     last: int | None = None

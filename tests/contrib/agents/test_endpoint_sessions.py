@@ -177,6 +177,25 @@ async def test_what_the_policy_said_next_to_a_call_is_no_refusal_when_an_agent_s
         await session.begin(Ask([*said, own, replace(result, tool_call_id="own")], TOOLS))
 
 
+async def test_a_client_that_writes_numbers_anew_goes_on_in_the_same_ledger():
+    """JavaScript sends 1.0 back as 1: the turn was rendered anew, in a second ledger. A call of another value is another call."""
+    session = AgentSession("s", ServedPolicy(Pricing(), RENDERER, Sampling(max_tokens=64)))
+    said = [Message("user", "q")]
+    (answer,) = await session.begin(Ask(said, TOOLS))
+    (call,) = answer.message.tool_calls
+    assert call.arguments == {"key": [1.0, {"price": 2e3}]}
+    for key, ledgers in (([1, {"price": 2000}], 1), ([True, {"price": 2000}], 2)):
+        back = replace(answer.message, tool_calls=(replace(call, arguments={"key": key}),))
+        await session.begin(Ask([*said, back, Message("tool", "7", tool_call_id=call.id, name="get")], TOOLS))
+        assert len(session.ledgers) == ledgers
+
+
+class Pricing(Still):
+    async def generate(self, token_ids, sampling, request_key):
+        ids = RENDERER.assistant(Message("assistant", "", (ToolCall("get", {"key": [1.0, {"price": 2e3}]}),)))
+        return Generation(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
+
+
 def test_a_fault_of_the_endpoint_itself_is_in_the_log(caplog):
     assert refusal_of(KeyError("x")).status == 500
     assert [record.exc_info[0] for record in caplog.records] == [KeyError]
