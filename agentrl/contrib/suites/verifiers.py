@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import replace
@@ -12,14 +12,16 @@ from functools import cache, partial, wraps
 from inspect import isawaitable
 from typing import Any
 
+from agentrl.contrib.toolkit.taskdata import held_out_families
 from agentrl.data.images import Image, split_at_images
 from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Turn
 from agentrl.env.authoring import SPLITS
 from agentrl.env.base import ScorerLike, ToolEnv
 from agentrl.env.spaces import Observation
+from agentrl.env.toolbox import Toolbox
 from agentrl.env.tools import Tool
+from agentrl.render.tool_calls import call_from_json, malformed_call, whole_json
 from agentrl.utils.errors import EnvError, TaskDataError, need_package
-from agentrl.utils.parsing import read_json
 from agentrl.utils.threads import setting
 
 _NEEDS = ("verifiers", "verifiers needs its package: pip install 'agentrl[verifiers]'")
@@ -76,14 +78,12 @@ def _part(part: dict[str, Any]) -> str | Image:
 
 def _call(row: dict[str, Any]) -> ToolCall:
     row = {**row, **(row.get("function") or {})}  # rows may be in OpenAI's layout
+    name, number = row["name"], row.get("id") or row["name"]
     raw = row["arguments"] if isinstance(row["arguments"], str) else json.dumps(row["arguments"])
     try:
-        arguments = read_json(raw, once=True)
+        return call_from_json({"name": name, "arguments": whole_json(raw)}, number, raw)
     except ValueError as problem:
-        return ToolCall(row["name"], None, row["id"], raw, f"not valid JSON: {problem}")
-    if not isinstance(arguments, dict):
-        return ToolCall(row["name"], None, row["id"], raw, "the arguments are not a JSON object")
-    return ToolCall(row["name"], arguments, row["id"], raw)
+        return malformed_call(number, raw, f"not valid JSON: {problem}", name)
 
 
 # -- ours as theirs --------------------------------------------------------------------------------
@@ -150,9 +150,8 @@ def to_verifiers(
     with ThreadPoolExecutor(max_workers=1) as pool:
         train, held_out = pool.map(partial(_rows, build, tasks), SPLITS)
     return Exported(
-        dataset=train, eval_dataset=held_out, rubric=vf.Rubric(funcs=[reward]), tool_defs=tools,
-        max_turns=max_turns, **options,
-    )  # fmt: skip
+        dataset=train, eval_dataset=held_out, rubric=vf.Rubric(funcs=[reward]), tool_defs=tools, max_turns=max_turns, **options
+    )
 
 
 # -- theirs as ours --------------------------------------------------------------------------------
@@ -176,12 +175,32 @@ class VerifiersEnv(ToolEnv):
         _record_faults(self.theirs.rubric)
         self.theirs_state: Any = None
         self.result: dict[str, Json] = {}
-        for item in self.theirs.tool_defs or ():
-            self.toolbox.add(Tool.from_schema(item.name, item.description, dict(item.parameters), _refuse_call))
+        self._offer(self.theirs.tool_defs or ())
+
+    def _offer(self, tools: Iterable[Any]) -> None:
+        """Offer these tools of theirs and no others of theirs, before those of the run."""
+        made = Toolbox(Tool.from_schema(one.name, one.description, dict(one.parameters), _refuse_call) for one in tools)
+        self.toolbox.table = {name: one for name, one in self.toolbox.table.items() if one.function is not _refuse_call}
+        self.toolbox.offer(made.table)
+
+    def _dataset(self, split: str) -> tuple[Any, Sequence[int]]:
+        """Return a dataset and the places of the split's rows in it. Without an eval dataset, for which theirs would be the one
+        for training, the rows are divided by a hash of the prompt."""
+        held_out = self.theirs.build_eval_dataset()
+        rows = self.theirs.get_dataset() if split == "train" or held_out is None else held_out
+        if held_out is not None:
+            return rows, range(len(rows))
+        if not hasattr(self.theirs, "agentrl_held"):  # once for all episodes
+            prompts = [json.dumps(row["prompt"], default=str) for row in rows]
+            chosen = held_out_families(prompts)
+            self.theirs.agentrl_held = [prompt in chosen for prompt in prompts]
+        return rows, [place for place, held in enumerate(self.theirs.agentrl_held) if held == (split != "train")]
 
     def make_task(self, rng_seed: int, split: str) -> Task:
-        rows = self.theirs.get_dataset() if split == "train" else self.theirs.get_eval_dataset()
-        draw = rng_seed % len(rows)
+        rows, places = self._dataset(split)
+        if not places:
+            raise TaskDataError(f"verifiers: no tasks of split {split!r}. Give its environment more rows, or an eval dataset")
+        draw = places[rng_seed % len(places)]
         row = json.loads(json.dumps(rows[draw], default=str))
         gold = {"answer": row.get("answer", "")}
         try:
@@ -193,7 +212,7 @@ class VerifiersEnv(ToolEnv):
         return Task(f"verifiers/{split}/{draw}", rng_seed, split, {"row": row}, gold)
 
     def task_count(self, split: str) -> int | None:
-        return len(self.theirs.get_dataset() if split == "train" else self.theirs.get_eval_dataset())
+        return len(self._dataset(split)[1])
 
     def prompt(self, task: Task) -> list[Message]:
         return [_to_ours(message) for message in task.data["row"]["prompt"]]
@@ -203,6 +222,7 @@ class VerifiersEnv(ToolEnv):
         row = {"example_id": 0, **task.data["row"]}
         state = await self.theirs.init_state(row, client=no_client(), model="")
         self.theirs_state = await self.theirs.setup_state(state) or state
+        self._offer(self.theirs_state["tool_defs"])  # a row may have tools of its own
 
     def state(self) -> Json:
         return dict(self.result)

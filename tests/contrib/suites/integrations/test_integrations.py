@@ -23,6 +23,7 @@ import websockets.asyncio.server
 
 from agentrl.contrib.remote_envs.openenv import OpenEnv, _calls
 from agentrl.contrib.suites.verifiers import VerifiersEnv, _to_theirs, to_verifiers
+from agentrl.contrib.toolkit.chat_forms import NO_PARAMETERS
 from agentrl.data.images import Image
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env import Tool, Toolbox
@@ -79,16 +80,57 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         OpenEnv(url="http://x")
 
 
-def test_the_rows_of_a_verifiers_environment_are_its_tasks_each_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the package: only the two datasets are read."""
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the package verifiers."""
     monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
     monkeypatch.setattr("agentrl.utils.errors.find_spec", lambda name: object())
+    monkeypatch.setattr("agentrl.contrib.suites.verifiers.no_client", object)
+
+
+def their_env(rows: Any, held_out: Any = (), tools: Any = None, **more: Any) -> Any:
+    rubric = SimpleNamespace(funcs=[], weights=[])
+    return SimpleNamespace(get_dataset=lambda: rows, build_eval_dataset=lambda: held_out, tool_defs=tools, rubric=rubric, **more)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_without_an_eval_dataset_the_rows_of_a_verifiers_environment_are_divided() -> None:
+    """Theirs takes the rows for training then, and so did the held-out tasks."""
+    rows = [{"prompt": [{"role": "user", "content": str(n // 2)}], "answer": ""} for n in range(80)]  # each prompt twice
+    env = VerifiersEnv(environment=their_env(rows, None))
+    asked = {
+        split: [env.prompt(env.make_task(seed, split))[0].content for seed in range(env.task_count(split) or 0)]
+        for split in ("train", "heldout")
+    }
+    assert set(asked["train"]).isdisjoint(asked["heldout"]) and len(asked["train"]) + len(asked["heldout"]) == 80
+    assert len(asked["heldout"]) >= 10 and env.make_task(0, "heldout").id == f"verifiers/heldout/{2 * int(asked['heldout'][0])}"
+    with pytest.raises(TaskDataError, match="no tasks of split 'heldout'"):
+        VerifiersEnv(environment=their_env(rows[:2], None)).make_task(0, "heldout")
+
+
+@pytest.mark.usefixtures("stand_in")
+async def test_a_row_of_a_verifiers_environment_may_have_tools_of_its_own() -> None:
+    tools = [SimpleNamespace(name=name, description="", parameters=dict(NO_PARAMETERS)) for name in ("add", "double", "half")]
+
+    async def begin(row: Any, **more: Any) -> Any:
+        return {"tool_defs": tools[1:] if row["answer"] == "2" else tools[:1]}
+
+    async def same(state: Any) -> None:
+        return None
+
+    rows = [{"prompt": [{"role": "user", "content": "double it"}], "answer": answer} for answer in ("2", "1")]
+    env = VerifiersEnv(environment=their_env(rows, tools=tools[:1], init_state=begin, setup_state=same))
+    for seed, names in ((0, ["double", "half"]), (1, ["add"]), (0, ["double", "half"])):
+        await env.areset(seed=seed)
+        assert [tool["function"]["name"] for tool in env.trajectory.tools] == names == list(env.toolbox.names)
+    await env.aclose()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_rows_of_a_verifiers_environment_are_its_tasks_each_once_an_epoch() -> None:
     train, held_out = ([{"prompt": [{"role": "user", "content": f"{kind} {n}"}], "answer": str(n)} for n in range(size)]
                        for kind, size in (("train", 5), ("eval", 3)))  # fmt: skip
-    theirs = SimpleNamespace(
-        get_dataset=lambda: train, get_eval_dataset=lambda: held_out, tool_defs=None, rubric=SimpleNamespace(funcs=[], weights=[])
-    )
-    env = VerifiersEnv(environment=theirs)
+    env = VerifiersEnv(environment=their_env(train, held_out))
     assert (env.task_count("train"), env.task_count("heldout")) == (5, 3)
     for split, rows, kind in (("train", train, "train"), ("heldout", held_out, "eval")):
         tasks = [env.make_task(seed, split) for seed in range(2 * len(rows))]
@@ -102,9 +144,8 @@ def test_the_rows_of_a_verifiers_environment_are_its_tasks_each_once_an_epoch(mo
     assert all(sorted(seeds) == [0, 1, 2, 3, 4] for seeds in epochs) and len({tuple(seeds) for seeds in epochs}) > 1
 
 
-def test_images_of_a_verifiers_environment_are_shown_and_other_parts_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
-    monkeypatch.setattr("agentrl.utils.errors.find_spec", lambda name: object())
+@pytest.mark.usefixtures("stand_in")
+def test_images_of_a_verifiers_environment_are_shown_and_other_parts_refused() -> None:
     shown = Image.of(PIL.Image.new("RGB", (4, 3), "red"))
     part = {"type": "image_url", "text": None, "image_url": {"url": f"data:image/png;base64,{shown.data}"}}
     text = {"type": "text", "text": "which color?", "image_url": None}  # as a dataset gives it
@@ -113,8 +154,7 @@ def test_images_of_a_verifiers_environment_are_shown_and_other_parts_refused(mon
     ]
     wrong += [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, {}, {"image_url": "http://x/z.png"}]
     rows = [{"prompt": [{"role": "user", "content": [text, one]}], "answer": "red"} for one in (part, *wrong)]
-    theirs = SimpleNamespace(get_dataset=lambda: rows, tool_defs=None, rubric=SimpleNamespace(funcs=[], weights=[]))
-    env = VerifiersEnv(environment=theirs)
+    env = VerifiersEnv(environment=their_env(rows))
     opening = env.prompt(env.make_task(0, "train"))
     assert opening == [Message("user", f"which color?\n{shown.line}", images=(shown,))]
     back = _to_theirs(opening[0])["content"]
@@ -125,6 +165,8 @@ def test_images_of_a_verifiers_environment_are_shown_and_other_parts_refused(mon
     called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"n": 1}'}}  # OpenAI's layout
     rows.append({"prompt": [{"role": "assistant", "content": None, "tool_calls": [called]}], "answer": ""})
     assert env.prompt(env.make_task(-1, "train"))[0].tool_calls == (ToolCall("f", {"n": 1}, "a", '{"n": 1}'),)
+    called["id"] = None  # theirs takes the name
+    assert env.prompt(env.make_task(-1, "train"))[0].tool_calls == (ToolCall("f", {"n": 1}, "f", '{"n": 1}'),)
     for row, says in enumerate(
         ("'image_url' .http://x", "not taken: 3 bytes", "not taken: ", "'input_audio'", "None", "None .http://x/z"), 1
     ):
@@ -160,7 +202,6 @@ async def test_openenvs_protocol_from_both_of_our_sides() -> None:
     """Our client of their protocol on our server of it; each is tried with theirs above, where openenv-core is installed."""
     import asyncio
 
-    from agentrl.env import Message, ToolCall
     from agentrl.env.catalog import EnvRef, find_reward
     from agentrl.reward import compile_spec, load_spec
     from agentrl.utils.errors import RemoteEnvError
@@ -220,11 +261,8 @@ async def test_an_answer_that_is_no_observation_is_an_openenv_server_s_fault(ans
 
 async def test_images_of_an_openenv_tool_are_shown_and_other_blocks_named(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Image.of(PIL.Image.new("RGB", (4, 3), "red"))
-    text, image, broken = (
-        {"type": "text", "text": "a plot:"},
-        {"type": "image", "data": shown.data},
-        {"type": "image", "data": "AAAA"},
-    )
+    text, image = {"type": "text", "text": "a plot:"}, {"type": "image", "data": shown.data}
+    broken = {**image, "data": "AAAA"}
 
     async def answer(env: OpenEnv, kind: str, data: Any) -> dict[str, Any]:
         return {"observation": {"tool_name": "plot", "result": {"content": data["blocks"]}}}
