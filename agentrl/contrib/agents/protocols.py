@@ -513,7 +513,10 @@ def _head_responses(exchange: Exchange, number: str) -> dict[str, Json]:
 
 _ANTHROPIC: Types = {**COMMON, "tool_choice": "an object", "cache_control": "an object", "output_config": "an object"}
 _ANTHROPIC_FIELDS = "messages system max_tokens stop_sequences"
-_HARMLESS_ANTHROPIC: dict[str, Sequence[Json]] = {"thinking": ({"type": "disabled"},)}
+_HARMLESS_ANTHROPIC: dict[str, Sequence[Json]] = {  # the policy thinks as it likes, and a client gets no thinking to clear
+    "thinking": ({"type": "disabled"}, {"type": "adaptive"}, {"type": "adaptive", "budget_tokens": 0}),
+    "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+}
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
 

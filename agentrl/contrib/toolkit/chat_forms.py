@@ -357,7 +357,7 @@ def _split(text: str, between: str = ",") -> list[str]:
 def calls_of(given: Any, key: str, tools: Iterable[Declaration] = (), *, table: bool = False) -> tuple[ToolCall, ...]:
     """Read the calls of an assistant's message. `tools`: their schemas decide which nulls in arguments stay; `table`: the rows
     have every column, as in Parquet. Raises FormError if a call is unreadable."""
-    given = parse_field(given, key) if isinstance(given, str) and given else given or []
+    given = (parse_field(given, key) if isinstance(given, str) and given else given) or []
     if not isinstance(given, list):
         raise FormError(key, "expected a list of calls in an assistant's message")
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}

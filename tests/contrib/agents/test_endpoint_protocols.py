@@ -197,6 +197,8 @@ async def test_anthropic_s_errors_have_their_own_form(renderer):
         with pytest.raises(anthropic.NotFoundError, match="no such session"):
             await access_of.messages.create(**asked)
         assert len(engine.prompts) == 2
+        kept = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}  # as Claude Code sends it
+        assert (await create(**asked, thinking={"type": "adaptive"}, extra_body=kept)).content[0].text == "a b"
         engine.turns = []
     engine = Breaks(renderer, [Message("assistant", "only the begin")])
     async with Endpoint(engine, renderer) as server, anthropic_of(server) as client:

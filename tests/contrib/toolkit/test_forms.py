@@ -303,7 +303,7 @@ def test_the_endpoint_s_protocols_put_results_into_the_order_of_their_calls() ->
 
 @pytest.mark.parametrize("key", ["arguments", "parameters", "input", "args"])
 def test_a_call_has_its_arguments_under_any_of_their_names(key: str) -> None:
-    assert calls_of([{"name": "f", key: {"a": 1}}], "calls")[0].arguments == {"a": 1}
+    assert calls_of([{"name": "f", key: {"a": 1}}], "calls")[0].arguments == {"a": 1} and calls_of("null", "calls") == ()
     assert calls_of([{"function": {"name": "f"}, key: '{"a": 1}'}], "calls")[0].arguments == {"a": 1}
     with pytest.raises(FormError, match=r"calls\[0\].kwargs: no known key of a call"):
         calls_of([{"name": "f", "kwargs": {"a": 1}}], "calls")
