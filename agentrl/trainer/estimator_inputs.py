@@ -16,7 +16,7 @@ from agentrl.data.trajectory import Group
 from agentrl.reward import Scorer
 from agentrl.trainer.algorithms import advantages
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
-from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, anchors_of, call_component, check_output
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, anchors_of, call_component, check_output, group_total
 from agentrl.trainer.algorithms.losses import kl_estimate
 from agentrl.trainer.minibatch import kl_kind, proximal_of
 from agentrl.utils.errors import ConfigError, did_you_mean
@@ -48,8 +48,7 @@ def with_advantages(
         rewards = rewards - kl_coef * kl
         # The sum over all rows of an episode, on each of its rows.
         episode = torch.from_numpy(view.episode)
-        sums = torch.zeros(int(episode.max()) + 1 if len(episode) else 0, dtype=torch.float64)
-        sums.index_add_(0, episode[row_ids(view.offsets)], kl.double())
+        sums = group_total(kl.double(), episode[row_ids(view.offsets)], len(view))
         reward = reward - kl_coef * sums[episode].to(kl.dtype)
     given = AdvantageInput(
         token_rewards=rewards,

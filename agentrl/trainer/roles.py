@@ -303,16 +303,16 @@ class RewardModel(ModelRole):
 def with_scores(view: Ragged, scores: torch.Tensor, weight: float) -> tuple[Ragged, float]:
     """Add `weight` times an episode's score to its reward, and to its last sampled token's.
 
-    `scores` [N] are per row; an episode of several rows has the score of its last row. An episode without sampled tokens gets
-    no token reward. Returns the batch and the mean score over episodes.
+    `scores` [N] are per row; an episode of several rows has the score of that with its last turn. An episode without sampled
+    tokens gets no token reward. Returns the batch and the mean score over episodes.
     """
     episode = torch.from_numpy(view.episode)
-    count, rows = int(episode.max()) + 1 if len(episode) else 0, torch.arange(len(episode))
-    last = torch.zeros(count, dtype=torch.int64).scatter_reduce(0, episode, rows, reduce="amax", include_self=False)
+    count, turns = int(episode.max()) + 1 if len(episode) else 0, view.tokens("turns").long()
+    time = turns[view.offsets[1:] - 1] * len(view) + torch.arange(len(view))
+    last = torch.zeros(count, dtype=torch.int64).scatter_reduce(0, episode, time, "amax", include_self=False) % len(view)
     added = weight * scores[last].to(torch.float32)
     indices = view.tokens("sampled").nonzero().squeeze(1)
-    spot = torch.full((count,), -1).scatter_reduce(0, episode[row_ids(view.offsets)][indices], indices, reduce="amax")
-    tokens = view.tokens("rewards").clone()
-    tokens.index_add_(0, spot[spot >= 0], added[spot >= 0])
-    changed = view.with_rows(reward=view.row("reward") + added[episode]).with_tokens(rewards=tokens)
-    return changed, float(scores[last].mean())
+    time = turns[indices] * len(turns) + indices
+    spot = torch.full((count,), -1).scatter_reduce(0, episode[row_ids(view.offsets)][indices], time, "amax")
+    tokens = view.tokens("rewards").index_add(0, spot[spot >= 0] % len(turns), added[spot >= 0])
+    return view.with_rows(reward=view.row("reward") + added[episode]).with_tokens(rewards=tokens), float(scores[last].mean())

@@ -231,39 +231,39 @@ def test_what_a_correction_returns_is_named(answer: Any, said: str) -> None:
 # -- credit from trajectories ----------------------------------------------------------------------
 
 
-def played(member: int, reward: float, ledgers: int) -> Trajectory:
-    """Two turns of one token, in one ledger or in two; the reward is the episode's."""
-    kept = [TokenLedger() for _ in range(ledgers)]
+def played(member: int, reward: float, *places: int) -> Trajectory:
+    """Turns of one token, each in the ledger of that place; the reward is the episode's."""
+    kept = [TokenLedger() for _ in range(max(places) + 1)]
     turns = []
-    for turn in range(2):
-        ledger = kept[min(turn, ledgers - 1)]
-        ledger.append_context([3], turn)
-        ledger.append_sampled([5 + turn], [-1.0], [0], turn)
-        turns.append(Turn(turn, Message("assistant", "x"), ledger=min(turn, ledgers - 1), end=len(ledger) - 1))
+    for turn, place in enumerate(places):
+        kept[place].append_context([3], turn)
+        kept[place].append_sampled([5 + turn], [-1.0], [0], turn)
+        turns.append(Turn(turn, Message("assistant", "x"), ledger=place, end=len(kept[place]) - 1))
     return Trajectory("made-up", Task("t", 0), ledgers=kept, turns=turns, reward=reward, member=member)
 
 
 @pytest.mark.parametrize("name", ["gae", "gae_turns", "reinforce_pp", "turn_returns", "gigpo", "grpo"])
-def test_from_trajectories_on_two_ledgers_earn_what_one_would(name: str) -> None:
-    """Collated, by the learner: the winner's tokens get the same whether its context was rewritten between the turns or not."""
-
-    def found(ledgers: int) -> list[float]:
-        batch = collate([played(0, 1.0, ledgers), played(1, 0.0, 1), played(2, 0.1, 1)], groups=[0, 0, 0])
+@pytest.mark.parametrize("places", [(0, 1, 1), (0, 1, 0)], ids=["rewritten", "the second is a sub-agent's"])
+def test_from_trajectories_on_two_ledgers_earn_what_one_would(name: str, places: tuple[int, ...]) -> None:
+    def found(*places: int) -> list[float]:
+        batch = collate([played(0, 1.0, *places), played(1, 0.0, 0, 0, 0), played(2, 0.1, 0, 0, 0)], groups=[0, 0, 0])
         batch["values"] = batch["rewards"] * 0.25 + batch["logprobs"] * 0.125
         args = {"gamma": 0.5}
         algorithm = AlgorithmConfig(advantage=Choice(name=name, args={} if name == "grpo" else args))
         out, _ = with_advantages(Ragged.of(batch), algorithm, 0.0)
-        return [float(v) for v in out.tokens("advantages")[out.tokens("sampled")]]
+        whose = torch.repeat_interleave(out.row("member"), out.offsets.diff()).tolist()
+        columns = (whose, *(out.tokens(name).tolist() for name in ("turns", "advantages", "sampled")))
+        return [value for _, _, value, sampled in sorted(zip(*columns, strict=True)) if sampled]
 
-    one, two = found(1), found(2)
+    one, two = found(0, 0, 0), found(*places)
     assert two == pytest.approx(one, abs=1e-6)
-    assert two[0] > 0 and two[1] > 0 > two[2]
+    assert two[0] > 0 and two[1] > 0 > two[3]
 
 
 def test_the_kl_of_all_tokens_of_a_turn_is_taken_off_its_reward() -> None:
     """coef .2 and d = .5 on each token: every turn of one token costs .1. With V = 0 and gamma = lam = 1 a turn's advantage is
     its reward-to-go: .8 and .9 for the winner of 1, -.2 and -.1 for the loser."""
-    view = Ragged.of(collate([played(0, 1.0, 2), played(1, 0.0, 2)], groups=[0, 0]))
+    view = Ragged.of(collate([played(0, 1.0, 0, 1), played(1, 0.0, 0, 1)], groups=[0, 0]))
     sampled = view.tokens("sampled")
     view = view.with_tokens(old_logprobs=-1.0 * sampled, ref_logprobs=-1.5 * sampled, values=0.0 * sampled)
     advantage = Choice(name="gae_turns", args={"whitened": False})

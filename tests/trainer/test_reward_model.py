@@ -1,6 +1,7 @@
 """The reward model: scores of plain transformers, added to the reward of whole episodes."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ def test_a_causal_model_is_no_reward_model(tiny: str) -> None:
 def test_an_episode_of_two_ledgers_takes_its_last_score_once_on_its_last_sampled_token() -> None:
     """The third one's last ledger samples nothing; the score of that row counts all the same."""
     episodes = trajectories(4)
+    episodes[3].ledgers[0].append_sampled([9], [-1.0], [0], 9)  # in a later turn than those of the first ledger
     episodes[1].ledgers.append(episodes[3].ledgers[0])
     observed = TokenLedger()
     observed.append_context([5, 6, 7], 1)
@@ -41,6 +43,17 @@ def test_an_episode_of_two_ledgers_takes_its_last_score_once_on_its_last_sampled
         if row in at:
             expected[at[row][0]] = at[row][1]
         assert found == pytest.approx(expected), row
+
+
+def test_an_episode_takes_the_score_of_the_conversation_in_which_it_ends() -> None:
+    main, other = TokenLedger(), TokenLedger()
+    for ledger, turn in ((main, 0), (other, 1), (main, 2)):
+        ledger.append_context([3], turn)
+        ledger.append_sampled([5], [-1.0], [0], turn)
+    batch = collate([replace(trajectories(1)[0], ledgers=[main, other], turns=[], reward=1.0)])
+    view, mean = with_scores(Ragged.of(batch), torch.tensor([2.0, 8.0]), weight=1.0)
+    assert mean == 2 and view.batch["reward"].tolist() == [3.0, 3.0]
+    assert (view.tokens("rewards") - batch["rewards"].values()).tolist() == [0, 0, 0, 2, 0, 0]
 
 
 @pytest.mark.parametrize("weight", [1.0, -0.5, 0.0])

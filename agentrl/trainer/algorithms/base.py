@@ -25,8 +25,8 @@ class AdvantageInput:
     Shapes: `token_rewards`, `mask`, `turns` [T]; `offsets` [N + 1]; `group`, `reward` [N]; `values` [T] if there is a critic.
     `member` [N]: the row's episode within its group (an episode may have several ledgers and still counts once in its group);
     without it every row is an episode. The rows of an episode are in the order of its ledgers (see `data.rows.collate`), possibly
-    with rows of other episodes between them; recursions over time follow that order. `reward` is equal on all rows of an episode
-    and NaN if the episode is unscored: it then takes part in no baseline, recursion or whitening, and gets advantage 0.
+    with rows of other episodes between them; recursions over time follow `turns`, then that order. `reward` is equal on all rows
+    of an episode and NaN if it is unscored: it then takes part in no baseline, recursion or whitening, and gets advantage 0.
     `baseline` [N]: reward of the greedy rollout of the same task (ReMax). `terms` [N, K]: reward terms that are normalized one by
     one; NaN is an unscored term. `anchors` [T]: hash of the state in which the token's turn was taken (turn-level credit).
     `parent`, `branch_turn` [N] int64: as in `Trajectory`; -1 and 0 without a parent.
@@ -263,7 +263,7 @@ def episodes(batch: AdvantageInput) -> Episodes:
     unique, index = torch.unique(_keys(batch)[scored], dim=0, return_inverse=True)
     first = torch.full((len(unique),), rows).scatter_reduce(0, index, torch.arange(rows)[scored], reduce="amin")
     sampled = row_counts(batch.mask, batch.offsets)[scored]
-    tokens = torch.zeros(len(unique), dtype=torch.int64).index_add(0, index, sampled)
+    tokens = group_total(sampled, index, len(unique))
     names, group = torch.unique(unique[:, 0], return_inverse=True)
     episode = torch.full((rows,), -1)
     episode[scored] = index
@@ -282,7 +282,7 @@ def row_advantages(batch: AdvantageInput, rule: Callable[[Episodes], Tensor]) ->
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTokens:
-    """The tokens of a batch by episode: the rows of an episode joined in batch order (ledger order).
+    """The tokens of a batch by episode, then by turn, then in batch order (ledger order).
 
     `order` int64 [T]: position of each token in the batch; `mask` [T], in that order: sampled tokens of scored episodes (M);
     `offsets` int64 [E + 1] cut all tokens by episode, `compact` int64 [E + 1] cut the M masked ones.
@@ -310,16 +310,18 @@ class EpisodeTokens:
 
 
 def episode_tokens(batch: AdvantageInput) -> EpisodeTokens:
-    """Order the tokens of a batch by episode; rows of one episode need not be adjacent."""
-    _, episode = torch.unique(_keys(batch), dim=0, return_inverse=True)
+    """Order the tokens of a batch by episode and time."""
+    names, episode = torch.unique(_keys(batch), dim=0, return_inverse=True)
     rows = torch.argsort(episode, stable=True)  # stable: the rows of an episode keep their ledger order
     lengths = batch.offsets.diff()[rows]
     ends = lengths.cumsum(0)
     shift = torch.repeat_interleave(batch.offsets[:-1][rows] - (ends - lengths), lengths)
     order = shift + torch.arange(len(shift))
-    # bincount sums in floating point: float64 is exact up to 2^53 tokens.
-    stops = torch.bincount(episode, weights=batch.offsets.diff().double()).to(torch.int64).cumsum(0)
-    offsets = torch.cat([stops.new_zeros(1), stops])
+    offsets = torch.cat([batch.offsets[:1], group_total(batch.offsets.diff(), episode, len(names)).cumsum(0)])
+    if batch.turns is not None:
+        time = row_ids(offsets) * (1 << 16) + batch.turns[order]  # turns are int16
+        if bool((time.diff() < 0).any()):  # an agent's conversations alternate
+            order = order[torch.argsort(time, stable=True)]
     mask = (batch.mask & spread(~torch.isnan(batch.reward), batch.offsets))[order]
     return EpisodeTokens(order, mask, offsets, sampled_offsets(mask, offsets))
 
@@ -371,9 +373,8 @@ def turns_of(batch: AdvantageInput) -> Turns:
     segment = fresh.to(torch.int64).cumsum(0) - 1
     # A reward on a tool result belongs to the turn that called the tool, so move it to a sampled token first.
     earned = tokens.credit(batch.token_rewards)
-    reward = earned.new_zeros(int(fresh.sum())).index_add(0, segment, earned)
-    counts = torch.bincount(episode[fresh], minlength=len(tokens.compact) - 1)
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    reward = group_total(earned, segment, int(fresh.sum()))
+    offsets = torch.cat([tokens.compact[:1], segment + 1])[tokens.compact]
     first = indices[fresh]
     group = batch.group.to(torch.int64)[torch.searchsorted(batch.offsets, first, right=True) - 1]
     return Turns(group, turns[fresh], reward, first, offsets, segment, tokens)

@@ -189,8 +189,8 @@ def multi_reward(rows: list[Row], weights: list[float], eps: float = 1e-6, white
 
 
 def steps(rows: list[Row], numbers: list[int]) -> list[tuple[Place, float]]:
-    """The sampled tokens of an episode over its ledgers, each with what it earned."""
-    positions = [(n, t) for n in numbers for t in range(len(rows[n].mask))]
+    """The sampled tokens of an episode over its ledgers, in the order of its turns, each with what it earned."""
+    positions = sorted(((n, t) for n in numbers for t in range(len(rows[n].mask))), key=lambda at: rows[at[0]].turns[at[1]])
     sampled = [place for place in positions if rows[place[0]].mask[place[1]]]
     earned = dict.fromkeys(sampled, 0.0)
     latest = sampled[0] if sampled else None

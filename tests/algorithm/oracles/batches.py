@@ -49,7 +49,7 @@ def some_reward(rng: np.random.Generator, kind: str, same: float) -> float:
 
 
 def episode_rows(rng: np.random.Generator, group: int, member: int, reward: float, baseline: float, terms: Array) -> list[Row]:
-    """The ledgers of one episode: turn numbers rise, also within a ledger's context, and may go on in the next one."""
+    """The ledgers of one episode: turn numbers rise, also within a ledger's context, and mostly go on in the next one."""
     rows: list[Row] = []
     turn, dense = 0, rng.random() < 0.3
     ledgers, scored = int(rng.integers(1, 4)), not math.isnan(reward)
@@ -60,7 +60,7 @@ def episode_rows(rng: np.random.Generator, group: int, member: int, reward: floa
         turns = turn + np.cumsum(steps)
         turn = int(turns[-1]) if length else turn
         if rng.random() < 0.03:
-            turn = 0  # numbers that come again later in an episode
+            turn = 0  # an agent's next conversation goes on beside the ones before
         pieces = np.where(rng.random(length) < 0.3, rng.integers(-5, 6, length) * 0.1, 0.0)
         if not scored:
             pieces = np.where(rng.random(length) < 0.5, np.nan, pieces)
