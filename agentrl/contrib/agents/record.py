@@ -165,7 +165,6 @@ class Record:
                     else:
                         self._env.trajectory.messages.append(message)
             self._read[turn.ledger] = at + 1
-            turn.index = len(self._env.trajectory.turns)
             self._env.record_turn(turn)
             for call in turn.message.tool_calls:
                 if self.cut:
@@ -224,4 +223,5 @@ class Record:
         """Add a turn that the policy did not sample."""
         turn = Turn(len(self._env.trajectory.turns), message)
         self._env.record_turn(turn)
+        self._session.added += 1  # later tokens have later turn numbers
         return turn

@@ -176,8 +176,8 @@ class AgentSession:
 
     `served`: the policy. `turns`: all answers in chronological order, with the position of their last token. `failure`: the
     engine's last failure, or None. `other`: requested sampling parameters that were ignored, with counts. `requests`: number of
-    answered or failed requests. `kept`: conversations by the id of the response that ended them, for protocols in which a request
-    names the one that it continues.
+    answered or failed requests. `added`: number of turns in the record that were not sampled. `kept`: conversations by the id of
+    the response that ended them, for protocols in which a request names the one that it continues.
     """
 
     def __init__(self, name: str, served: ServedPolicy, *, seed: int | None = None) -> None:
@@ -186,7 +186,7 @@ class AgentSession:
         self.turns: list[Turn] = []
         self.failure: EngineError | None = None
         self.other: dict[str, int] = {}
-        self.requests = 0
+        self.requests = self.added = 0
         self.kept: dict[str, list[Message]] = {}
         self.served, self._seed = served, seed
         self._branches: list[Branch] = []
@@ -322,7 +322,7 @@ class AgentSession:
         return generations
 
     def _record(self, ask: Ask, position: Position, key: str, generation: Generation, parsed: Message, seconds: float) -> Answer:
-        turn = len(self.turns)
+        turn = len(self.turns) + self.added
         message = number_calls(parsed, turn)
         # Calls that the client cannot see as such become text: malformed ones, or without offered tools.
         calls = tuple(call for call in message.tool_calls if call.arguments is not None and ask.tools)

@@ -116,16 +116,18 @@ def test_calls_side_by_side_keep_to_the_rules_of_the_tools_and_their_order() -> 
 
 def test_a_call_that_the_policy_did_not_sample_belongs_to_the_turn_after_which_it_was_made() -> None:
     async def coder(episode: Episode) -> None:
+        await episode.call("get", {"key": "milk"})  # before any turn: in one of the agent's own
         await asks(episode)
         await episode.call("get", {"key": "tea"})
         await asks(episode, [user("and now?")])
 
     trajectory = one(says("get('tea')"), says("It is 3."), program=coder)
     made = [[(c.name, c.arguments) for c in turn.message.tool_calls] for turn in trajectory.turns]
-    assert made == [[("get", {"key": "tea"})], []]
-    assert [result.content for result in trajectory.turns[0].results] == ["3"]
-    assert [made.name for _, made, _ in trajectory.calls()] == ["get"]
-    assert [m.role for m in trajectory.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert made == [[("get", {"key": "milk"})], [("get", {"key": "tea"})], []]
+    assert [[result.content for result in turn.results] for turn in trajectory.turns] == [["2"], ["3"], []]
+    assert [made.name for _, made, _ in trajectory.calls()] == ["get", "get"]
+    assert [m.role for m in trajectory.messages] == ["system", "user", *["assistant", "tool"] * 2, "assistant"]
+    assert [ledger.turns[ledger.sampled].max() for ledger in trajectory.ledgers] == [1, 2]
 
 
 def test_a_call_finds_its_turn_by_its_arguments_then_by_its_name_and_an_unmade_one_stays_open() -> None:
