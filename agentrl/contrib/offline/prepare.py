@@ -274,7 +274,8 @@ class Preparation:
             )
         if not any(ledger.sampled_tokens for ledger in episode.ledgers):
             raise BadRowError("the policy sampled none of its tokens")
-        if max(int(ledger.turns[ledger.sampled].max(initial=-1)) for ledger in episode.ledgers) >= len(episode.turns):
+        known = len(episode.turns) + any(made["turn"] == len(episode.turns) for made in episode.rewrites)  # a last summary
+        if max(int(ledger.turns[ledger.sampled].max(initial=-1)) for ledger in episode.ledgers) >= known:
             raise BadRowError("its tokens belong to turns that are missing")
         size, renderer = len(self.tokenizer), self.renderer.with_tools(episode.tools)
         sampled = [  # over all ledgers; none for a given turn
@@ -282,9 +283,7 @@ class Preparation:
             for turn in episode.turns
         ]
         texts = self.tokenizer.batch_decode(sampled)
-        same = all(
-            part.min() >= 0 and part.max() < size for part in (ledger.token_ids for ledger in episode.ledgers if len(ledger))
-        )
+        same = all(one.token_ids.min() >= 0 and one.token_ids.max() < size for one in episode.ledgers if len(one))
         for turn, ids, text in zip(episode.turns, sampled, texts, strict=True):
             message = turn.message
             if same and ids and not (message.content in text and all(call.raw in text for call in message.tool_calls)):
@@ -297,7 +296,8 @@ class Preparation:
                 "another one. Use the model that the run trained, or set data.rerender=true to render the messages again "
                 "with this model's chat template"
             )
-        return [ledger for ledger in episode.ledgers if ledger.sampled_tokens]
+        # An agent may end in any of its conversations.
+        return sorted((one for one in episode.ledgers if one.sampled_tokens), key=lambda ledger: int(ledger.turns[-1]))
 
     def _add(self, writer: RowWriter, task: str, episodes: list[Ledgers]) -> None:
         if (most := max(len(ledger) for ledgers in episodes for ledger in ledgers)) > self.longest:

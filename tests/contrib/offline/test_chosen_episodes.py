@@ -229,6 +229,18 @@ def test_a_ledger_without_a_sampled_token_is_no_row(whole: Trajectory, tmp_path:
     assert [len(ledger) for ledger in store.load([0])[0].ledgers] == [len(whole.ledgers[0])] == [about.tokens]
 
 
+def test_a_summary_after_the_last_turn_stays_and_the_conversation_that_ends_the_episode_is_last(
+    whole: Trajectory, tmp_path: Path
+) -> None:
+    ledger, other, end = TokenLedger.from_json(whole.ledgers[0].to_json()), TokenLedger(), len(whole.turns)
+    for one, turn in ((ledger, end), (other, 0)):
+        one.append_context([5], turn)
+        one.append_sampled([6], [-1.0], [0], turn)
+    rewrites = [{"turn": end, "ledger": 1, "tokens": 9, "added": []}]
+    _, store = written(tmp_path, [replace(whole, ledgers=[ledger, other], rewrites=rewrites).to_json()])
+    assert [len(one) for one in store.load([0])[0].ledgers] == [2, len(whole.ledgers[0]) + 2]
+
+
 def test_a_token_that_the_tokenizer_lacks_is_another_tokenizers(whole: Trajectory, tmp_path: Path) -> None:
     """In the prompt, which no message of the policy's says."""
     ledger = whole.ledgers[0].to_json()
