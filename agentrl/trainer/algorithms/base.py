@@ -319,7 +319,7 @@ def episode_tokens(batch: AdvantageInput) -> EpisodeTokens:
     order = shift + torch.arange(len(shift))
     offsets = torch.cat([batch.offsets[:1], group_total(batch.offsets.diff(), episode, len(names)).cumsum(0)])
     if batch.turns is not None:
-        time = row_ids(offsets) * (1 << 16) + batch.turns[order]  # turns are int16
+        time = row_ids(offsets) * (1 << 16) + batch.turns[order]  # int16 turns
         if bool((time.diff() < 0).any()):  # an agent's conversations alternate
             order = order[torch.argsort(time, stable=True)]
     mask = (batch.mask & spread(~torch.isnan(batch.reward), batch.offsets))[order]
