@@ -210,7 +210,7 @@ class Display:
         self.took: dict[str, float] = {}
         self._printed, self._pause = 0.0, _PLAIN_EVERY_S
         self._stepped = -math.inf  # time of the last printed step, in plain output
-        self._trouble_said = False
+        self._trouble_said = self._unread = False
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -289,7 +289,10 @@ class Display:
             self.say("warning: a replica of the engine died and is being replaced; log.txt has the cause")
 
     def say(self, text: str) -> None:
-        """Print a permanent line."""
+        """Print a permanent line. Raises SystemExit, once, if the display's thread found the output closed by its reader."""
+        if self._unread:
+            self._unread = False
+            raise SystemExit(1)
         self.console.print(safe(redact_said(text)), markup=False)  # paths and messages may contain [brackets]
 
     def warn(self, text: str) -> None:
@@ -318,6 +321,9 @@ class Display:
         while not self._stopped.wait(_BEAT_S):
             try:
                 self.beat()
+            except SystemExit:  # the reader has closed the output, and an exit would end this thread alone
+                self._unread = True
+                return
             except Exception:  # other threads change the state that it reads, and the display must never end a run
                 log.exception("the display failed")
 

@@ -15,6 +15,7 @@ from fcntl import ioctl
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rich.console import Console
@@ -174,6 +175,20 @@ def test_what_cannot_be_looked_at_ends_no_run(monkeypatch: pytest.MonkeyPatch) -
     with Display(Console(file=io.StringIO()), live=True) as display, display.doing("rollout", changed):
         time.sleep(0.02)
         assert display._thread is not None and display._thread.is_alive()
+
+
+def test_a_reader_that_goes_during_a_long_step_ends_the_command_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The display's thread met it first: its exit was that thread's alone, and the run went on without a word."""
+    for name, seconds in (("_BEAT_S", 0.001), ("_PLAIN_EVERY_S", 0.0)):
+        monkeypatch.setattr(module, name, seconds)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # standard output is not the pipe here
+    pipe = MagicMock(io.StringIO, **{"write.side_effect": BrokenPipeError})
+    with Display(Console(file=pipe, width=80), live=False) as display, display.doing("rollout"):
+        assert display._thread is not None
+        display._thread.join(5)
+        with pytest.raises(SystemExit):
+            display.say("a step")
+        display.say("what it says at its end")
 
 
 def test_lines_that_are_said_stay_above_the_frame_and_the_frame_goes() -> None:
