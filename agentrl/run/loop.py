@@ -63,8 +63,8 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     if not done and evaluated is None and resumed_at in due:
         # The run stopped here before this evaluation, which an uninterrupted run has: make it now.
         missed = await evaluate_now(session, run_log, "eval")
-        done = _reaches(missed.success, goal)
         await session.saver.rate(missed)
+        done = _reaches(missed.success, goal) or interrupt.requested
     if config.rollout.max_staleness == 0:  # do not count tokens sampled before the first step
         await meter.read()  # above 0 they may belong to it: the first row then has no speed, rather than a wrong one
     while not done:

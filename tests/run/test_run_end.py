@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.run import driver as main
+from agentrl.run import loop
 from agentrl.run.folder import RunFolder
 from agentrl.run.session import Saver
 from tests.conftest import proof
@@ -84,6 +85,25 @@ def test_one_signal_leaves_the_summary_and_the_exit_code_as_they_are_and_the_sec
         return
     assert code == 0 and json.loads(summary.read_text())["status"] == "done"
     assert (tmp_path / "run" / "curve.png").exists()
+
+
+def resumed_with_a_signal_in_an_evaluation(out: str, overrides: list[str]) -> None:
+    """A process that goes on with a run, and gets SIGINT in its first evaluation."""
+    evaluate = loop.evaluate_env
+
+    async def signalled(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return await evaluate(*args, **options)
+
+    loop.evaluate_env = signalled
+    sys.exit(main.execute(config_of(Path(out), "run", *overrides), RunFolder(Path(out) / "run"), resumed=True))
+
+
+def test_in_an_evaluation_that_it_lacked_it_ends_with_that_and_plays_no_step(tmp_path: Path) -> None:
+    execute(config_of(tmp_path, "run", "steps=1"))
+    assert exit_code(resumed_with_a_signal_in_an_evaluation, str(tmp_path), ["steps=2", "eval.every=1"]) == 130
+    found = [(row["phase"], row["step"]) for row in numbers(tmp_path / "run")]
+    assert found[-2:] == [("train", 1), ("eval", 1)]
 
 
 def run_with_a_signal_in_a_checkpoint(out: str, overrides: list[str]) -> None:
