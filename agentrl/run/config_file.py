@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.utils.errors import CatalogError, ConfigError, did_you_mean
+from agentrl.utils.files import atomic_write
 
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
@@ -101,9 +102,11 @@ def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None
     values, for comments in config.toml. `overwrite`: first remove an older run of that name. Raises ConfigError if a process
     still writes the older run."""
     from agentrl.run.folder import LOCK, RunFolder, lock_folder
-    from agentrl.run.provenance import Provenance
+    from agentrl.run.provenance import FILE, Provenance
 
     target = Path(config.out) / config.name
+    # First, because a file that the config names may be missing: then no older run is removed, and no folder made.
+    record = Provenance(RunFolder(target), config).record()
     # Remove only a folder that is certainly a run: `out` and `name` may name any folder of the user.
     with ExitStack() as held:
         if over := overwrite and (target / "config.toml").is_file():
@@ -116,7 +119,7 @@ def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None
         if not over:
             held.enter_context(folder.lock())
         try:
-            Provenance(folder, config).write()
+            atomic_write(folder.path / FILE, record)
         except OSError:
             shutil.rmtree(folder.path, ignore_errors=True)  # else a run that never began would occupy the name
             raise

@@ -42,9 +42,13 @@ class Provenance:
 
     def write(self) -> None:
         """Record the values and files of a new run. Raises a UserError if a file that the config names is missing."""
+        atomic_write(self.folder.path / FILE, self.record())
+
+    def record(self) -> str:
+        """Return the text that `write` writes, and raise as it does."""
         contents, identity = contents_of(self.config, "train").digests, identity_of(self.config, "train")
         provenance = {"folder": str(Path.cwd()), "contents": contents, "identity": identity}
-        atomic_write(self.folder.path / FILE, json.dumps(redact_json(provenance), indent=2) + "\n")
+        return json.dumps(redact_json(provenance), indent=2) + "\n"
 
     def check_resumable(self, before: TrainConfig, check: Callable[[], list[str]]) -> tuple[str, ...]:
         """Check that a run started with the config `before` can continue with this one; returns notes for the user.

@@ -23,7 +23,7 @@ from agentrl.run.config_file import open_folder
 from agentrl.run.driver import execute
 from agentrl.run.folder import LOCK, NameTakenError, RunFolder, lock_folder
 from agentrl.run.provenance import _export_path
-from agentrl.utils.errors import ConfigError, ResourceError
+from agentrl.utils.errors import CatalogError, ConfigError, ResourceError
 from agentrl.utils.files import atomic_write
 
 
@@ -190,6 +190,16 @@ def test_a_new_run_is_locked_from_its_creation_on(tmp_path: Path, overwrite: boo
     with first.lock(), pytest.raises(ConfigError, match="has been writing there"):  # the same lock, handed over
         open_folder(said, overwrite=True)
     assert "seed = 7" in open_folder(said, overwrite=True).config.read_text()
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_config_that_names_what_is_missing_removes_no_run_and_leaves_no_folder(tmp_path: Path, overwrite: bool) -> None:
+    """Training on data does not look for its environment before; the name was taken from then on."""
+    if overwrite:
+        RunFolder.create(config(tmp_path)).write_summary({"status": "of before"})
+    with pytest.raises(CatalogError, match="no environment 'nope'"):
+        open_folder(config(tmp_path, env={"id": "nope"}), overwrite=overwrite)
+    assert (tmp_path / "x").exists() == (tmp_path / "x" / "summary.json").exists() == overwrite
 
 
 def test_a_second_overwrite_in_the_middle_of_the_first_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
