@@ -126,7 +126,7 @@ class TrainCommand:
         args, config = self.args, self.config
         try:
             if self.before is None:
-                check_folder(config.name, config.out, overwrite=args.overwrite)
+                check_folder(config, overwrite=args.overwrite)
             else:
                 folder = run_folder(args.resume)
                 Provenance(folder, config).check_unchanged(self.before)
@@ -152,7 +152,7 @@ class TrainCommand:
         from agentrl.run.driver import execute
 
         config, overwrite = self.config, self.args.overwrite
-        check_folder(config.name, config.out, overwrite=overwrite)  # first, because checks may start servers or cost money
+        check_folder(config, overwrite=overwrite)  # first, because checks may start servers or cost money
         notes = self.check()
         folder = open_folder(config, overwrite=overwrite, origins=self.origins())
         folder.only_warm_start = only_warm_start
@@ -238,14 +238,12 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
         return TrainCommand(args, restarts, config).begin(only_warm_start=True)
     from agentrl.run.display import Display
     from agentrl.run.driver import DATA, RUN_KINDS, execute
-    from agentrl.run.folder import check_free
     from agentrl.run.interrupt import handle_stop_signals
 
     # Read the data before the run has a folder, so that unusable data leaves nothing behind.
     kind = RUN_KINDS[DATA](config)
     notes = kind.check()
-    if not args.overwrite:
-        check_free(config.name, config.out)  # before reading the data, which may take long
+    check_folder(config, overwrite=args.overwrite)  # before reading the data, which may take long
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))

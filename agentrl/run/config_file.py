@@ -86,24 +86,30 @@ def find_config_file(name: str) -> Path:
         raise
 
 
-def check_folder(name: str, out: str, *, overwrite: bool) -> None:
+def check_folder(config: TrainConfig, *, overwrite: bool) -> None:
     """Check that `open_folder` could make the run's folder, and raise as it does; makes and removes nothing."""
     from agentrl.run.folder import check_free, check_unlocked
 
-    target = Path(out) / name
-    if overwrite and (target / "config.toml").is_file():
-        check_unlocked(target)
-    else:
-        check_free(name, out)
+    target = Path(config.out) / config.name
+    if not (overwrite and (target / "config.toml").is_file()):
+        check_free(config.name, config.out)
+        return
+    check_unlocked(target)
+    for key, path in {"model.path": config.model.path, **config.other_models()}.items():
+        if path is not None and target.resolve() in Path(path).resolve().parents:
+            raise ConfigError(
+                f"{key} = {path}: it is part of the run that --overwrite removes. Choose another name: name={config.name}-2"
+            )
 
 
 def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None = None) -> RunFolder:
     """Create and lock the run's folder, with digests of the files that the config names. `origins`: sources of the config's
     values, for comments in config.toml. `overwrite`: first remove an older run of that name. Raises ConfigError if a process
-    still writes the older run."""
+    still writes the older run, or the config names one of its models."""
     from agentrl.run.folder import LOCK, RunFolder, lock_folder
     from agentrl.run.provenance import FILE, Provenance
 
+    check_folder(config, overwrite=overwrite)
     target = Path(config.out) / config.name
     # First, because a file that the config names may be missing: then no older run is removed, and no folder made.
     record = Provenance(RunFolder(target), config).record()
@@ -115,7 +121,7 @@ def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None
             # killed here. Keep the folder too, because it may be a link.
             for path in [path for path in target.iterdir() if path.name not in ("config.toml", LOCK)]:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        folder = RunFolder.create(config, origins, over=over)
+        folder = RunFolder.create(config, origins)
         if not over:
             held.enter_context(folder.lock())
         try:

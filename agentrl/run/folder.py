@@ -227,16 +227,13 @@ class RunFolder:
                 raise RunFolderError(f"{path}: not a folder, but the run keeps one there. Move it away and repeat the command")
 
     @classmethod
-    def create(cls, config: TrainConfig, origins: Origins | None = None, *, over: bool = False) -> RunFolder:
-        """Make a fresh folder `<out>/<name>`.
+    def create(cls, config: TrainConfig, origins: Origins | None = None) -> RunFolder:
+        """Make a fresh folder `<out>/<name>`, which `check_free` found free, or from which an older run was removed.
 
-        `origins`: sources of the config's values, for the comments in config.toml. `over`: replace a run whose other files were
-        removed under its lock. Raises ConfigError if a run of that name exists (nothing is overwritten) or TOML cannot express a
-        value of the config, ResourceError if the folder cannot be written.
+        `origins`: sources of the config's values, for the comments in config.toml. Raises ConfigError if a run of that name
+        exists or TOML cannot express a value of the config, ResourceError if the folder cannot be written.
         """
         folder, text = cls(Path(config.out) / config.name), to_toml(config.with_date(date.today().isoformat()), origins)
-        if not over:
-            check_free(config.name, config.out)
         try:
             folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # a run's files may be confidential
             folder.trajectories.mkdir(parents=True)

@@ -202,6 +202,15 @@ def test_a_config_that_names_what_is_missing_removes_no_run_and_leaves_no_folder
     assert (tmp_path / "x").exists() == (tmp_path / "x" / "summary.json").exists() == overwrite
 
 
+def test_an_overwrite_does_not_remove_the_model_that_its_config_names(tmp_path: Path) -> None:
+    """The message that the name is taken offers it; the run then missed the model."""
+    old = RunFolder.create(config(tmp_path))
+    old.final.mkdir()
+    with pytest.raises(ConfigError, match=r"x/final: it is part of the run that --overwrite removes\. Choose .*: name=x-2"):
+        open_folder(config(tmp_path, model={"path": str(tmp_path / "y" / ".." / "x" / "final")}), overwrite=True)
+    assert old.final.is_dir()
+
+
 def test_a_second_overwrite_in_the_middle_of_the_first_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = config(tmp_path)
     RunFolder.create(one).write_summary({"status": "of before"})
@@ -220,11 +229,8 @@ def test_a_second_overwrite_in_the_middle_of_the_first_is_refused(tmp_path: Path
     assert first.config.is_file() and first.trajectories.is_dir() and not first.summary.exists()
 
 
-def test_of_two_runs_that_begin_at_once_one_is_refused_and_removes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = RunFolder.create(one := config(tmp_path))
-    monkeypatch.setattr("agentrl.run.folder.check_free", lambda *_: None)  # it looked before the first one was there
+def test_of_two_runs_that_begin_at_once_one_is_refused_and_removes_nothing(tmp_path: Path) -> None:
+    first = RunFolder.create(one := config(tmp_path))  # the second looked before this one was there
     with pytest.raises(NameTakenError, match="another run of that name has just begun"):
         RunFolder.create(one)
     assert first.config.is_file()
