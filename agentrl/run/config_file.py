@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.utils.errors import CatalogError, ConfigError, did_you_mean
-from agentrl.utils.files import atomic_write
 
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
@@ -121,13 +120,8 @@ def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None
             # killed here. Keep the folder too, because it may be a link.
             for path in [path for path in target.iterdir() if path.name not in ("config.toml", LOCK)]:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        folder = RunFolder.create(config, origins)
+        folder = RunFolder.create(config, origins, {FILE: record})
         if not over:
             held.enter_context(folder.lock())
-        try:
-            atomic_write(folder.path / FILE, record)
-        except OSError:
-            shutil.rmtree(folder.path, ignore_errors=True)  # else a run that never began would occupy the name
-            raise
         folder.held = held.pop_all()
         return folder

@@ -227,17 +227,19 @@ class RunFolder:
                 raise RunFolderError(f"{path}: not a folder, but the run keeps one there. Move it away and repeat the command")
 
     @classmethod
-    def create(cls, config: TrainConfig, origins: Origins | None = None) -> RunFolder:
+    def create(cls, config: TrainConfig, origins: Origins | None = None, files: Mapping[str, str] = {}) -> RunFolder:
         """Make a fresh folder `<out>/<name>`, which `check_free` found free, or from which an older run was removed.
 
-        `origins`: sources of the config's values, for the comments in config.toml. Raises ConfigError if a run of that name
-        exists or TOML cannot express a value of the config, ResourceError if the folder cannot be written.
+        `origins`: sources of the config's values, for the comments in config.toml. `files`: further files, text by name. Raises
+        ConfigError if a run of that name exists or TOML cannot express a value of the config, ResourceError if the folder cannot
+        be written.
         """
         folder, text = cls(Path(config.out) / config.name), to_toml(config.with_date(date.today().isoformat()), origins)
         try:
             folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # a run's files may be confidential
             folder.trajectories.mkdir(parents=True)
-            atomic_write(folder.config, text, private=True)
+            for name, content in {folder.config.name: text, **files}.items():
+                atomic_write(folder.path / name, content, private=True)
         except OSError as error:
             if isinstance(error, FileExistsError) and folder.trajectories.exists():  # another process made it after `check_free`
                 raise NameTakenError(f"{folder.path}: another run of that name has just begun. Choose name=NAME") from None

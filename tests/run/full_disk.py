@@ -24,7 +24,7 @@ class Writer:
 
 TRAIN = {
     "config.toml": Writer("agentrl.run.folder:RunFolder.create"),
-    "provenance.json": Writer("agentrl.run.provenance:Provenance.write"),
+    "provenance.json": Writer("agentrl.run.folder:atomic_write", 2),
     "token of the shared folder": Writer("agentrl.run.session:check_shared"),
     "log.txt": Writer("agentrl.run.folder:LogFile.emit"),
     ".lock": Writer("agentrl.run.folder:_try_lock"),
