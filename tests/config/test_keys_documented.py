@@ -25,11 +25,6 @@ def test_the_key_has_a_meaning_and_a_unit(key: keys.Key) -> None:
     assert key.unit == expected, "its name says another unit"
 
 
-def test_no_two_keys_of_a_section_have_the_same_words() -> None:
-    said = [(key.name.rpartition(".")[0], key.meaning) for key in all_keys()]
-    assert [one for one in said if said.count(one) > 1] == []
-
-
 def test_the_list_is_of_every_key_of_the_schema() -> None:
     """Against a count of its own: the fields of all sections, once each; one that stands in two places is a key in the second."""
 
