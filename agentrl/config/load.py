@@ -103,7 +103,7 @@ def resolve_near_paths(file: Path, table: Table) -> Table:
             )
         return str(near.resolve())
 
-    changed: Table = _change_strings(table, READ + WORDS, found)
+    changed: Table = change_strings(table, READ + WORDS, found)
     return changed
 
 
@@ -117,20 +117,20 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         named = key == "model.chat_template" and not Path(path).suffix  # one of agentrl's templates, even if a file has its name
         return path if named or not Path(path).exists() else str(Path(path).absolute())
 
-    table = _change_strings(config.model_dump(), READ, there)
-    table = _change_strings(table, WORDS, lambda word, key: there(word, key) if word.startswith(("./", "../")) else word)
-    table = _change_strings(table, WRITTEN[:-1], lambda path, key: str(Path(there(path, key)).absolute()))
+    table = change_strings(config.model_dump(), READ, there)
+    table = change_strings(table, WORDS, lambda word, key: there(word, key) if word.startswith(("./", "../")) else word)
+    table = change_strings(table, WRITTEN[:-1], lambda path, key: str(Path(there(path, key)).absolute()))
     return TrainConfig.model_validate(table)
 
 
-def _change_strings(
+def change_strings(
     value: Any, keys: Sequence[tuple[str, ...]], change: Callable[[str, str], str], path: tuple[str, ...] = ()
 ) -> Any:
     """Copy tables and lists with the strings at `keys` changed; items of a list have its key. `[env.NAME]` counts as `[env]`."""
     if isinstance(value, dict):
-        return {key: _change_strings(inner, keys, change, (*path, str(key))) for key, inner in value.items()}
+        return {key: change_strings(inner, keys, change, (*path, str(key))) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_change_strings(item, keys, change, path) for item in value]
+        return [change_strings(item, keys, change, path) for item in value]
     if path[:1] == ("env",) and len(path) > 2 and path[1] not in EnvConfig.model_fields:
         path = ("env", *path[2:])
     fits = (key for key in keys if len(key) == len(path) and all(part in ("*", one) for part, one in zip(key, path, strict=True)))
@@ -413,7 +413,7 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
     """Validate a config's table after overrides. Raises ConfigError, which names the file in `layers` that sets the key."""
     parsed = parse_overrides(overrides)
     table = _without_false(apply_overrides(table, parsed), TrainConfig)
-    table = _change_strings(table, READ + WRITTEN, lambda path, key: expand_home(path))
+    table = change_strings(table, READ + WRITTEN, lambda path, key: expand_home(path))
     if table.get("env") is None and not table.get("data"):
         raise ConfigError(f"{layers[0][0] if layers else 'command line'}: env: required key is missing")
     try:

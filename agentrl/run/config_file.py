@@ -87,6 +87,7 @@ def find_config_file(name: str) -> Path:
 
 def check_folder(config: TrainConfig, *, overwrite: bool) -> None:
     """Check that `open_folder` could make the run's folder, and raise as it does; makes and removes nothing."""
+    from agentrl.config.load import READ, change_strings
     from agentrl.run.folder import check_free, check_unlocked
 
     target = Path(config.out) / config.name
@@ -94,17 +95,19 @@ def check_folder(config: TrainConfig, *, overwrite: bool) -> None:
         check_free(config.name, config.out)
         return
     check_unlocked(target)
-    for key, path in {"model.path": config.model.path, **config.other_models()}.items():
-        if path is not None and target.resolve() in Path(path).resolve().parents:
-            raise ConfigError(
-                f"{key} = {path}: it is part of the run that --overwrite removes. Choose another name: name={config.name}-2"
-            )
+
+    def outlives(path: str, key: str) -> str:
+        if (place := Path(path).resolve()).exists() and place.is_relative_to(target.resolve()):
+            raise ConfigError(f"{key} = {path}: --overwrite would remove it. Choose another name: name={config.name}-2")
+        return path
+
+    change_strings(config.model_dump(), READ, outlives)
 
 
 def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None = None) -> RunFolder:
     """Create and lock the run's folder, with digests of the files that the config names. `origins`: sources of the config's
     values, for comments in config.toml. `overwrite`: first remove an older run of that name. Raises ConfigError if a process
-    still writes the older run, or the config names one of its models."""
+    still writes the older run, or the config names one of its files."""
     from agentrl.run.folder import LOCK, RunFolder, lock_folder
     from agentrl.run.provenance import FILE, Provenance
 

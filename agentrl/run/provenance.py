@@ -40,12 +40,8 @@ class Provenance:
     folder: RunFolder
     config: TrainConfig
 
-    def write(self) -> None:
-        """Record the values and files of a new run. Raises a UserError if a file that the config names is missing."""
-        atomic_write(self.folder.path / FILE, self.record())
-
     def record(self) -> str:
-        """Return the text that `write` writes, and raise as it does."""
+        """Return the text of FILE for a new run. Raises a UserError if a file that the config names is missing."""
         contents, identity = contents_of(self.config, "train").digests, identity_of(self.config, "train")
         provenance = {"folder": str(Path.cwd()), "contents": contents, "identity": identity}
         return json.dumps(redact_json(provenance), indent=2) + "\n"
@@ -66,7 +62,7 @@ class Provenance:
         except (CatalogError, ConfigError, ModelError, RewardSpecError) as error:
             raise type(error)(f"{error}{origin_hint(folder)}") from None
         if _read_provenance(folder) is None:
-            self.write()  # so that the next resume can compare
+            atomic_write(folder.path / FILE, self.record())  # so that the next resume can compare
             warnings = [f"{folder.path}: no {FILE}: the files of the config are assumed to be the same"]
         else:
             warnings = self.check_contents()

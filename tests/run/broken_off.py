@@ -31,7 +31,7 @@ def begun(out: str, name: str, overrides: list[str], way: str, step: int, code_f
     config = config_of(Path(out), name, *overrides)
     check_config(config, capacity=True)
     folder = RunFolder.create(config)
-    Provenance(folder, config).write()
+    (folder.path / "provenance.json").write_text(Provenance(folder, config).record())
     Path(code_file).write_text(str(execute(config, folder, resumed=False)))
 
 

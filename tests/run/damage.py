@@ -51,7 +51,7 @@ def make_runs(out: Path) -> Runs:
     for name, more in (("whole", [f"steps={STEPS}"]), ("cut", [f"steps={STEPS - 1}"]), ("other", ["steps=3", "seed=7"])):
         config = config_of(out / name, "run", *CONFIG, *more)
         found[name] = execute(config)
-        Provenance(RunFolder(found[name]), config).write()
+        (found[name] / "provenance.json").write_text(Provenance(RunFolder(found[name]), config).record())
     return Runs(**found)
 
 

@@ -184,7 +184,7 @@ def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_no_wait(tmp_path: Path) ->
 def test_a_file_in_place_of_a_folder_of_the_run_is_named(tmp_path: Path, name: str) -> None:
     """At a resume, and before the trained model is written; it was a WorkerError at the end, or a trace."""
     folder = RunFolder.create(cfg := config(tmp_path))
-    Provenance(folder, cfg).write()
+    (folder.path / "provenance.json").write_text(Provenance(folder, cfg).record())
     shutil.rmtree(folder.path / name, ignore_errors=True)
     (folder.path / name).touch()
     said = rf"{name}: not a folder, but the run keeps one there. Move it away"

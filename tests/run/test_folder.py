@@ -202,13 +202,13 @@ def test_a_config_that_names_what_is_missing_removes_no_run_and_leaves_no_folder
     assert (tmp_path / "x").exists() == (tmp_path / "x" / "summary.json").exists() == overwrite
 
 
-def test_an_overwrite_does_not_remove_the_model_that_its_config_names(tmp_path: Path) -> None:
-    """The message that the name is taken offers it; the run then missed the model."""
-    old = RunFolder.create(config(tmp_path))
-    old.final.mkdir()
-    with pytest.raises(ConfigError, match=r"x/final: it is part of the run that --overwrite removes\. Choose .*: name=x-2"):
-        open_folder(config(tmp_path, model={"path": str(tmp_path / "y" / ".." / "x" / "final")}), overwrite=True)
-    assert old.final.is_dir()
+@pytest.mark.parametrize("key", ["model", "data"])
+def test_an_overwrite_does_not_remove_what_its_config_names(key: str, tmp_path: Path) -> None:
+    (path := RunFolder.create(config(tmp_path)).final).mkdir()
+    given = str(tmp_path / "y" / ".." / "x" / "final")
+    with pytest.raises(ConfigError, match=rf"{key}\.path = .*final: --overwrite would remove it\. Choose .*: name=x-2"):
+        open_folder(config(tmp_path, **{key: {"path": [given] if key == "data" else given}}), overwrite=True)
+    assert path.is_dir()
 
 
 def test_a_second_overwrite_in_the_middle_of_the_first_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

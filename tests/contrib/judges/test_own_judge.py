@@ -564,7 +564,7 @@ def test_other_weights_under_the_judges_path_are_not_gone_on_with(models: Path, 
     more = [f"env.reward={asking(tmp_path, 'one')}", f"reward.judge.engines.one.path={tmp_path / 'judge'}"]
     config = config_of(tmp_path, "r", *TINY, *more)
     folder = RunFolder.create(config)
-    Provenance(folder, config).write()
+    (folder.path / "provenance.json").write_text(Provenance(folder, config).record())
     Provenance(folder, config).check_contents()
     build(tmp_path / "judge", 3)
     with pytest.raises(ConfigError, match=r"the files of reward\.judge\.engines\.one\.path"):
