@@ -186,7 +186,7 @@ class Saver(Writes):
         await self.wait()
         score = self._score(evaluated)
         if score is not None:
-            self._checkpoints.rate(self._collector.version, score)
+            await in_thread("files", self._checkpoints.rate, self._collector.version, score)
 
     def is_new_best(self, evaluated: Evaluation) -> bool:
         """Return True if the evaluated weights are better than every checkpoint kept as best."""
