@@ -345,9 +345,8 @@ class ToolEnv(Forkable):
         try:
             observation, over = await self._or_fail(self._answer(turn), PolicyTimeoutError, UserLimitError)
         except (PolicyTimeoutError, UserLimitError) as why:
-            late = isinstance(why, PolicyTimeoutError)
-            reward = await self.aend(StopReason.MAX_TOOL_TIME if late else StopReason.MAX_TURNS, str(why))
-            return [], reward, False, True, {**self._info(), "error": str(why)}
+            stop = StopReason.MAX_TOOL_TIME if isinstance(why, PolicyTimeoutError) else StopReason.MAX_TURNS
+            return [], await self.aend(stop, str(why)), False, True, {**self._info(), "error": str(why)}
         record.messages.extend(observation)
         self._env_last = observation
         reward = await self.aend(StopReason.DONE) if over else 0.0
@@ -535,15 +534,16 @@ class ToolEnv(Forkable):
             raise
 
     async def _fail(self, fault: BaseException) -> None:
-        """Record why the episode failed and tear it down, after any exception."""
-        record, stop = self._env_record, StopReason.ENV_ERROR
+        """Record why the episode failed and tear it down, unless it is cut and scored."""
+        record = self._env_record
         assert record is not None
-        if isinstance(fault, ToolTimeoutError):
-            stop = StopReason.TOOL_TIMEOUT
-        elif isinstance(fault, asyncio.CancelledError | KeyboardInterrupt):
+        stop = StopReason.TOOL_TIMEOUT if isinstance(fault, ToolTimeoutError) else StopReason.ENV_ERROR
+        if isinstance(fault, asyncio.CancelledError | KeyboardInterrupt):
             stop = StopReason.CANCELLED
-        record.stop, record.error = self._cut_for or stop, fault_text(fault)
-        await self.aclose()
+        cut, self._cut_for = self._cut_for, None
+        record.stop, record.error = cut or stop, fault_text(fault)
+        if cut is None or cut.infrastructure:  # else `aend` concludes first
+            await self.aclose()
 
     def _info(self) -> dict[str, Any]:
         record = self._env_record

@@ -53,7 +53,7 @@ class Room(ToolEnv):
         return [Message("user", "begin")]
 
     async def setup(self, task):
-        self.ran = 0
+        self.ran, self.concluded = 0, False
         if self.slow == "setup":
             await for_ever()
         if self.slow == "cancelled setup":
@@ -69,8 +69,11 @@ class Room(ToolEnv):
         if self.slow == "broken cancel" and self.trajectory.stop.value == "cancelled":
             raise OSError("the room is on fire")
 
+    async def conclude(self):
+        self.concluded = True
+
     def state(self):
-        return {"ran": self.ran}
+        return {"ran": self.ran, "concluded": self.concluded}
 
     @tool(timeout=0.3, late="policy")
     async def run(self, code: str) -> str:
@@ -256,7 +259,7 @@ async def test_a_cut_episode_keeps_what_was_sampled_and_where(room: Any, rendere
     assert thinker.truncated and not thinker.terminated and thinker.cause is None
     [turn] = looper.turns
     assert turn.results == [] and turn.end == len(looper.ledgers[0]) - 1 > 0
-    assert looper.state == {"ran": 1} and looper.error == "tool run: no answer within 0.3 s"
+    assert looper.state == {"ran": 1, "concluded": True} and looper.error == "tool run: no answer within 0.3 s"
     assert Trajectory.from_json(looper.to_json()).cause == looper.cause == {"blame": "policy"}
     old = looper.to_json()
     del old["cause"]
@@ -319,7 +322,7 @@ async def test_who_used_an_episodes_time_decides(room: Any, renderer: Renderer) 
         cause = members[member].cause
         assert cause is not None and cause["blame"] == who
         assert 0.7 <= cause[f"{who}_s"] <= 1.6 and cause[f"{who}_s"] > 2 * min(cause["policy_s"], cause["infrastructure_s"])
-    assert members[2].state == {"ran": 1} and members[2].turns[0].end > 0
+    assert members[2].state == {"ran": 1, "concluded": True} and members[2].turns[0].end > 0
     assert members[1].state is None
 
 
@@ -438,13 +441,8 @@ async def test_a_request_that_is_given_up_does_not_run_on_beside_the_next_attemp
 
 async def test_a_cancelled_member_whose_teardown_breaks_ends_nothing_else(room: Any, renderer: Renderer) -> None:
     """Oversampling cancels the thinker once two members are back; what its teardown raises is logged, not the group's end."""
-    members, engine = await play(
-        room(slow="broken cancel"),
-        renderer,
-        {0: ["bye"], 1: ["bye"], 2: ["think"], 3: ["think"]},
-        group_size=2,
-        oversample_members=2.0,
-    )
+    parts = {0: ["bye"], 1: ["bye"], 2: ["think"], 3: ["think"]}
+    members, engine = await play(room(slow="broken cancel"), renderer, parts, group_size=2, oversample_members=2.0)
     assert [m.reward for m in members] == [1.0, 1.0] and len(engine.keys) == 4
 
 

@@ -8,9 +8,9 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Any, Self, TypeVar
 
@@ -26,6 +26,7 @@ from agentrl.data.trajectory import (
     ToolCall,
     ToolResult,
     Trajectory,
+    Turn,
     message_of,
     result_of,
     turn_of,
@@ -33,7 +34,7 @@ from agentrl.data.trajectory import (
 )
 from agentrl.env.address import PROTOCOLS, EnvAddress, EnvRequest, RemoteProtocol
 from agentrl.env.authoring import Teacher
-from agentrl.env.base import StepResult, ToolEnv, check_options
+from agentrl.env.base import StepResult, ToolEnv, check_options, read_action
 from agentrl.env.call_options import Options
 from agentrl.env.copying import Snapshot
 from agentrl.env.spaces import Action, Observation
@@ -328,16 +329,17 @@ class RemoteEnv(ToolEnv):
         self._session, self._number, self._have, self._boot = wire.new_id(), -1, -1, ""
         self._env_record, self._released, self._cut_for = None, False, None
         asked = {"seed": chosen, "options": {"split": self.split, **options}, "env": self._asked.row()}
-        async with self._end_on_error():
-            answer = self._apply_answer(await self._call("reset", asked))
-            return self._observe(answer), dict(answer["result"]["info"])
+        answer = await self._play("reset", asked)
+        return self._observe(answer), dict(answer["result"]["info"])
 
     async def astep(self, action: Action) -> StepResult:
         record = self._running("step")
-        if not (isinstance(action, str) or (isinstance(action, Message) and action.role == "assistant")):
-            raise TypeError(f"an action is a string or a Message of role assistant, not {action!r}"[:200])
-        async with self._end_on_error():
-            answer = self._apply_answer(await self._call("step", {"action": action}))
+        # Recorded before it is answered, so that a turn that is cut keeps its tokens.
+        message, _ = read_action(action, 0)  # the server numbers the calls
+        record.messages.append(message)
+        record.turns.append(Turn(len(record.turns), message))
+        self._synced += 1
+        answer = await self._play("step", {"action": action})
         result, reward = answer["result"], 0.0
         if not self._env_open:
             reward = await super().aend(record.stop, record.error)
@@ -345,15 +347,13 @@ class RemoteEnv(ToolEnv):
 
     async def aend(self, stop: StopReason, error: str | None = None) -> float:
         if self._env_open and not stop.infrastructure:
-            async with self._end_on_error():
-                # Send it while the episode is open: a spec scores the final state.
-                self._apply_answer(await self._call("end", {"stop": stop.value, "error": error}))
+            # Send it while the episode is open: a spec scores the final state.
+            await self._play("end", {"stop": stop.value, "error": error})
         return await super().aend(stop, error)
 
     async def auser_call(self, call: ToolCall) -> ToolResult:
         self._running("a call")
-        async with self._end_on_error():
-            return result_of(self._apply_answer(await self._call("user_call", {"call": call}))["result"])
+        return result_of((await self._play("user_call", {"call": call}))["result"])
 
     async def teardown(self) -> None:
         if self._released or self._env_record is None:
@@ -364,11 +364,10 @@ class RemoteEnv(ToolEnv):
         except Exception as fault:  # the server closes idle sessions by itself
             log.warning("%s: session %s could not be ended: %s", self._link.url, self._session[:6], fault)
 
-    @asynccontextmanager
-    async def _end_on_error(self) -> AsyncIterator[None]:
-        """End the episode here, and on the server if it may still run there, if the body raises."""
+    async def _play(self, kind: str, body: Mapping[str, Json]) -> Mapping[str, Json]:
+        """Send a request and apply its answer. A fault ends the episode here, and on the server if it may still run there."""
         try:
-            yield
+            return self._apply_answer(await self._call(kind, body))
         except BaseException as fault:
             if isinstance(fault, RemoteEnvError) and not self._released:
                 # The server may hold the episode all the same, as behind a proxy that failed: ask once, and wait for nothing.

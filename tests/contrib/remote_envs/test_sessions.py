@@ -372,10 +372,12 @@ async def test_a_step_that_is_given_up_ends_there_too(toys: ToyServer) -> None:
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working
+    [cut] = env.trajectory.turns  # a rollout stores the positions of its tokens on it
+    await env.aend(StopReason.MAX_EPISODE_TIME)
     assert time.monotonic() - began < 20  # less than the tool's timeout
     assert there.log == ["setup", "teardown"] and not there.is_open
-    for record in (env.trajectory, there.trajectory):
-        assert record.stop is StopReason.MAX_EPISODE_TIME
+    assert env.trajectory.stop is there.trajectory.stop is StopReason.MAX_EPISODE_TIME
+    assert env.trajectory.turns[0] is cut and env.trajectory.messages == there.trajectory.messages
     assert toys.app.sessions.episodes == 0
 
 
