@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agentrl.contrib.sandboxes.contract import ExecResult, SandboxSpec
+from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, SandboxSpec
 from agentrl.contrib.sandboxes.sandbox_pool import HeldSandbox, require, sandbox_config
 from agentrl.data.trajectory import Json
 from agentrl.env import tool
@@ -49,7 +49,9 @@ class Shell(Files):
             require(config)
         except ResourceError as reason:
             raise ResourceError(f"tool set {self.name!r}: no command can be run here: {reason}") from None
-        spec = SandboxSpec(files=self.files, memory=memory_mb << 20, file_size=file_bytes, disk=total_bytes)
+        containers = "images" in SANDBOXES.entry(config.provider).traits  # which cannot limit the total size
+        disk = SandboxSpec.disk if containers else total_bytes
+        spec = SandboxSpec(files=self.files, memory=memory_mb << 20, file_size=file_bytes, disk=disk)
         self.held = HeldSandbox(config, spec)
 
     async def close(self) -> None:

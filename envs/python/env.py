@@ -81,13 +81,13 @@ class Python(ToolEnv):
         require(self.sandbox)
         self.levels = range(low, high + 1)
         self.wall, size = wall_s, int(file_mb * (1 << 20))
-        # Where processes cannot be forbidden, the sandbox keeps them to itself.
-        alone = "alone" in SANDBOXES.entry(self.sandbox.provider).traits
+        traits = SANDBOXES.entry(self.sandbox.provider).traits
+        alone = "alone" in traits  # where processes cannot be forbidden, the sandbox keeps them to itself
         self.wanted = SandboxSpec(
             cpu_s=cpu_s,
             memory=memory_mb << 20,
             file_size=size,
-            disk=4 * size,
+            disk=SandboxSpec.disk if "images" in traits else 4 * size,  # containers cannot limit it
             processes=not alone,
             workdir="/" if alone else "/app",
         )

@@ -316,6 +316,7 @@ def test_the_config_says_which_sandbox_an_environment_gets() -> None:
     assert plain.held.config.provider == plain.held.provider.name == preferred_provider()
     assert (opened.held.provider.name, opened.held.provider.isolate_files) == ("local", False)
     assert (plain.held.config.limit, opened.held.config.limit) == (1 << 20, 3)
+    built("python", ['env.sandbox={provider="docker",args={command=["true"]}}']).reset(seed=0)  # it cannot limit all files
     with pytest.raises(ConfigError, match=r"unknown name 'lokal'; did you mean 'local'"):
         built("python", ["env.sandbox.provider=lokal"])
     with pytest.raises(ConfigError, match=r"env\.sandbox: warm = 5 is more than limit = 2: warm sandboxes count as running$"):
