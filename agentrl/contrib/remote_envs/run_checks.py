@@ -47,8 +47,6 @@ def _check_server(start: RunStart, at: EnvAddress) -> None:
             f"rollout.max_episodes = {config.rollout.max_episodes}: {at.url} takes {most} episodes at once; lower it, or "
             f"start the server with --max-episodes {config.rollout.max_episodes} or more"
         )
-    if config.sft is not None and not card["teacher"]:
-        raise ConfigError(f"env.id: {card['env']['id']} at {at.url} has no teacher, so [sft] cannot warm a model up on it")
 
 
 @RUN_CHECKS.register("remote_env_lines", traits={"plan"})

@@ -29,10 +29,11 @@ from agentrl.run.digests import contents_of
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ConfigError, UserError
 from tests.conftest import proof
-from tests.contrib.remote_envs.served import TOKEN, VARIABLE, Running, served
+from tests.contrib.remote_envs.served import TOKEN, VARIABLE, Offer, Running, served
 from tests.contrib.remote_envs.served import token as token  # a fixture
 from tests.contrib.remote_envs.test_equal_episodes import row_of
 from tests.e2e.inside import config_of, episodes, execute, updates
+from tests.env.toyenvs import Notes
 from tests.players import collector_of, run_tasks
 from tests.rollout.conftest import FaultyEngine
 from tests.run.starts import scorer_of
@@ -72,10 +73,7 @@ def test_the_dry_run_tells_what_the_server_says(server: Running) -> None:
 @pytest.mark.parametrize(("overrides", "why"), [
     (["rollout.max_episodes=129"], r"rollout\.max_episodes = 129: http.* takes 128 episodes at once.*--max-episodes 129"),
     (["tools.mcp.files.command=['x']"], r"tools\.mcp: the tools of an environment elsewhere run on its server"),
-    (
-        ["agent.command=['python','mine.py']"],
-        r"\[agent\]: its calls go to the tools one by one, and an environment elsewhere",
-    ),
+    (["agent.command=['python','mine.py']"], r"\[agent\]: its calls go to the tools one by one, and an environment elsewhere"),
     (
         ["env.id=key_valeu"],
         r"^env\.id: this server has agentrl/KeyValue-v0 \(key_value\), not 'key_valeu'; did you mean 'key_value'\?",
@@ -117,6 +115,9 @@ def test_one_of_several_environments_may_be_elsewhere(server: Running) -> None:
     assert found["the files of env.there.id"] == found["the files of env.key_value.id"]
     with pytest.raises(UserError, match=r"env\[1\] \(there\).*no parameter 'cals'"):
         check_eval(config_from(base, ["env.there.params.cals=3"]))
+    with Running(Offer("tests/Notes-v0", Notes), SessionLimits()) as toys:  # no teacher, but no part in the warm start either
+        entries[1] |= {"id": "tests/Notes-v0", "url": toys.url}
+        check_servers(RunStart(config_from({**base, "sft": {"envs": ["key_value"]}}, [])))
 
 
 def test_an_address_needs_a_url() -> None:
