@@ -25,6 +25,7 @@ from agentrl.contrib.judges.client import Judge, judge_call
 from agentrl.contrib.judges.leaf import JudgeFault, VerdictRequest
 from agentrl.contrib.mcp.client import McpSource
 from agentrl.contrib.preflight.services import ApiModel, _ask
+from agentrl.contrib.remote_envs.client import Link
 from agentrl.contrib.remote_envs.server import EnvOffer
 from agentrl.contrib.sandboxes.contract import SANDBOXES
 from agentrl.contrib.sandboxes.sandbox_pool import provider_of
@@ -169,6 +170,8 @@ async def test_a_tool_that_echoes_a_secret_tells_nobody() -> None:
     with pytest.raises(EnvError) as failed:
         await box.call(ToolCall("fail", {}, id="2"))
     assert found_in(str(failed.value)) == [] and "refused" in str(failed.value)
+    served: Any = SimpleNamespace(content=json.dumps({"said": PLANTED["tool"]}).encode())
+    assert Link("http://h", "")._json(served) == {"said": REDACTED}  # by a tool of a remote environment
 
 
 async def test_a_server_that_does_not_start_says_so_without_its_keys() -> None:
@@ -209,14 +212,8 @@ def _tracker(value: str) -> object:
 
 
 @pytest.mark.parametrize(("key", "used"), [
-    (
-        "reward.judge.api_base",
-        lambda it: judge_call(JudgeConfig(api_base=it), VerdictRequest("openai/m", (), {}, 1))["api_base"],
-    ),
-    (
-        "api.base",
-        lambda it: LiteLlmEngine("openai/x", ApiConfig(base=it)).request([], [], Sampling(max_tokens=1))["api_base"],
-    ),
+    ("reward.judge.api_base", lambda it: judge_call(JudgeConfig(api_base=it), VerdictRequest("openai/m", (), {}, 1))["api_base"]),
+    ("api.base", lambda it: LiteLlmEngine("openai/x", ApiConfig(base=it)).request([], [], Sampling(max_tokens=1))["api_base"]),
     ("agent.url", lambda it: redaction.resolve_references(Remote(it)._url, "agent.url")),
     ("trackers.planted.args.token", _tracker),
     ("env.sandbox.args.token", lambda it: vars(provider_of(SandboxConfig(provider="planted", args={"token": it})))["token"]),

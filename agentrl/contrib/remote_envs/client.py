@@ -43,6 +43,7 @@ from agentrl.env.tools import Tool
 from agentrl.env.users import GOLD, RecordedUser
 from agentrl.utils.errors import ConfigError, EnvError, RemoteEnvError, UserError
 from agentrl.utils.parsing import read_json
+from agentrl.utils.redaction import redact
 from agentrl.utils.threads import after_fork, background
 
 T = TypeVar("T")
@@ -145,7 +146,7 @@ class Link:
     def _json(self, answer: httpx.Response, *keys: str) -> dict[str, Json]:
         found: Json = None
         with suppress(ValueError, RecursionError):
-            found = read_json(answer.content)
+            found = read_json(redact(answer.content.decode()))  # also what tools there answer
         if not isinstance(found, dict) or not found.keys() >= {*keys}:
             wanted = " with ".join(["an object", *([", ".join(keys)] if keys else [])])
             raise RemoteEnvError(f"{self.url}: it answers {answer.text[:80]!r}, not {wanted}: is this a server of agentrl?")

@@ -22,6 +22,7 @@ from agentrl.env.toolbox import Toolbox
 from agentrl.env.tools import Tool
 from agentrl.render.tool_calls import call_from_json, malformed_call, whole_json
 from agentrl.utils.errors import EnvError, TaskDataError, need_package
+from agentrl.utils.redaction import redact
 from agentrl.utils.threads import setting
 
 _NEEDS = ("verifiers", "verifiers needs its package: pip install 'agentrl[verifiers]'")
@@ -242,7 +243,8 @@ class VerifiersEnv(ToolEnv):
         answers = await self.theirs.env_response(step["full"], state)
         step["full"] = [*step["full"], *answers]
         names = {call.id: call.name for call in turn.message.tool_calls}
-        ours = [replace(one, name=names.get(one.tool_call_id or "")) for one in map(_to_ours, answers)]
+        made = map(_to_ours, answers)
+        ours = [replace(one, name=names.get(one.tool_call_id or ""), content=redact(one.content)) for one in made]
         turn.results = [
             ToolResult(m.tool_call_id or "", m.name or "", m.content, images=m.images) for m in ours if m.role == "tool"
         ]
