@@ -62,10 +62,8 @@ def check_idle_keys(config: TrainConfig, given: Sequence[str] = ("",)) -> None:
             check_unread(at, reduce(getattr, filter(None, at.split(".")), config), names, needs)
 
 
-# Resolution of paths in a config.
-#
-# A path that begins with `./` or `../` in a config file is relative to that file. If it does not exist there, it is resolved as
-# all other paths, and those of the command line, are: from the working folder, or as a name on a shelf or hub.
+# Paths: one that begins with `./` or `../` in a config file is relative to that file. If it does not exist there, it is resolved
+# as all others, and those of the command line, are: from the working folder, or as a name on a shelf or hub.
 
 Table = dict[str, Any]
 
@@ -83,8 +81,9 @@ READ = (
     ("reward", "judge", "engines", "*", "path"),
 )
 """Keys of inputs: a path, or a list of paths."""
-WORDS = (("env", "agent", "command"), ("agent", "command"), ("tools", "args", "*", "*"), ("env", "tools", "args", "*", "*"))
-"""Keys with words, of which only those that begin with `./` or `../` are paths; "*" is any key."""
+_WORDS = (("agent", "command"), ("tools", "args", "*", "*"), ("tools", "mcp", "*", "command"))
+WORDS = (*_WORDS, *(("env", *key) for key in _WORDS), ("env", "params", "*"))
+"""Keys with words, of which those that begin with `./` or `../` are paths; "*" is any key."""
 WRITTEN = (("reward", "judge", "cache"), ("weights", "folder"), ("out",))
 """Keys of output folders, relative to the working folder."""
 

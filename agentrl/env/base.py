@@ -257,9 +257,7 @@ class ToolEnv(Forkable):
     @property
     def task(self) -> Task:
         """The episode's copy of the task, gold answers included: for the environment only. The record has the original."""
-        if self._env_record is None:
-            raise EnvError(f"{self.id}: no episode yet; call reset first")
-        return self._env_task or self._env_record.task  # an episode on a remote server has only the record
+        return self._env_task or self.trajectory.task  # an episode on a remote server has only the record
 
     @property
     def is_open(self) -> bool:

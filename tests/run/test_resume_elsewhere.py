@@ -263,7 +263,8 @@ def layered(tmp_path: Path) -> Path:
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "below/spec.json").write_text("{}")
     text = '[env]\nid = "key_value"\nreward = "./spec.json"\n[model]\npath = "./model"\n[tools]\nsets = ["./../below/set.py"]\n'
-    (tmp_path / "below/base.toml").write_text(text)
+    more = '[tools.mcp.m]\ncommand = ["python", "./set.py"]\n[env.params]\ntasks = "./model"\n'
+    (tmp_path / "below/base.toml").write_text(text + more)
     (tmp_path / "below/set.py").write_text("")
     (tmp_path / "top/mine.toml").write_text('base = "../below/base"\n')
     return tmp_path / "top/mine.toml"
@@ -287,6 +288,7 @@ def test_a_path_with_a_dot_is_beside_the_file_that_names_it_or_in_the_working_fo
     config = load_config(file)
     assert config.env.reward == "./spec.json" if where == "cwd" else Path(config.env.reward or "").samefile(below / "spec.json")
     assert Path(config.model.path or "").samefile(below / "model") and Path(config.tools.sets[0]).samefile(below / "set.py")
+    assert (config.tools.mcp["m"].command[1], config.env.params["tasks"]) == (str(below / "set.py"), str(below / "model"))
     override = load_config(file, ["env.reward=./spec.json"])
     assert override.env.reward == "./spec.json", "the command line has no file: its paths are those of the working folder"
 
