@@ -17,7 +17,7 @@ from agentrl.data.trajectory import Blame, Message, StopReason
 from agentrl.env import ToolEnv
 from agentrl.env.toolbox import PendingCall
 from agentrl.rollout.engine import Engine, Finish, Generation
-from agentrl.utils.errors import AgentrlError, EngineError, EnvError, fault_text
+from agentrl.utils.errors import AgentrlError, EngineError, EnvError, fault_text, is_alien
 from agentrl.utils.event_loop import LONGEST, end, in_time, loop_clock, run_contained
 
 log = logging.getLogger(__name__)
@@ -163,9 +163,9 @@ class Waits:
         with self.watch.waits(self.key, doing):
             try:
                 return await self._in_time(run_contained(work, name), name, spend, late)
-            except AgentrlError:
-                raise
             except Exception as fault:
+                if not is_alien(fault):
+                    raise
                 log.exception("environment %s failed (episode %s)", env.id, self.key)
                 raise EnvError(fault_text(fault)) from fault
 

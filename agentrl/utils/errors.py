@@ -95,8 +95,9 @@ def exception_for(fault: BaseException, name: str, kind: type[Exception] = Runti
 
 
 def is_alien(fault: BaseException) -> bool:
-    """Return True for a fault in code that agentrl calls: neither an AgentrlError nor from outside."""
-    return not (isinstance(fault, AgentrlError) or is_from_outside(fault))
+    """Return True for a fault in code that agentrl calls: neither from outside nor an AgentrlError that such code lets pass.
+    ToolError and ImageError are its own: outside of a tool's call nobody reads them."""
+    return isinstance(fault, ToolError | ImageError) or not (isinstance(fault, AgentrlError) or is_from_outside(fault))
 
 
 def raised_text(problem: BaseException, made: Any) -> str:

@@ -18,7 +18,7 @@ from agentrl.env.wrappers import TurnLimit
 from agentrl.render.template import make_renderer
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.trainer.pretrained import packaged_tokenizer
-from agentrl.utils.errors import ConfigError, EnvError, HookError, TaskDataError, ToolSchemaError, ToolTimeoutError
+from agentrl.utils.errors import ConfigError, EnvError, HookError, TaskDataError, ToolError, ToolSchemaError, ToolTimeoutError
 from agentrl.utils.threads import background
 from tests.env.toyenvs import Constant, Notes, call
 from tests.players import Script
@@ -329,7 +329,7 @@ def test_a_hook_that_answers_with_another_type_is_named(hook: str, answer: Any, 
         odd.step("done")
 
 
-@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit, BaseException])
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit, BaseException, ToolError])
 def test_a_state_that_raises_is_the_environments_fault_wherever_it_is_read(kind: Any) -> None:
     """It is read with the record: a policy's first prompt ended the whole run."""
 

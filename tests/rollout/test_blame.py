@@ -32,6 +32,7 @@ import asyncio
 
 from agentrl.env import Message, Task, ToolEnv
 from agentrl.env import tool
+from agentrl.utils.errors import ToolError
 
 
 async def for_ever():
@@ -56,10 +57,9 @@ class Room(ToolEnv):
         self.ran, self.concluded = 0, False
         if self.slow == "setup":
             await for_ever()
-        if self.slow == "cancelled setup":
-            raise asyncio.CancelledError
-        if self.slow == "exit":
-            raise SystemExit(3)
+        raised = {"cancelled setup": asyncio.CancelledError(), "exit": SystemExit(3), "refusal": ToolError("no such room")}
+        if self.slow in raised:
+            raise raised[self.slow]
 
     async def teardown(self):
         if self.slow == "teardown":
@@ -377,6 +377,7 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
         r"\(rollout\.env_timeout\)"),
     "a setup that cancels itself": ("cancelled setup", "bye", f"{SETUP}was cancelled from inside"),
     "a setup that exits": ("exit", "bye", rf"{SETUP}sys\.exit\(3\)"),
+    "a setup that refuses as a tool does": ("refusal", "bye", "env_error: ToolError: no such room"),  # it ended the run
     "a request that the engine cancels": ("", "lost", "groups failed.*engine_error: turn 0.* was cancelled from inside"),
     "a teardown that breaks after the environment's own end": (
         "broken teardown", "bye", "env_error: OSError: the room is on fire"),
