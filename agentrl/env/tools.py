@@ -24,7 +24,7 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from agentrl.data.trajectory import Json
 from agentrl.env.call_options import DEFAULT, Options, Problem, call_check, compile_validator, safe_schema
-from agentrl.utils.child_process import Child, child_for, function_ref
+from agentrl.utils.child_process import Child, call_whole, child_for, function_ref
 from agentrl.utils.errors import ToolSchemaError
 from agentrl.utils.parsing import parts_of
 from agentrl.utils.registry import Registry
@@ -432,7 +432,7 @@ class Tool:
             target = target.__get__(owner.tool_set(self.in_set) if self.in_set else owner)
         if self.is_async:
             return await target(**values)
-        made = target(**values) if self.options.inline else await TOOLS.call(self.name, target, **values)
+        made = call_whole(target, values) if self.options.inline else await TOOLS.call(self.name, call_whole, target, values)
         return await made if inspect.iscoroutine(made) else made  # a decorator may wrap an async function in a plain one
 
 

@@ -124,7 +124,7 @@ def serve(pipe: Connection, path: list[str]) -> None:
         answer: tuple[bool, Any]
         try:
             function = _find(*place)
-            made = None if values is None else function(**values)
+            made = None if values is None else call_whole(function, values)
             answer = True, asyncio.run(made) if inspect.iscoroutine(made) else made  # a plain function may return a coroutine
         except BaseException as fault:
             answer = False, exception_for(fault, place[1])
@@ -141,6 +141,12 @@ def serve(pipe: Connection, path: list[str]) -> None:
                 plain = RuntimeError(fault_text(result))
             packed = pickle.dumps((False, plain))
         pipe.send_bytes(packed)
+
+
+def call_whole(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Call a tool's function; the items of a generator become a list here, since its code is the tool's too."""
+    made = function(**values)
+    return list(made) if isinstance(made, types.GeneratorType | map | filter | zip) else made
 
 
 def _find(module: str, name: str, file: str) -> Callable[..., Any]:

@@ -427,6 +427,23 @@ def test_a_plain_function_around_an_async_one_is_awaited_within_its_time() -> No
     assert asyncio.run(Toolbox([tool(name="f", inline=True)(around)]).call(ToolCall("f", {"s": 0}))).content == "slept"
 
 
+def listed(refuse: bool) -> Any:
+    yield 1
+    if refuse:
+        raise ToolError("no more")
+    for _ in range(100):
+        time.sleep(0.01)
+    yield 2
+
+
+def test_a_generator_makes_its_items_within_the_tools_time_and_refuses_as_a_tool() -> None:
+    """They were made on the event loop, which stood still, and the refusal ended the run."""
+    for late, ends in ((0.2, "timeout"), (30.0, None)):
+        box = Toolbox([tool(timeout=late, on_timeout="answer")(listed)])
+        refused, played = (asyncio.run(box.call(ToolCall("listed", {"refuse": refuse}))) for refuse in (True, False))
+        assert (refused.error, played.error, played.value) == ("tool_error", ends, None if ends else [1, 2])
+
+
 def test_adding_and_removing_changes_one_box_only() -> None:
     one, two = Toolbox([get, refuse]), Toolbox([get, refuse])
     before = one.table
