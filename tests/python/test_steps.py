@@ -191,6 +191,13 @@ def test_calls_that_overlap_are_those_one_after_the_other(loop: agentrl.StepLoop
     trainer.publish()
 
 
+def test_a_task_that_comes_again_is_played_anew(loop: agentrl.StepLoop) -> None:
+    """Its groups had the same episodes, token by token."""
+    groups = loop.policy.play(tasks=[5, 5], group_size=2)
+    assert [group.task_seed for group in groups] == [5, 5]
+    assert len({member.seed for group in groups for member in group.trajectories}) == 4
+
+
 def test_a_cancelled_call_ends_before_the_next_begins(loop: agentrl.StepLoop) -> None:
     """Ctrl-C in a notebook, say: its thread computes on, and added its gradients to those of the next call."""
     trainer = loop.trainer

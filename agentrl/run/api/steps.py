@@ -246,11 +246,12 @@ class LivePolicy:
         if (tasks < 1) if isinstance(tasks, int) else any(seed < 0 for seed in tasks):
             raise ConfigError(f"policy.play: tasks = {tasks!r:.80}: expected a number from 1 on, or seeds from 0 on")
         call = self._numbers.take("call")
-        numbers = [self._numbers.take("group") for _ in range(tasks)] if isinstance(tasks, int) else []
+        numbers = [self._numbers.take("group") for _ in (range(tasks) if isinstance(tasks, int) else tasks)]
         pool = await in_thread("load", self._pool, part, split)
         seeds = [(number - FIRST) % pool for number in numbers] if isinstance(tasks, int) else [int(seed) for seed in tasks]
-        numbers = numbers or [self._numbers.take("group") for _ in seeds]
-        pairs, drawn = [(seed, member) for seed in seeds for member in range(size)], derive(config.seed, "play", call)
+        drawn = derive(config.seed, "play", call)
+        # Of a task that comes again, further members: the same ones would be the same episodes.
+        pairs = [(seed, seeds[:place].count(seed) * size + member) for place, seed in enumerate(seeds) for member in range(size)]
         episodes = await play_tasks(
             self._session, part.name, pairs, seed=drawn, split=split, params=params, temperature=temperature
         )
