@@ -24,7 +24,7 @@ from agentrl.run.folder import RunFolder
 from agentrl.run.role_placement import RunRoles
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
-from agentrl.utils.errors import ConfigError, ResourceError
+from agentrl.utils.errors import CatalogError, ConfigError, ResourceError
 from agentrl.utils.registry import Registry, _entry_points
 from tests.conftest import proof
 from tests.run.timelines import check_update
@@ -322,10 +322,11 @@ def test_a_type_imported_for_checkers_alone_is_no_fault(here: Path, more: str) -
     assert "own" not in more or FILTERS.bind("typed", {"own": 1})(None) == (1, None)
 
 
-def test_only_the_file_that_is_asked_for_is_loaded(shelf: Path) -> None:
-    (shelf / "plugins/broken.py").write_text('POLICY_LOSSES.register("broken")\nraise RuntimeError("loaded")')
+@pytest.mark.parametrize("error", ["RuntimeError", "SystemExit"])  # of a script without a guard, whose arguments are wrong
+def test_only_the_file_that_is_asked_for_is_loaded(shelf: Path, error: str) -> None:
+    (shelf / "plugins/broken.py").write_text(f'raise {error}("loaded")\nPOLICY_LOSSES.register("broken")')
     assert POLICY_LOSSES.entry("half").needs == {"proximal"} and "broken" in POLICY_LOSSES
-    with pytest.raises(Exception, match=r"broken.py does not load: (RuntimeError|NameError)"):
+    with pytest.raises(CatalogError, match=rf"broken.py does not load: {error}: loaded"):
         POLICY_LOSSES.entry("broken")
 
 

@@ -270,8 +270,10 @@ def load_module(path: Path) -> types.ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as problem:
+    except BaseException as problem:
         del sys.modules[name]
+        if not is_alien(problem):
+            raise
         raise CatalogError(f"{path} does not load: {fault_text(problem)}") from problem
     return module
 
