@@ -415,6 +415,6 @@ class Forkable(ToolSide):
 
 _SPACES = frozenset({"observation_space", "action_space"})
 _SHARED = _SPACES | {
-    "scorer", "spec", "split", "render_mode", "initial_seed", "teardown_timeout", "_tools_before", "_user_tools_before",
-    "opening_timeout", "_sources", "_set_makers", "_built_with",
+    "scorer", "spec", "split", "render_mode", "initial_seed", "teardown_timeout", "opening_timeout", "_sources", "_set_makers",
+    "_built_with",
 }  # fmt: skip

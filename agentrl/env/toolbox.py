@@ -202,13 +202,11 @@ class Toolbox:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Toolbox:
         """Return a toolbox with the same tools, bound to the copy of the owner."""
-        tools = self.table
-        if any(item.bound for item in tools.values()):
-            tools = {name: copy.deepcopy(item, memo) for name, item in tools.items()}
+        tools = copy.deepcopy(self.table, memo)
         hidden = copy.deepcopy(dict(self.hidden), memo)  # values may be episode state
         owner, count = memo.get(id(self._owner), self._owner), self._count
         box = Toolbox(tools, owner=owner, hidden=hidden, count_tokens=count, max_output=self.max_output)
-        box.unlisted = copy.deepcopy(self.unlisted, memo) if any(t.bound for t in self.unlisted.values()) else self.unlisted
+        box.unlisted = copy.deepcopy(self.unlisted, memo)
         return box
 
     def __iter__(self) -> Iterator[Tool]:

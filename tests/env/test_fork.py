@@ -94,6 +94,16 @@ def test_a_tool_that_encloses_its_environment_is_the_forks_in_the_fork(wrap: Any
         assert one.step(call("jot", text="a", times=1))[0][0].content == "1" and one.unwrapped.notes == ["a"]
 
 
+def test_a_fork_that_begins_another_episode_calls_its_own_tools() -> None:
+    """With a tool of the object from its beginning on, they were its parent's again."""
+    env = Notes()
+    env.toolbox.add(tool(name="jot")(env.write))
+    env.reset(seed=0)
+    other = env.fork()
+    other.reset(seed=0)
+    assert [one.step(call("jot", text="a"))[0][0].content for one in (other, env)] == ["1", "1"]
+
+
 class Uncopied:
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError("only leaves")
