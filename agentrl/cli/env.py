@@ -277,5 +277,5 @@ def run_play(args: argparse.Namespace) -> int:
     from agentrl.env.catalog import find_spec, make_scorer
 
     ref = reference(args.env, args.params)
-    scorer = {} if ref.entry.reward is None else {"scorer": make_scorer(find_spec(ref, None), RewardConfig(), ref)}
+    scorer = {} if ref.default_reward() is None else {"scorer": make_scorer(find_spec(ref, None), RewardConfig(), ref)}
     return play_by_hand(ref.build(**scorer), args.seed, args.split, input, say, args.model_user, scorer.get("scorer"))

@@ -6,11 +6,9 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 from agentrl.data.chat_forms import pair_results
@@ -24,7 +22,7 @@ from agentrl.env.tools import Tool, tool_methods
 from agentrl.env.users import GOLD, AsksModel, Parting, RecordedUser, User, make_call, next_step, record_result, user_view
 from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError, fault_text, place_of
 from agentrl.utils.event_loop import LateError, within
-from agentrl.utils.search_path import find_file, is_given, own_reward
+from agentrl.utils.search_path import is_given
 
 if TYPE_CHECKING:
     from agentrl.reward import Score, Scorer
@@ -88,19 +86,12 @@ class OwnReward:
         if self._scorer is not None:
             return await self._scorer.ascore(trajectory)
         from agentrl.config.schema import RewardConfig  # late: building an environment does not need the reward language
+        from agentrl.env.catalog import reward_of
         from agentrl.reward import compile_spec, load_spec, make_context
         from agentrl.reward.compile import given_spec
 
-        kind = type(self._env)
-        name, path = str(own_reward(kind)), None
-        if not is_given(name):
-            # The spec is next to the file of the class that names it, or on a shelf.
-            owner = next(base for base in kind.__mro__ if "reward" in vars(base))
-            with suppress(OSError, TypeError):  # a class defined interactively has no file
-                local = Path(inspect.getfile(owner)).parent / name
-                path = local if local.is_file() else None
-            path = path or find_file(name, "rewards", ".json", "reward spec")
-        spec = given_spec(name) if path is None else load_spec(path)
+        name = str(reward_of(type(self._env)))
+        spec = given_spec(name) if is_given(name) else load_spec(name)
         self._scorer = compile_spec(spec, context=make_context(RewardConfig(), replay_env=self.replay_env))
         return await self._scorer.ascore(trajectory)
 

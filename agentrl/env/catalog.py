@@ -22,10 +22,10 @@ from agentrl.env.address import PROTOCOLS, EnvAddress, EnvRequest, known_sources
 from agentrl.env.tools import TOOL_SOURCES, Tool, ToolSet
 from agentrl.reward import Scorer, Services, compile_spec, load_spec, make_context
 from agentrl.reward.compile import given_spec
-from agentrl.utils.errors import CatalogError, ConfigError, EnvError, hint_text, place_of, raised_text
+from agentrl.utils.errors import CatalogError, ConfigError, EnvError, fault_text, hint_text, place_of, raised_text
 from agentrl.utils.files import read_text, shown_path
 from agentrl.utils.parsing import module_of
-from agentrl.utils.redaction import references, resolve_references
+from agentrl.utils.redaction import references, resolve_references, texts
 from agentrl.utils.registry import bind, hints_of
 from agentrl.utils.search_path import PREFIX, find_file, given_object, here, is_given, load_module, nearest, own_reward, shelves
 
@@ -100,7 +100,10 @@ class EnvEntry:
             return self.made
         loaded: object = self.made
         if self.entry_point is not None:
-            loaded = self.entry_point.load()
+            try:
+                loaded = self.entry_point.load()
+            except (Exception, SystemExit) as problem:
+                raise CatalogError(f"{self.id}: {self.class_name!r} does not load: {fault_text(problem)}") from problem
         elif self.path is not None:
             loaded = vars(load_module(self.path)).get(self.class_name)
         if not (isinstance(loaded, type) and issubclass(loaded, ToolEnv)):
@@ -108,13 +111,12 @@ class EnvEntry:
             raise CatalogError(f"{self.id}: {self.class_name}{place} is not a ToolEnv")
         return loaded
 
-    def reward_path(self) -> Path | None:
-        """Find the reward spec that it names, next to its file or on a shelf; None if it names none."""
-        if self.reward is None:
-            return None
-        if self.path is not None and (local := self.path.parent / self.reward).is_file():
-            return local
-        return find_reward(self.reward)
+    def default_reward(self) -> str | None:
+        """Return its reward spec as `reward_of` does; its class is loaded only if its text names no file."""
+        if self.reward is None or self.path is None:  # inherited, a function, or in a file that is not read as text
+            return reward_of(self.load())
+        local = self.path.parent / self.reward
+        return str(local if local.is_file() else find_reward(self.reward))
 
 
 @dataclass(frozen=True)
@@ -185,13 +187,10 @@ class EnvRef:
         return self.entry.id if self.at is None else self.id
 
     def default_reward(self) -> str | None:
-        """Return the path of the environment's reward spec; None if it names none or its server has it (`card`)."""
-        if self.at is not None:
-            return None if self.at.is_agentrl else str(find_reward(str(getattr(self._class, "reward", None))))
-        if is_given(self.entry.reward):
-            return self.entry.reward
-        path = self.entry.reward_path()
-        return None if path is None else str(path)
+        """Return the environment's reward spec (`reward_of`); None if it names none or its server has it (`card`)."""
+        if self.at is None:
+            return self.entry.default_reward()
+        return None if self.at.is_agentrl else reward_of(self._class)
 
     def card(self, fresh: bool = False) -> dict[str, Any] | None:
         """Fetch the description from the environment's agentrl server, cached unless `fresh`; None if there is no such server.
@@ -462,6 +461,19 @@ def _parameters_of(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:
 # Scorers of environments
 
 
+def reward_of(made: Any) -> str | None:
+    """Return the reward spec of an environment's class: "given:NAME", or the path of a file next to that of the class that names
+    it, or on a shelf; None without one. Raises CatalogError if the file is not found."""
+    name = own_reward(made)
+    if name is None or is_given(name):
+        return name
+    owner = next((base for base in getattr(made, "__mro__", ()) if "reward" in vars(base)), made)
+    with suppress(OSError, TypeError):  # a class defined interactively has no file
+        if (local := Path(inspect.getfile(owner)).parent / name).is_file():
+            return str(local)
+    return str(find_reward(name))
+
+
 def find_spec(env: EnvRef, name: str | None) -> dict[str, Any]:
     """Load a spec by name or path, by default the environment's (a remote one's from its server). Raises ConfigError if it names
     none."""
@@ -490,6 +502,8 @@ def make_scorer(
     `timeout` (seconds) limits the scoring of an episode; `services` default to new ones.
     Raises RewardSpecError for an invalid spec, and for one that replays if `env` is None.
     """
+    if env is not None and env.at is None and any(is_given(text) for _, text in texts(spec)):
+        own_reward(env._class)  # in another process: gives the function of the class, which the spec may name
     context = make_context(config, replay_env=None if env is None else lambda task: env.build(), services=services)
     return compile_spec(spec, context=context, timeout=timeout)
 
@@ -499,9 +513,14 @@ def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEn
 
     Raises CatalogError for an unknown id or invalid parameters, RewardSpecError for an invalid spec.
     """
+    from agentrl.env.base import OwnReward
+
     entry = find_env(env_id)
     extra = {"scorer": params.pop("scorer")} if "scorer" in params else {}
     ref = EnvRef(entry.id, params)
-    if not extra and (reward is not None or entry.reward is not None):
+    if not extra and (reward is not None or ref.default_reward() is not None):
         extra = {"scorer": make_scorer(find_spec(ref, reward), RewardConfig(), ref)}
-    return ref.build(**extra)
+    env = ref.build(**extra)
+    if not extra and env.unwrapped.reward is not None:  # of a function's environment, whose class is known only now
+        env.scorer = OwnReward(env.unwrapped)
+    return env

@@ -94,10 +94,13 @@ def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), tr
 
 def own_reward(made: Any) -> str | None:
     """Return the spec name of the attribute `reward` of an environment class; an inline spec or function is given as
-    "given:CLASS.reward"."""
+    "given:CLASS.reward", of a class that was not given itself by its id, as two files may have classes of one name."""
     reward = inspect.getattr_static(made, "reward", None)
     reward = reward.__func__ if isinstance(reward, staticmethod) else reward
-    return reward if reward is None or isinstance(reward, str) else give(reward, f"{made.__name__}.reward")
+    if reward is None or isinstance(reward, str):
+        return reward
+    given = next((name for name, one in _TABLE.items() if one.value is made), "")
+    return give(reward, f"{given or getattr(made, 'id', '') or made.__name__}.reward")
 
 
 def is_given(name: object) -> bool:

@@ -67,7 +67,6 @@ def test_listing_reads_and_does_not_run(here: Path) -> None:
     env = EnvRef("hello").build()
     assert (here / "ran").read_text() == "run "
     assert env.reset(seed=0)[0][0].content == "hello"
-    assert find_env("hello").reward_path() == here / "envs" / "hello" / "reward.json"
     assert EnvRef("hello").default_reward() == str(here / "envs" / "hello" / "reward.json")
 
 

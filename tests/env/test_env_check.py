@@ -383,7 +383,7 @@ def _shelf() -> list[Any]:
 
 @pytest.mark.parametrize("entry", _shelf())
 def test_every_environment_of_the_shelf_passes(entry: Any) -> None:
-    path = entry.reward_path()
+    path = entry.default_reward()
     assert path is not None, "every environment of the shelf names its reward spec"
     ref = EnvRef(entry.id)
     scorer = make_scorer(load_spec(path), RewardConfig(), ref)

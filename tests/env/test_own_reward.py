@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+import agentrl
+from agentrl.config.schema import RewardConfig
 from agentrl.env import Message, ToolCall, ToolEnv
-from agentrl.env.catalog import EnvRef, find_env, make_env
+from agentrl.env.catalog import EnvRef, find_env, find_spec, make_env, make_scorer
 from agentrl.env.wrappers import TurnLimit
+from agentrl.utils import search_path
 from agentrl.utils.errors import CatalogError
 from agentrl.utils.search_path import load_module
 from tests.env.toyenvs import Notes
@@ -63,7 +66,8 @@ from agentrl.env import Message, Task, ToolCall, ToolEnv
 from agentrl.env import tool
 
 class Doubled(ToolEnv):
-    id, reward, summary = "own/Doubled-v0", "replayed.json", "doubles"
+    id = "own/Doubled-v0"
+    reward, summary = "replayed.json", "doubles"
 
     def __init__(self, *, factor: int = 2, **base):
         super().__init__(**base)
@@ -82,19 +86,38 @@ class Doubled(ToolEnv):
 
 class Tripled(Doubled):
     id = "own/Tripled-v0"
+
+class Paid(Doubled):
+    id = "own/Paid-v0"
+
+    def reward(episode):
+        return float(episode.messages[-1].content == "15")
 """
 
 
-@pytest.mark.parametrize("name", ["Doubled", "Tripled"])
-def test_a_spec_beside_the_file_replays_on_a_twin_of_the_same_parameters(tmp_path: Path, name: str) -> None:
-    """With a twin of the default factor, 2, the answer 15 of five times 3 would not be the one of the gold call."""
-    (tmp_path / "env.py").write_text(HOME)
-    (tmp_path / "replayed.json").write_text(json.dumps(REPLAY))
-    env: Any = getattr(load_module(tmp_path / "env.py"), name)(factor=3)
-    env.reset(seed=5)
-    env.step(Message("assistant", tool_calls=(ToolCall("double", {"n": 5}),)))
-    assert env.trajectory.turns[0].results[0].content == "15"
-    assert env.step("15")[1] == 1.0
+@pytest.mark.parametrize("name", ["Doubled", "Tripled", "Paid"])
+def test_a_spec_beside_the_file_replays_on_a_twin_of_the_same_parameters(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a twin of the default factor, 2, the answer 15 of five times 3 would not be the one of the gold call. By its id an
+    inherited spec or a function was none, and paid 0; of a class in another folder the file was not found."""
+    (home := tmp_path / "envs" / "own").mkdir(parents=True)
+    (home / "env.py").write_text(HOME)
+    (home / "replayed.json").write_text(json.dumps(REPLAY))
+    kind: Any = getattr(load_module(home / "env.py"), name)
+
+    def makes(factor: int) -> Any:
+        return kind(factor=factor)
+
+    monkeypatch.chdir(tmp_path)
+    for env in (kind(factor=3), *(agentrl.make(named, factor=3) for named in (kind, makes, f"own/{name}-v0"))):
+        env.reset(seed=5)
+        env.step(Message("assistant", tool_calls=(ToolCall("double", {"n": 5}),)))
+        assert env.trajectory.turns[0].results[0].content == "15"
+        assert env.step("15")[1] == 1.0
+    spec = find_spec(ref := EnvRef(f"own/{name}-v0"), None)
+    monkeypatch.delitem(search_path._TABLE, f"{ref.id}.reward", raising=False)  # as in another process
+    assert make_scorer(spec, RewardConfig(), ref).name == spec["name"]
 
 
 def test_a_spec_that_is_not_there_is_named() -> None:

@@ -115,7 +115,7 @@ def test_an_episode_cut_at_its_limit_is_judged_too() -> None:
 @proof
 def test_the_contract_holds() -> None:
     """What `env check` looks at, with few fuzzed calls."""
-    scorer = compile_spec(load_spec(find_env("harbor").reward_path()))
+    scorer = compile_spec(load_spec(find_env("harbor").default_reward()))
     subject = Subject(lambda: make_env("harbor", scorer=scorer), scorer, tasks=2, fuzz=3)
     wrong = [finding for finding in check_all(subject) if finding.ok is False]
     assert not wrong, wrong
