@@ -208,8 +208,8 @@ class LeafNode(Node):
             try:
                 value, evidence, turns = self.leaf.read(view, self.args_for(view))
                 if not type(self.leaf).__module__.startswith("agentrl."):  # a plug-in may return numpy numbers
-                    if value is not None and not math.isfinite(number := plain_float(value)):
-                        raise UnscorableError(f"not a finite number: {value!r:.80}")
+                    if value is not None and not -1e-9 <= (number := plain_float(value)) <= 1.0 + 1e-9:
+                        raise UnscorableError(f"not a finite number in [0, 1]: {value!r:.80}")
                     value, evidence = None if value is None else number, brief(evidence)
                     turns = {turn: plain_float(share) for turn, share in (turns or {}).items()}
                 kept = Result(value, {"evidence": evidence}, dict(turns or {}))

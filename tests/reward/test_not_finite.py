@@ -69,7 +69,7 @@ async def test_of_a_plug_in_leaf_alone_and_among_others(planted: None, value: st
     ("np.float16(0.5)", 0.5), ("np.longdouble('0.5')", 0.5), ("Decimal('0.5')", 0.5), ("Fraction(1, 2)", 0.5),
     ("np.bool_(True)", 1.0), ("np.array(0.5)", 0.5), ("sum([0.05] * 20)", 1.0), ("np.str_('0.5')", None), ("(1 + 0j)", None),
     ("np.bytes_(b'1')", None), ("np.complex64(0.5 + 3j)", None), ("np.clongdouble(0.5)", None), ("Decimal('sNaN')", None),
-    ("np.array('0.5')", None), ("str(0.5)", None),
+    ("np.array('0.5')", None), ("str(0.5)", None), ("3", None), ("-0.5", None),
 ])  # fmt: skip
 async def test_numbers_of_numpy_and_decimals_are_theirs_and_texts_are_none(
     planted: None, value: str, number: float | None
