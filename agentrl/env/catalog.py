@@ -513,7 +513,7 @@ def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEn
 
     Raises CatalogError for an unknown id or invalid parameters, RewardSpecError for an invalid spec.
     """
-    from agentrl.env.base import OwnReward
+    from agentrl.env.base import OwnReward, ToolEnv
 
     entry = find_env(env_id)
     extra = {"scorer": params.pop("scorer")} if "scorer" in params else {}
@@ -521,6 +521,7 @@ def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEn
     if not extra and (reward is not None or ref.default_reward() is not None):
         extra = {"scorer": make_scorer(find_spec(ref, reward), RewardConfig(), ref)}
     env = ref.build(**extra)
-    if not extra and env.unwrapped.reward is not None:  # of a function's environment, whose class is known only now
-        env.scorer = OwnReward(env.unwrapped)
+    inner = env.unwrapped
+    if not extra and isinstance(inner, ToolEnv) and inner.reward is not None:  # of a function, whose class is known only now
+        env.scorer = OwnReward(inner)
     return env
