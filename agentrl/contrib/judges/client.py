@@ -190,12 +190,12 @@ class Judge:
                 response = litellm.completion(**asked)
             except Exception as error:  # litellm's errors have no common base class
                 refused = refusal(error, asked, self.settings.api_base)
-                why = f"{type(error).__name__}: {refused or error_line(error, asked.get('api_base'))}"
-                failed = JudgeFault(why)
+                failed = JudgeFault(f"{type(error).__name__}: {refused or error_line(error, asked.get('api_base'))}")
                 failed.wait = retry_wait(error, 0.0)
                 raise failed from error
-            if prices is not None and (usage := response.usage) is not None:
-                used = float(usage.prompt_tokens or 0) * prices[0] + float(usage.completion_tokens or 0) * prices[1]
+            used = reserved or 0.0  # unless the server reports its usage; litellm puts zeros in place of a missing one
+            if prices is not None and (usage := response.usage) is not None and usage.prompt_tokens:
+                used = float(usage.prompt_tokens) * prices[0] + float(usage.completion_tokens or 0) * prices[1]
             cut = ""
             try:
                 choice = choice_of(response)

@@ -183,12 +183,8 @@ def test_the_cache_on_disk_is_keyed_by_content_and_arguments(server, tmp_path):
     scorer(judge(server, cache=tmp_path)).score(episode("done!"))
     scorer(judge(server, cache=tmp_path), prompt="Mark: {answer}").score(episode("done"))
     assert len(server.requests) == 3
-    for args, asked in (
-        ({"reasoning_effort": "low"}, 4),
-        ({}, 4),
-        ({"reasoning_effort": "low"}, 4),
-        ({"reasoning_effort": "high"}, 5),
-    ):
+    low, high = {"reasoning_effort": "low"}, {"reasoning_effort": "high"}
+    for args, asked in ((low, 4), ({}, 4), (low, 4), (high, 5)):
         scorer(judge(server, cache=tmp_path, args=args)).score(episode("done"))
         assert len(server.requests) == asked
 
@@ -246,6 +242,10 @@ def test_a_budget_in_money_is_not_overspent_and_needs_a_price(server):
     with pytest.raises(JudgeBudgetError, match="price is not known"):
         scorer(judge(server, usd=1.0)).score(episode("done"))
     assert len(server.requests) == paid
+    server.usage, unmetered = False, scorer(judge(server, usd=0.02, usd_per_million=(10.0, 20.0)), max_tokens=100)
+    with pytest.raises(JudgeBudgetError, match="is spent"):  # each call is what was reserved for it
+        for i in range(40):
+            unmetered.score(episode(f"unmetered {i}"))
 
 
 @pytest.mark.parametrize(("answers", "asked", "together"), [([f"answer {i}" for i in range(12)], 12, 4), (["same"] * 8, 1, 1)])
