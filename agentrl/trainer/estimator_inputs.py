@@ -19,6 +19,7 @@ from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, anchors_of, call_component, check_output, group_total
 from agentrl.trainer.algorithms.losses import kl_estimate
 from agentrl.trainer.minibatch import kl_kind, proximal_of
+from agentrl.trainer.update_hooks import UpdateHook, call_hook
 from agentrl.utils.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -31,12 +32,13 @@ def with_advantages(
     kl_coef: float,
     by_env: Mapping[str, Choice] = MappingProxyType({}),
     estimator: Callable[[AdvantageInput], AdvantageOutput] | None = None,
+    hooks: Sequence[UpdateHook] = (),
 ) -> tuple[Ragged, dict[str, float]]:
     """Add `advantages` to a batch (and `returns`, if an estimator defines them). Returns it and metrics.
 
     An estimator of `by_env` gets the rows of its environment, `algorithm.advantage` all others together; the function `estimator`
     replaces both and gets all rows. If `algorithm.kl.where` is "reward", the penalty is first subtracted from token and episode
-    rewards.
+    rewards. Then the `hooks` change the advantages.
     """
     mask = view.tokens("sampled")
     rewards, reward = view.tokens("rewards"), view.row("reward")
@@ -67,10 +69,14 @@ def with_advantages(
         out = estimate_advantages(given, view, algorithm.advantage, by_env)
     else:
         out = estimate(algorithm.advantage, given, estimator)
-    if len(found := out.advantages[mask].double()):  # tokens with an A of exactly 0 have no policy gradient
-        metrics |= {"advantage_abs": float(found.abs().mean()), "advantage_zero": float((found == 0).double().mean())}
     view = view.with_tokens(advantages=out.advantages)
-    return view if out.returns is None else view.with_tokens(returns=out.returns), metrics
+    view = view if out.returns is None else view.with_tokens(returns=out.returns)
+    for hook in hooks:
+        view, changed = call_hook(hook, UpdateHook.change_advantages, view)
+        metrics |= changed
+    if len(found := view.tokens("advantages")[mask].double()):  # tokens with an A of exactly 0 have no policy gradient
+        metrics |= {"advantage_abs": float(found.abs().mean()), "advantage_zero": float((found == 0).double().mean())}
+    return view, metrics
 
 
 def with_estimator_inputs(

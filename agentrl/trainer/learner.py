@@ -205,11 +205,9 @@ class Learner:
         # Checked before the advantages too: whitening and group means would spread one NaN over all rows and hide its source.
         if broken := await in_thread("batch", broken_rows, view):
             return view, metrics, broken
-        view, formed = await in_thread("batch", with_advantages, view, algorithm, self.kl_coef, by_env, estimator)
+        hooks = tuple(self.hooks.values())
+        view, formed = await in_thread("batch", with_advantages, view, algorithm, self.kl_coef, by_env, estimator, hooks)
         metrics |= formed
-        for hook in self.hooks.values():
-            view, changed = await in_thread("batch", call_hook, hook, UpdateHook.change_advantages, view)
-            metrics |= changed
         metrics["prefix_ratio_possible"] = await in_thread("batch", token_ratio, view)
         return view, metrics, await in_thread("batch", broken_rows, view)
 

@@ -254,10 +254,9 @@ class Critic(TrainedRole):
                 steps.take(number, micros[number], partial(loss_of, number=number))
         taken = steps.finish()
         self._updates += 1
-        found = {"critic/lr": lr}
-        sums, _ = meter.totals(engine)
         if not steps.norms:
-            return found
+            return {"critic/lr": lr}
+        sums, _ = meter.totals(engine)
         tokens = max(sum(part.tokens for part in counts) * cfg.epochs, 1.0)
         mean = {name: value / tokens for name, value in sums.items()}
         # The difference is 0 for equal returns, and rounding can make it negative.
@@ -266,8 +265,7 @@ class Critic(TrainedRole):
             "critic/loss": sums["loss"] / len(steps.norms),
             "critic/value": mean["value"],
             "critic/explained_variance": 1 - mean["square_error"] / variance,
-            **{f"critic/{name}": value for name, value in taken.items()},
-            **found,
+            **{f"critic/{name}": value for name, value in {**taken, "lr": lr}.items()},
         }
 
 

@@ -57,7 +57,7 @@ def test_advantages_are_the_estimators_and_the_teachers_log_probabilities_less_t
     policy, other = plain(tiny), plain(teacher)
     view, metrics, broken = asyncio.run(learner.ready(batch))
     assert not broken
-    gaps = []
+    gaps, wholes = [], []
     for row in range(len(batch)):
         sampled = batch["sampled"][row]
         with torch.no_grad():
@@ -67,8 +67,9 @@ def test_advantages_are_the_estimators_and_the_teachers_log_probabilities_less_t
         found = view.batch["advantages"][row]
         assert found[sampled].double().numpy() == pytest.approx(wanted.numpy(), rel=1e-4, abs=1e-5)
         assert not found[~sampled].any()
-        gaps += ahead.tolist()
+        gaps, wholes = gaps + ahead.tolist(), wholes + wanted.abs().tolist()
     assert metrics["teacher/kl"] == pytest.approx(-np.mean(gaps), rel=1e-4)
+    assert metrics["advantage_abs"] == pytest.approx(np.mean(wholes), rel=1e-4), "of those that are trained with"
     learner.close()
 
 
