@@ -7,13 +7,14 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
-from agentrl.data.trajectory import Blame, Message, StopReason
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Blame, Message, StopReason, Trajectory
 from agentrl.env import ToolEnv
 from agentrl.env.toolbox import PendingCall
 from agentrl.rollout.engine import Engine, Finish, Generation
@@ -57,6 +58,15 @@ class Watch:
         finally:
             self._waits.pop(key, None)
             self.moves += 1
+
+    @contextmanager
+    def count_cut(self, parts: Callable[[], Iterable[TokenLedger | Trajectory]]) -> Iterator[None]:
+        """Add the sampled tokens of `parts` to `cut` if the block is cancelled."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.cut += sum(part.sampled_tokens for part in parts())
+            raise
 
     def oldest(self, most: int) -> tuple[list[tuple[str, str, float]], int]:
         """Return the `most` longest waits of this process (episode, reason, seconds so far) and the number left out."""

@@ -4,7 +4,6 @@ In this order: scores of finished episodes; an episode's identity, limits, polic
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -255,11 +254,8 @@ async def run_episode(
     Cancellation tears the environment down and propagates. `watch` is notified of the start and end of each wait.
     """
     episode = RunningEpisode(env, policy, spec, limits, watch := watch or Watch(), hook)
-    try:
+    with watch.count_cut(lambda: episode.ledgers):
         return await play_and_score(episode, env, spec, limits, scorer, watch)
-    except asyncio.CancelledError:
-        watch.cut += sum(ledger.sampled_tokens for ledger in episode.ledgers)
-        raise
 
 
 class EpisodeHook:

@@ -419,7 +419,8 @@ class Harness:
         async with self._slots:
             endpoint = await self._open(policy)
             episode = AgentEpisode(env, policy, spec, limits, watch, self._config, self._program, endpoint, self._tools)
-            return await play_and_score(episode, env, spec, limits, scorer, watch)
+            with watch.count_cut(lambda: episode.session.ledgers if episode.session else []):
+                return await play_and_score(episode, env, spec, limits, scorer, watch)
 
     async def close(self) -> None:
         """Stop the servers and the program; idempotent."""

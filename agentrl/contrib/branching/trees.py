@@ -187,27 +187,26 @@ class TreeScript(Script):
         return itertools.chain(*self.branches)
 
     async def play(self, job: Job, player: LocalPlayer, watch: Watch) -> list[Trajectory]:
-        """Play the root, then all branches, and return all attempts in order; branches without a turn to branch at are omitted,
-        and all if the root ended by an infrastructure fault. Closes every fork."""
-        places = Places(self.config, len(self.branches))
+        """Play the root, then all branches, and return all attempts as they ended; branches without a turn to branch at are
+        omitted, and all if the root ended by an infrastructure fault. Closes every fork."""
+        places, found = Places(self.config, len(self.branches)), list[Trajectory]()
         try:
-            root = await player.episode(job, watch, places)
-            if root.stop.infrastructure:
-                return [root]
-            forks = await places.choose(root)
-            async with asyncio.TaskGroup() as tasks:
-                begun = [(fork, of) for fork, of in zip(forks, self.branches, strict=True) if fork is not None]
-                playing = [tasks.create_task(attempt_branch(job, fork, of, player, watch)) for fork, of in begun]
-            return [root, *(trajectory for task in playing for trajectory in task.result())]
+            with watch.count_cut(lambda: found):
+                found.append(root := await player.episode(job, watch, places))
+                forks = [] if root.stop.infrastructure else await places.choose(root)
+                async with asyncio.TaskGroup() as tasks:
+                    for fork, of in zip(forks, self.branches, strict=False):
+                        if fork is not None:
+                            tasks.create_task(attempt_branch(job, fork, of, player, watch, found))
+            return found
         finally:
             await places.close()
 
 
 async def attempt_branch(
-    job: Job, fork: Fork, attempts: Sequence[EpisodeSpec], player: LocalPlayer, watch: Watch
-) -> list[Trajectory]:
-    """Continue from a fork until an attempt ends without an infrastructure fault; returns all attempts."""
-    found: list[Trajectory] = []
+    job: Job, fork: Fork, attempts: Sequence[EpisodeSpec], player: LocalPlayer, watch: Watch, found: list[Trajectory]
+) -> None:
+    """Continue from a fork until an attempt ends without an infrastructure fault; adds each attempt to `found`."""
     for spec in attempts:
         try:
             env = fork.env.fork()
@@ -217,10 +216,10 @@ async def attempt_branch(
             made.stop, made.cause, made.branch_turn = StopReason.ENV_ERROR, {"blame": "infrastructure"}, fork.turn
             found.append(made)
             continue
-        found.append(await player.episode(replace(job, spec=spec, script=None), watch, fork, env))
-        if not found[-1].stop.infrastructure:
+        made = await player.episode(replace(job, spec=spec, script=None), watch, fork, env)
+        found.append(made)
+        if not made.stop.infrastructure:
             break
-    return found
 
 
 def plant_trees(numbers: Sequence[int], roots: int) -> dict[int, list[int]]:

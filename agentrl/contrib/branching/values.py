@@ -50,10 +50,11 @@ class ValueScript(Script):
             root = await player.episode(job, watch, hook)
             forks = [] if root.stop.infrastructure else [fork for fork in hook.forks if fork.turn < len(root.turns)]
             for fork in forks:
+                made = list[Trajectory]()
                 async with asyncio.TaskGroup() as tasks:
-                    specs = [self._spec(fork.turn, number) for number in range(self.samples)]
-                    played = [tasks.create_task(attempt_branch(job, fork, [spec], player, watch)) for spec in specs]
-                root.turns[fork.turn].value = success_rate(made for task in played for made in task.result())
+                    for number in range(self.samples):
+                        tasks.create_task(attempt_branch(job, fork, [self._spec(fork.turn, number)], player, watch, made))
+                root.turns[fork.turn].value = success_rate(made)
             return [root]
         finally:
             for fork in hook.forks:

@@ -378,7 +378,8 @@ class WorkerPool(Player):
         scorer = self._envs[job.env].scorer
         if scorer.asks:
             keys = {spec.seed: spec.key for spec in job.specs()}
-            await asyncio.gather(*(score_episode(each, scorer, keys[each.seed], watch) for each in found))
+            with watch.count_cut(lambda: found):
+                await asyncio.gather(*(score_episode(each, scorer, keys[each.seed], watch) for each in found))
         return found
 
     def _count_computed(self, trajectory: Trajectory) -> int:

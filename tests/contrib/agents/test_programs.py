@@ -119,6 +119,27 @@ def test_an_agent_that_is_cut_short_or_cancelled_leaves_no_process(tmp_path: Pat
     asyncio.run(cancelled())
 
 
+def test_what_an_agent_that_is_cancelled_had_sampled_is_told() -> None:
+    async def cancelled() -> int:
+        answered, harness, watch = asyncio.Event(), Harness(FUNCTION), Watch()
+
+        async def hangs(episode: Episode) -> None:
+            await asks(episode)
+            answered.set()
+            await asyncio.sleep(600)
+
+        harness._program._function = hangs  # type: ignore[union-attr]
+        policy = Policy(Script([says("Let me see.")]), RENDERER)
+        task = asyncio.create_task(harness.play(Store(), policy, spec_of(), LIMITS, SPEC, watch))
+        await answered.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        await harness.close()
+        return watch.cut
+
+    assert asyncio.run(cancelled()) == len(RENDERER.assistant(says("Let me see.")))
+
+
 def test_concurrency_bounds_the_agents_that_run_at_once() -> None:
     running, most = 0, 0
 

@@ -51,6 +51,7 @@ from tests.algorithm.oracles.test_oracles import BLOCKS, ORACLE, check_advantage
 from tests.algorithm.test_docs_numbers import documented, group_of
 from tests.players import Script
 from tests.rollout import test_workers as workers
+from tests.rollout.conftest import until
 
 RENDERER = make_renderer(packaged_tokenizer(4096))
 REF = EnvRef("key_value", {"calls": 6, "set_share": 0.0})
@@ -211,6 +212,30 @@ class Failing(Told):
         if not self.says[request_key]:
             raise EngineError("no more")
         return await super().generate(token_ids, sampling, request_key)
+
+
+class Stuck(Told):
+    """Waits where it was told no turn."""
+
+    waits = False
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        if not self.says[request_key]:
+            self.waits = True
+            await asyncio.sleep(3600)
+        return await super().generate(token_ids, sampling, request_key)
+
+
+async def test_a_tree_that_is_cancelled_tells_what_was_sampled_in_it() -> None:
+    """By the root and a branch that have ended, and in the turn of a branch that has not."""
+    turns = {"r": [*store(1, 2, 3, 4), OVER], "b0": [OVER], "b1": store(9)}
+    engine, watch = Stuck(turns), Watch()
+    script = TreeScript(FIXED, tuple((EpisodeSpec(7, "train", n, n, f"b{n - 1}"),) for n in (1, 2)))
+    task = asyncio.create_task(player_of(engine).play(Job("kv", EpisodeSpec(7, "train", 0, 0, "r"), script=script), watch))
+    await until(lambda: engine.waits and not engine.says["b0"] and not watch.waiting().count("b0"))
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and watch.cut == sum(len(RENDERER.assistant(said)) for of in turns.values() for said, _ in of)
 
 
 async def test_a_root_that_fails_after_turns_with_forks_is_alone_and_its_forks_are_closed(
