@@ -20,7 +20,7 @@ from agentrl.cluster.ray_cluster import exit_message, start_ray, stop_asking, st
 from agentrl.cluster.ray_parent import report_error, report_to_parent, silent_exit_message
 from agentrl.config.envs import eval_weights, one_temperature
 from agentrl.config.identity import check_same_identity, identity_of
-from agentrl.data.trajectory import Trajectory
+from agentrl.data.trajectory import Trajectory, Turn
 from agentrl.engines.makers import api_name
 from agentrl.env.official import success_rates
 from agentrl.rollout.deadlines import Watch
@@ -76,18 +76,20 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     errors = (f"{t.stop.value}: {re.split('[:(]', t.error)[0].strip()}" for t in trajectories if t.error)
     report["errors"] = dict(Counter(errors))
     report["tool_errors"] = dict(Counter(r.error for t in trajectories for _, _, r in t.calls() if r and r.error))
-    turns = [turn for t in trajectories for turn in t.turns]
+    # Without turns that no model sampled: an agent's own words, which cost neither tokens nor money.
+    sampled = [[turn for turn in t.turns if turn.ledger >= 0] for t in trajectories]
+    turns = [turn for of in sampled for turn in of]
     priced = [turn.usd for turn in turns if turn.usd is not None]
-    prices = [[turn.usd for turn in t.turns] for t in trajectories]
+    prices = [[turn.usd for turn in of] for of in sampled]
     spans = {
-        # Seconds of the model without tools, over the turns that it finished.
-        "turn_seconds": [turn.seconds - sum(r.seconds for r in turn.results) for turn in turns if turn.ledger >= 0],
+        # Seconds of the model without tools.
+        "turn_seconds": [turn.seconds - sum(r.seconds for r in turn.results) for turn in turns],
         "episode_seconds": [t.timings["episode_s"] for t in trajectories if t.reward is not None and "episode_s" in t.timings],
     }
     report |= {
         "turns": mean_of(float(len(t.turns)) for t in trajectories),
-        "tokens": mean_of(_tokens(t, "sampled_tokens") for t in trajectories),
-        "prompt_tokens": mean_of(_tokens(t, "prompt_tokens") for t in trajectories),
+        "tokens": mean_of(_tokens(of, "sampled_tokens") for of in sampled),
+        "prompt_tokens": mean_of(_tokens(of, "prompt_tokens") for of in sampled),
         "seconds": mean_of(t.timings.get("episode_s") for t in trajectories),
         **{
             name: dict(zip(("p50", "p95"), np.percentile(of, [50, 95]).tolist() if of else (None, None), strict=True))
@@ -116,11 +118,11 @@ def unscored_cause(trajectories: Iterable[Trajectory]) -> str | None:
     return f"{len(found)} episodes are unscored; the first ({found[0].task.id}) ended with {end_of(found[0])}"
 
 
-def _tokens(trajectory: Trajectory, kind: Literal["sampled_tokens", "prompt_tokens"]) -> float | None:
-    """Sum tokens over the turns; None if a turn has no count (recognized by 0 prompt tokens) or there is no turn."""
-    if any(turn.prompt_tokens == 0 for turn in trajectory.turns) or not trajectory.turns:
+def _tokens(turns: Sequence[Turn], kind: Literal["sampled_tokens", "prompt_tokens"]) -> float | None:
+    """Sum tokens over turns; None if a turn has no count (recognized by 0 prompt tokens) or there is no turn."""
+    if any(turn.prompt_tokens == 0 for turn in turns) or not turns:
         return None
-    return float(sum(getattr(turn, kind) for turn in trajectory.turns))
+    return float(sum(getattr(turn, kind) for turn in turns))
 
 
 MAX_ROWS = 8

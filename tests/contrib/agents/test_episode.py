@@ -15,6 +15,7 @@ from agentrl.contrib.agents.record import Episode
 from agentrl.data.trajectory import Message, StopReason, Trajectory
 from agentrl.env import tool
 from agentrl.rollout.engine import Generation
+from agentrl.run.evaluate import make_report
 from agentrl.utils.errors import AgentrlError
 from agentrl.utils.spans import TracePlace, TraceSpan, add_listener, at
 from tests.contrib.agents.parts import (
@@ -222,6 +223,7 @@ def test_the_last_word_is_the_policy_s_or_the_agent_s(answer: str, reward: float
     trajectory = one(says("I do not know."), program=returns, answer=answer)
     assert trajectory.reward == reward
     assert [turn.ledger for turn in trajectory.turns] == ([0] if answer == "last_message" else [0, -1])
+    assert make_report([trajectory], 1)["tokens"] == trajectory.sampled_tokens > 0
 
 
 # -- what ends it, and whose fault that is -------------------------------------------------------------
