@@ -165,7 +165,10 @@ def read_results(folder: Path) -> dict[str, Results]:
         env = episodes[0].env or episodes[0].env_id
         if env in found:
             raise ConfigError(f"{folder}: it holds several evaluations of {env}. Give their own folders: {folder}/*")
-        identity = (stored_object(part / "eval.json", REPEAT_EVAL) or {}).get("identity") or {}
+        note = stored_object(part / "eval.json", REPEAT_EVAL) or {}
+        identity = note.get("identity") or {}
+        if len(episodes) < (wanted := note.get("episodes", 0)):  # the shorter ones, which end first, may be the easier ones
+            identity = {**identity, "episodes": f"{len(episodes)} of {wanted}, as it was interrupted"}
         tasks: dict[str, TaskResult] = {}
         for name, played in members.items():
             known = [float(t.success) for t in played if t.success is not None]

@@ -404,7 +404,7 @@ class RolloutJob:
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         found = [episode_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
         scored = {(t.task.seed, t.member): t for t in found if is_scored(t)}
-        atomic_write(note, json.dumps({"identity": identity}, indent=2) + "\n")
+        atomic_write(note, json.dumps({"identity": identity, "episodes": len(request.pairs)}, indent=2) + "\n")
         atomic_write(path, "".join(map(_line, scored.values())))
         return scored
 

@@ -136,6 +136,15 @@ def test_folders_are_compared_by_command_and_what_else_differs_is_said(tmp_path:
     assert "two/report.json: damaged" in agentrl("eval", "--compare", str(tmp_path / "one"), str(tmp_path / "two"), code=2).err
 
 
+def test_an_evaluation_that_was_interrupted_is_compared_with_a_note(tmp_path: Path) -> None:
+    folders = [evaluation(tmp_path / name, {"a": [True], "b": [None]}) for name in ("one", "two")]
+    for folder, wanted in zip(folders, (2, 5), strict=True):
+        note = json.loads((folder / "eval.json").read_text())
+        (folder / "eval.json").write_text(json.dumps(note | {"episodes": wanted}))
+    row = compare_all([read_results(folder) for folder in folders])["envs"]["e"]["rows"][1]
+    assert row["also"] == ['episodes was unset, is "2 of 5, as it was interrupted"']
+
+
 def test_a_folder_of_several_models_is_not_taken_for_the_last_of_them(tmp_path: Path) -> None:
     for name, won in (("one", True), ("two", False)):
         evaluation(tmp_path / "all" / name, {"t": [won]})
