@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -174,14 +173,13 @@ class LocalPlayer(Player):
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Result of an evaluation. `success`: share of successes among the episodes with a known success (see `success_rate`).
-    `reward`: mean of the known rewards. `unscored`: number of episodes without reward and success. `stops`: episodes by stop
-    reason. `by_env`: with several environments, the result of each."""
+    `reward`: mean of the known rewards. `unscored`: number of episodes without reward and success. `by_env`: with several
+    environments, the result of each."""
 
     success: float | None
     reward: float | None
     scored: int
     unscored: int
-    stops: dict[str, int]
     trajectories: list[Trajectory]
     by_env: dict[str, Evaluation] = field(default_factory=dict)
 
@@ -237,7 +235,6 @@ def summarize(trajectories: list[Trajectory]) -> Evaluation:
         reward=sum(rewards) / len(rewards) if rewards else None,
         scored=scored,
         unscored=len(trajectories) - scored,
-        stops=dict(Counter(t.stop.value for t in trajectories)),
         trajectories=trajectories,
     )
 
@@ -257,7 +254,6 @@ def combine_evaluations(found: Mapping[str, Evaluation], weights: Mapping[str, f
         reward=mean({name: one.reward for name, one in found.items()}),
         scored=sum(one.scored for one in found.values()),
         unscored=sum(one.unscored for one in found.values()),
-        stops=dict(sum((Counter(one.stops) for one in found.values()), Counter())),
         trajectories=[t for one in found.values() for t in one.trajectories],
         by_env=dict(found),
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from agentrl.rollout.stats import EngineMeter
 from agentrl.run.display import Count, percent
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import Row, kinds_of
-from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, shown_of, train_row
+from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, shown_of, train_row, unscored_finding
 from agentrl.run.session import Session, evaluate_env, forget_evaluation, republish_to_new_replicas
 from agentrl.trainer.estimator_inputs import with_estimator_inputs
 from agentrl.trainer.update_hooks import prepare_batch
@@ -51,7 +52,8 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     evaluated = next((row for row in rows if row["phase"] == "eval" and row["step"] == resumed_at), None)
     done = resumed_at >= config.steps or interrupt.requested
     goal = config.stop_at_success
-    if not done and evaluated is not None and _reaches(evaluated.get("success"), goal):
+    sound = evaluated is not None and unscored_finding([evaluated], config.health, None) is None
+    if not done and evaluated is not None and sound and _reaches(evaluated.get("success"), goal):
         # The run had already reached its goal: do not train one more update.
         done = True
         session.display.say(
@@ -124,12 +126,13 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
 
 
 def _reaches(success: float | None, goal: float | None) -> bool:
-    return goal is not None and (success or 0.0) >= goal
+    return goal is not None and success is not None and success >= goal
 
 
 @in_span("evaluation", root=True)
 async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluation:
-    """Evaluate the engine's current weights on held-out tasks, and log the result as `phase`."""
+    """Evaluate the engine's current weights on held-out tasks, and log the result as `phase`. Success and reward are unknown to
+    the caller if most episodes are unscored: the rest must not decide on the best checkpoint or an early end."""
     began = time.monotonic()
     config = session.config
     found: dict[str, Evaluation] = {}
@@ -141,8 +144,8 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
     result = next(iter(found.values())) if len(found) == 1 else combine_evaluations(found, eval_weights(config.envs))
     await forget_evaluation(session)
     row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began, session.services.values())
-    await run_log.evaluation(phase, session.collector.ledger.version, result, row)
-    return result
+    sound = await run_log.evaluation(phase, session.collector.ledger.version, result, row)
+    return result if sound else replace(result, success=None, reward=None)
 
 
 def make_batch(groups: list[Group], advantage: Choice, own: Mapping[str, Choice] = EMPTY) -> TensorDict:

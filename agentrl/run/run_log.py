@@ -351,17 +351,18 @@ class Health:
             if (begun := watch.add(row, self.fault)) is not None:
                 self._warn(finding_text(begun))
 
-    def evaluation(self, phase: str, found: Evaluation) -> None:
-        """Check the unscored episodes of an evaluation, per environment. `check_any_scored` handles one without any score."""
-        if phase == "before" and found.scored == 0:
-            return
+    def evaluation(self, phase: str, found: Evaluation) -> bool:
+        """Return False, with a warning, if too many episodes of an evaluation are unscored, in any environment.
+        `check_any_scored` handles one without any score."""
+        most, sound = self._config.health.max_unscored, True
         for name, one in (found.by_env or {"": found}).items():
             total = one.scored + one.unscored
-            if one.unscored > self._config.health.max_unscored * total:
-                where = f" of {name}" if name else ""
-                why = first_fault(one.trajectories)
-                self._fault = self.fault or why
-                self._warn(f"[{phase}] {one.unscored} of {total} episodes{where} are unscored; the first: {why}")
+            if one.unscored > most * total:
+                sound, where, why = False, f" of {name}" if name else "", first_fault(one.trajectories)
+                if phase != "before" or found.scored:
+                    self._fault = self.fault or why
+                    self._warn(f"[{phase}] {one.unscored} of {total} episodes{where} are unscored; the first: {why}")
+        return sound
 
     def verdict(self, rows: Sequence[HealthRow]) -> Finding | None:
         """Return the problem of a run that ended with these rows; None if it learned. A run whose last updates trained nothing
@@ -545,8 +546,9 @@ class RunLog(AbstractContextManager["RunLog"]):
 
         await self.writes.begin(write)
 
-    async def evaluation(self, phase: str, step: int, result: Evaluation, values: Mapping[str, Any]) -> None:
-        """Record a held-out evaluation: its row, its trajectories, and a line for the user."""
+    async def evaluation(self, phase: str, step: int, result: Evaluation, values: Mapping[str, Any]) -> bool:
+        """Record a held-out evaluation: its row, its trajectories, and a line for the user. Returns False if `health` finds too
+        many unscored episodes in it."""
         self.row(phase, step, values)
         for tracker in self.trackers:
             tracker.call("episodes", phase, step, sampled_rows(result.trajectories))
@@ -559,5 +561,4 @@ class RunLog(AbstractContextManager["RunLog"]):
             tasks = len({t.task_key for t in one.trajectories if is_scored(t)})  # a small split's are played several times
             over = f"{tasks} tasks" if tasks == one.scored else f"{tasks} tasks in {one.scored} episodes"
             self.display.say(f"{head} {percent(one.success)} over {over}{unscored}")
-        if self.health is not None:
-            self.health.evaluation(phase, result)
+        return self.health is None or self.health.evaluation(phase, result)

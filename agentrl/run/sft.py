@@ -158,10 +158,10 @@ async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluatio
             session, env.called, tasks, split="train", params=params, temperature=0.0, on_episode=ended, watch=watch
         )
         found[env.called] = summarize(episodes)
-        success = found[env.called].success
+        success, lost = found[env.called].success, sum(one.success is None for one in episodes)
         of = f" in {env.called}" if len(config.envs) > 1 else ""
-        if success is None:
-            closed += [f"unknown{of}, as no episode was scored"] if section.gate > 0 else []
+        if success is None or lost > config.health.max_unscored * len(episodes):
+            closed += [f"unknown{of}, as {lost} of {len(episodes)} episodes were not scored"] if section.gate > 0 else []
         elif success < section.gate:
             closed.append(f"{success} < sft.gate={section.gate}{of}")
     if config.rollout.colocate:

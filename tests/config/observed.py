@@ -231,7 +231,7 @@ class Course:
         )
         self.run_log: Any = SimpleNamespace(
             row=lambda *args: None,
-            evaluation=self.waited("evaluation", None),
+            evaluation=self.waited("evaluation", True),
             trajectories=self.waited("write", None),
             writes=SimpleNamespace(check=self.waited("written", None), wait=self.waited("written", None)),
         )

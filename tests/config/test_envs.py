@@ -186,13 +186,13 @@ def test_evaluations_of_several_environments_are_averaged_by_their_weights() -> 
     weights = eval_weights(TrainConfig.model_validate({"env": envs}).envs)
     assert weights == {"key_value": 3.0, "sql": 1.0, "search": 0.0}
     found = {
-        "key_value": Evaluation(0.5, 0.1, 8, 0, {"done": 8}, []),
-        "sql": Evaluation(1.0, 0.5, 3, 1, {"done": 3, "env_error": 1}, []),
-        "search": Evaluation(None, None, 0, 4, {"env_error": 4}, []),
+        "key_value": Evaluation(0.5, 0.1, 8, 0, []),
+        "sql": Evaluation(1.0, 0.5, 3, 1, []),
+        "search": Evaluation(None, None, 0, 4, []),
     }
     all_of = combine_evaluations(found, weights)
     assert (all_of.success, all_of.reward) == pytest.approx(((3 * 0.5 + 1.0) / 4, (3 * 0.1 + 0.5) / 4))
-    assert (all_of.scored, all_of.unscored, all_of.stops) == (11, 5, {"done": 11, "env_error": 5}) and all_of.by_env == found
+    assert (all_of.scored, all_of.unscored) == (11, 5) and all_of.by_env == found
     # Without one that counts, a mean would be of something else, and no checkpoint may be the best by it.
     assert combine_evaluations({**found, "sql": found["search"]}, weights).success is None
 

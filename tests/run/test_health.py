@@ -177,8 +177,8 @@ def test_an_environment_that_fails_in_an_evaluation_is_named() -> None:
     said: list[str] = []
     health = Health(config(), said.append)
     dead, fine = found(None, None, 0.0), found(1.0, 0.0)
-    both = Evaluation(None, None, 3, 2, {}, [*dead.trajectories, *fine.trajectories], {"dead": dead, "fine": fine})
-    health.evaluation("eval", both)
+    both = Evaluation(None, None, 3, 2, [*dead.trajectories, *fine.trajectories], {"dead": dead, "fine": fine})
+    assert not health.evaluation("eval", both) and health.evaluation("eval", fine)
     assert said == ["[eval] 2 of 3 episodes of dead are unscored; the first: t/0: env_error: no database"]
     assert health.fault == "t/0: env_error: no database"
 

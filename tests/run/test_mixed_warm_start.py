@@ -65,7 +65,7 @@ def test_transcripts_are_of_the_environments_that_take_part_by_their_weights() -
 @pytest.mark.parametrize(("found", "ends"), [
     ({"a": [0.25], "b": [0.75]}, (20, "")),  # their own gates
     ({"a": [1.0, 1.0, 1.0], "b": [0.5, 0.5, 0.75]}, (35, "")),  # a mean of 0.75 is not enough
-    ({"a": [None, None, None], "b": [1.0] * 3}, (35, "unknown in a, as no episode was scored after 35 steps")),
+    ({"a": [None, None, None], "b": [1.0] * 3}, (35, "unknown in a, as 4 of 4 episodes were not scored after 35 steps")),
     ({"a": [0.0, 0.0, 0.0], "b": [1.0, 1.0, 1.0]}, (35, "greedy success 0.0 < sft.gate=0.25 in a after 35 steps")),
 ])  # fmt: skip
 def test_the_gate_is_of_each(

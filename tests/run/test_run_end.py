@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from agentrl.rollout.player import summarize
 from agentrl.run import driver as main
 from agentrl.run import loop
 from agentrl.run.folder import RunFolder
 from agentrl.run.session import Saver
+from agentrl.trainer.checkpoint import Checkpoints
 from tests.conftest import proof
 from tests.e2e.inside import config_of, execute, numbers, updates
 from tests.e2e.runs import exit_code
@@ -58,6 +60,25 @@ def test_resumed_after_its_end_it_says_why_it_trains_no_more(
     told = capsys.readouterr().out
     expected = "has reached stop_at_success = 0.0 at update 2: no more updates; to continue: stop_at_success=false"
     assert (expected in told) == said, told
+
+
+def test_an_evaluation_that_an_outage_spoiled_ends_no_run_and_rates_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the 4 episodes after update 1 one has a success, which is all of those that are known."""
+    whole = loop.evaluate_env
+
+    async def spoiled(session: Any, *args: Any, **more: Any) -> Any:
+        found = await whole(session, *args, **more)
+        for number, one in enumerate(found.trajectories if session.collector.version == 1 else ()):
+            one.success = one.reward = None if number else 1.0
+        return summarize(found.trajectories)
+
+    monkeypatch.setattr(loop, "evaluate_env", spoiled)
+    folder = execute(config_of(tmp_path, "run", "steps=2", "eval.every=1", "stop_at_success=1.0", "checkpoint.every=1"))
+    assert [row["step"] for row in updates(folder)] == [1, 2]
+    assert [row["success"] for row in numbers(folder) if row["phase"] == "eval"] == [1.0], "the row has what was measured"
+    assert Checkpoints(folder / "checkpoints", 2).best() == (2, 0.0)
 
 
 def run_with_signals_at_the_curve(out: str, numbers: list[signal.Signals]) -> None:

@@ -81,7 +81,7 @@ class Bench:
 
     async def save(self, step: int, success: float | None = None, reward: float | None = None, wait: bool = False) -> None:
         self.ledger.version = step
-        found = Evaluation(success, reward, 1, 0, {}, []) if success is not None else None
+        found = Evaluation(success, reward, 1, 0, []) if success is not None else None
         await self.saver.save(found)
         if wait:
             await self.saver.wait()
@@ -226,13 +226,13 @@ async def test_the_best_stays(tiny: str, tmp_path: Path) -> None:
     assert bench.steps() == [1, 4]
     manifest = json.loads((bench.folder.checkpoints / "step_000001" / MANIFEST).read_text())
     assert manifest["score"] == 0.9
-    assert bench.saver.is_new_best(Evaluation(0.95, 0, 1, 0, {}, []))
-    assert not bench.saver.is_new_best(Evaluation(0.9, 0, 1, 0, {}, []))
+    assert bench.saver.is_new_best(Evaluation(0.95, 0, 1, 0, []))
+    assert not bench.saver.is_new_best(Evaluation(0.9, 0, 1, 0, []))
     resumed = Bench(tiny, tmp_path, keep=1, keep_best=1)
     assert await resumed.saver.load() and resumed.ledger.version == 4
     await resumed.save(5, wait=True)
     assert resumed.steps() == [1, 5]
-    await resumed.saver.rate(Evaluation(1.0, 0.0, 1, 0, {}, []))  # the evaluation came after the save
+    await resumed.saver.rate(Evaluation(1.0, 0.0, 1, 0, []))  # the evaluation came after the save
     assert resumed.steps() == [5]
 
 

@@ -159,7 +159,7 @@ class HealthConfig(Frozen):
     exit code 1, unless its episodes succeed more often than at first, or `stop_at_success` is reached."""
     max_unscored: Fraction = 0.5
     """Maximum share of unscored episodes, over `idle_updates` updates or in an evaluation, before the run warns; more make it
-    "mostly unscored", with exit code 1."""
+    "mostly unscored", with exit code 1. An evaluation with more ends no run, rates no checkpoint and opens no `sft.gate`."""
 
 
 class TrainConfig(Frozen):
