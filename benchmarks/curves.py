@@ -193,7 +193,7 @@ def curve(rows: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
     tokens = 0
     for row in rows:
         if row["phase"] == "train":
-            tokens += row["tokens"]
+            tokens += row["tokens_sampled"]
         elif row["phase"] in ("before", "eval", "after"):
             found[row["step"]] = (row["step"], tokens, row["success"])
     return list(found.values())
