@@ -284,6 +284,7 @@ class RunningEpisode:
         self.error: str | None = None
         self.ledgers = [TokenLedger()]  # the last one is current; a rewritten history starts a new one
         self.shown: list[Message] = []  # the conversation as the model sees it
+        self.offered: list[dict[str, Json]] = []
         self.opening = self.begun = 0  # messages of the reset, and those of `shown` with which the current ledger began
         # The next prompt, appended to a ledger only when a turn samples after it.
         self.fork, self.suffix = False, list[int]()
@@ -313,11 +314,11 @@ class RunningEpisode:
         reset = self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
         observation, _ = await self._env(ToolEnv.areset, reset, "the setup", limit=self.limits.env_timeout)
         self.record = self.env.trajectory
-        self.renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
+        self._offer_tools()
         self.shown, self.opening, self.begun = list(observation), len(observation), len(observation)
         # A prompt beyond a limit leaves no room for a turn, but its row must respect the limit; a slice of it has no images.
         most = min(self.limits.max_episode_tokens, self.limits.context)
-        prompt = await self.renderer.astart(observation, self.env.toolbox.schemas())
+        prompt = await self.renderer.astart(observation, self.offered)
         self.ledgers[-1].append_context(prompt if len(prompt) <= most else prompt[:most], turn=0)
         # Turns of gold calls are context, not trained on.
         given = prefix_of(self.env.gold_turns(self.env.task), self.spec.given) if self.spec.given else ()
@@ -402,9 +403,10 @@ class RunningEpisode:
 
         `earlier` ends with the sampled turn; `fresh` are the messages after it.
         """
-        fork = not self.renderer.keeps(message, fresh, earlier[:-1], self.begun)
-        if fork:
-            return True, await self.renderer.astart([*earlier, *fresh], self.env.toolbox.schemas())
+        tools = self.env.toolbox.schemas()
+        # A prompt shows the tools at its beginning, so changed ones rewrite it.
+        if tools != self.offered or not self.renderer.keeps(message, fresh, earlier[:-1], self.begun):
+            return True, await self.renderer.astart([*earlier, *fresh], tools)
         stopped = generation.finish == "stop" and bool(generation.token_ids)
         return False, await self.renderer.aextend(generation.finish, fresh, generation.token_ids[-1] if stopped else None)
 
@@ -413,8 +415,14 @@ class RunningEpisode:
         if self.fork:
             self.ledgers.append(TokenLedger())
             self.begun = len(self.shown)
+            self._offer_tools()
         self.ledgers[-1].append_context(self.suffix, turn)
         self.fork, self.suffix = False, []
+
+    def _offer_tools(self) -> None:
+        """Note the tools that the current ledger shows, and parse calls by their types."""
+        self.offered = self.env.toolbox.schemas()
+        self.renderer = self.policy.renderer.with_tools(self.offered)
 
     async def _ask(
         self, generation: Generation, message: Message, observation: Sequence[Message], instruction: Message, tokens: int

@@ -71,8 +71,8 @@ async def transcript(
             except (TypeError, ValueError) as problem:
                 raise ConfigError(f"sft.teacher = {teacher}: {problem}") from problem
         ledgers, shown, opening, begun = [TokenLedger()], list(observation), len(observation), len(observation)
-        renderer = renderer.with_tools(env.toolbox.schemas())
-        ledgers[-1].append_context(renderer.start(observation, env.toolbox.schemas()), turn=0)
+        renderer = renderer.with_tools(offered := env.toolbox.schemas())
+        ledgers[-1].append_context(renderer.start(observation, offered), turn=0)
         turn, seen, rest = 0, list(observation), list[list[int]]()
         while True:
             if not rest:
@@ -95,17 +95,18 @@ async def transcript(
             if terminated or truncated:
                 break
             turn += 1
-            kept = renderer.keeps(message, observation, shown, begun)
+            tools = env.toolbox.schemas()
+            kept = tools == offered and renderer.keeps(message, observation, shown, begun)
             shown += [message, *observation]
-            more = renderer.extend("stop", observation, ids[-1]) if kept else renderer.start(shown, env.toolbox.schemas())
+            more = renderer.extend("stop", observation, ids[-1]) if kept else renderer.start(shown, tools)
             tokens = len(more) + (len(ledgers[-1]) if kept else 0)
             if context is not None and limits is not None:
                 moment = Moment(shown, opening, len(observation), tokens, limits.max_turn_tokens, limits.context, _ask_nobody)
                 if (other := await context.rewrite(moment)) is not None:
-                    kept, shown, more = False, other, renderer.start(other, env.toolbox.schemas())
+                    kept, shown, more = False, other, renderer.start(other, tools)
             if not kept:
                 ledgers.append(TokenLedger())
-                begun = len(shown)
+                begun, offered, renderer = len(shown), tools, renderer.with_tools(tools)
             ledgers[-1].append_context(more, turn)
     finally:
         await env.aclose()

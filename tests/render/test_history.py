@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from agentrl.data.trajectory import Message, ToolCall
-from agentrl.env import Task, ToolEnv, tool
+from agentrl.env import Task, Tool, ToolEnv, tool
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
@@ -153,6 +153,27 @@ def test_every_prompt_of_an_episode_is_the_template_s(template, ledgers):
         assert [tokenizer.decode(prompt) for prompt in engine.prompts] == prompts
     # Each sampled token is in one ledger, once.
     assert sum(ledger.sampled_tokens for ledger in trajectory.ledgers) == sum(map(len, said))
+
+
+class Finds(Talk):
+    """What a call finds is a tool."""
+
+    @tool
+    async def get(self, key: str) -> str:
+        """a number"""
+        self.toolbox.add(Tool.from_schema("lever", "pull it", {"type": "object"}, lambda: "pulled"))
+        return "7"
+
+
+def test_a_tool_that_arrives_is_shown_from_the_next_prompt_on():
+    """It stood in no prompt: a template writes the tools at the beginning."""
+    tokenizer, renderer = made(QWEN25)
+    engine = Script([renderer.assistant(turn) for turn in Finds().gold_turns(None)])
+    limits, spec = Limits(3, 99, 10**5, 60.0, 60.0, 10**5), EpisodeSpec(1, "train", 1, 0, key="a")
+    played = asyncio.run(run_episode(Finds(), Policy(engine, renderer), spec, limits, SCORER))
+    assert ["pull it" in tokenizer.decode(prompt) for prompt in engine.prompts] == [False, True, True]
+    for episode in (played, asyncio.run(transcript(Finds(), renderer, 1))):
+        assert ["pull it" in tokenizer.decode(ledger.ids()) for ledger in episode.ledgers] == [False, True]
 
 
 def test_a_string_that_looks_like_a_number_reaches_its_tool_as_a_string():

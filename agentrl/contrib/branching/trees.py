@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # Forks
 
-CONVERSATION = ("renderer", "shown", "opening", "begun", "fork", "suffix", "rewrites")
+CONVERSATION = ("renderer", "offered", "shown", "opening", "begun", "fork", "suffix", "rewrites")
 """Attributes of a running episode that a branch copies unchanged."""
 
 
