@@ -41,8 +41,8 @@ class Shell(Files):
         memory_mb: Annotated[int, Field(ge=64)] = 512,
         sandbox: dict[str, Any] | None = None,
     ) -> None:
-        """As `files`; limits of a command: `seconds` of wall-clock time, `memory_mb`. `sandbox`: as `[env.sandbox]`, by default
-        a local one. Raises ConfigError for an unsuitable sandbox, ResourceError if this machine does not have it."""
+        """As `files`; limits of a command: `seconds` of wall-clock time, `memory_mb`. `sandbox`: as `[env.sandbox]`.
+        Raises ConfigError for an unsuitable sandbox, ResourceError if this machine does not have it."""
         super().__init__(folder=folder, file_bytes=file_bytes, total_bytes=total_bytes, most=most)
         self.seconds, config = seconds, sandbox_config(sandbox)
         try:

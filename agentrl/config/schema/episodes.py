@@ -34,7 +34,7 @@ class SandboxConfig(Frozen):
     """Provider of sandboxes: "local", "bubblewrap", "docker", "podman", one of a plug-in, or "auto": bubblewrap where it works,
     else the local one, as also with `args`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the provider, such as `image`."""
+    """Arguments of the provider, such as `packages`."""
     warm: Annotated[NotNegativeInt, Unit("sandboxes")] = 0
     """Number of sandboxes started in advance, so that an episode does not wait for a start."""
     limit: Annotated[PositiveInt, Unit("sandboxes")] = 64
@@ -185,7 +185,7 @@ class EnvConfig(Frozen):
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the environment, by name (`agentrl env show ID` lists them)."""
     sandbox: SandboxConfig | None = None
-    """Sandbox for the policy's code, for environments that run it; by default "local"."""
+    """Sandbox for the policy's code, for environments that run it."""
     reward: str | None = None
     """Reward spec: an id or a file path; by default the environment's own."""
     max_output: Tokens | None = None
@@ -470,7 +470,7 @@ class RolloutConfig(Frozen):
     env_timeout: Seconds = 120.0
     """Time limit of an environment's setup, of its teardown, and of scoring an episode (judges have their own)."""
     stall_timeout: Seconds = 900.0
-    """Time without a token, a tool's answer or a finished episode after which the run stops and names the awaited event."""
+    """Time without a token, a tool's answer or a finished episode after which training stops and names the awaited event."""
     retries: Annotated[NotNegativeInt, Unit("attempts")] = 1
     """Retries of an episode that failed by an infrastructure fault; after the last one it is unscored."""
     min_survivors: Annotated[int, Field(ge=2), Unit("episodes")] = 2
