@@ -187,8 +187,8 @@ class TreeScript(Script):
         return itertools.chain(*self.branches)
 
     async def play(self, job: Job, player: LocalPlayer, watch: Watch) -> list[Trajectory]:
-        """Play the root, then all branches, and return all attempts as they ended; branches without a turn to branch at are
-        omitted, and all if the root ended by an infrastructure fault. Closes every fork."""
+        """Play the root, then all branches, and return all attempts by member; branches without a turn to branch at are omitted,
+        and all if the root ended by an infrastructure fault. Closes every fork."""
         places, found = Places(self.config, len(self.branches)), list[Trajectory]()
         try:
             with watch.count_cut(lambda: found):
@@ -198,7 +198,7 @@ class TreeScript(Script):
                     for fork, of in zip(forks, self.branches, strict=False):
                         if fork is not None:
                             tasks.create_task(attempt_branch(job, fork, of, player, watch, found))
-            return found
+            return sorted(found, key=lambda one: one.member)
         finally:
             await places.close()
 
