@@ -19,7 +19,7 @@ from agentrl.utils.terminal import say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentrl.run.assembly import RunStart
+    from agentrl.run.assembly import Purpose, RunStart
     from agentrl.run.evaluate import RolloutRequest
     from agentrl.run.folder import RunFolder
 
@@ -74,10 +74,12 @@ def _policy(name: str) -> str:
     return POLICY + name
 
 
-def overrides_of(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
+def overrides_of(args: argparse.Namespace, words: Sequence[str], purpose: Purpose) -> list[str]:
     """Return overrides of the config: words of the command line, and options that set a key.
     A word `a=b` that is not a key is a parameter of the environment, as for `agentrl env`."""
+    from agentrl.config.identity import check_overrides
     from agentrl.config.keys import section_of
+    from agentrl.config.load import UNSET, parse_overrides
     from agentrl.config.schema import TrainConfig
 
     overrides = []
@@ -88,6 +90,7 @@ def overrides_of(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
             raise ConfigError(f"{word}: {key} is a section. Write {key}.KEY=VALUE, or for the environment env.params.{word}")
         known = "." in key or key in TrainConfig.model_fields or key == "base" or word.startswith("~")
         overrides.append(word if known else f"env.params.{word}")
+    check_overrides([(one.keys, one.value) for one in parse_overrides(overrides) if one.value is not UNSET], purpose)
     if args.seed is not None:
         overrides.append(f"seed={args.seed}")
     if args.max_concurrent is not None:
@@ -110,7 +113,7 @@ def _roll_out(args: argparse.Namespace, _: int) -> int:
     if args.model is None:
         raise ConfigError("--model is needed: a model folder or hub name, or api:NAME")
     base: dict[str, Any] = {"name": "rollout", "env": {"id": args.env}, "model": {"path": args.model}}
-    overrides = overrides_of(args, args.overrides)
+    overrides = overrides_of(args, args.overrides, "rollout")
     start = RunStart(config_from(base, overrides), purpose="rollout")
     check_named(start, partial(typed_origins, base, overrides))
     name = start.config.the_env.id.replace("/", "_")
@@ -313,13 +316,13 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
     name = name if folder is None else folder.path.name
     out = Path(args.out or f"{args.defaults['folder']}/{name}") / ("" if args.out and single else label)
     # One request per environment; with several in the config each has its own folder, even if only one is chosen.
-    requests, given = {}, args.config is not None or folder is not None
+    requests = {}
     evals = {one.the_env.called: one.eval for one in config.each()}
     for env in config.envs:
         settings, ref = evals[env.called], EnvRef.of(env, config.tools)
-        split = args.split or (settings.split if given or several else args.defaults["split"])
         # A benchmark plays all its tasks by default; a run's model plays the first tasks, as the run's evaluations do.
-        wanted = args.tasks or (settings.tasks if given or env.eval is not None else None)
+        wanted = args.tasks or (settings.tasks if "tasks" in settings.model_fields_set else None)
+        split = args.split or settings.split
         number, chosen = choose_tasks(ref, split, wanted, config.seed, first=folder is not None)
         count, place = number or args.defaults["tasks"], out / env.called if several else out
         requests[env.called] = RolloutRequest("eval", path, count, args.samples or 1, split, place, chosen)
@@ -361,7 +364,7 @@ def _start(args: argparse.Namespace, folder: RunFolder | None) -> tuple[RunStart
     from agentrl.run.checks.env_checks import check_named
 
     given = [text for text in (args.env, *args.overrides) if text is not None]
-    overrides = overrides_of(args, [text for text in given if is_override(text)])
+    overrides = overrides_of(args, [text for text in given if is_override(text)], "eval")
     names = [text for text in given if not is_override(text)]
     if args.config is None and folder is None:
         if not names:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from agentrl.config.envs import Keys, named_leaves
-from agentrl.config.schema import TrainConfig
+from agentrl.config.envs import Keys, leaves, named_leaves
+from agentrl.config.schema import EnvConfig, TrainConfig
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.redaction import redact_json, references, resolve_references, texts
 
@@ -109,13 +109,17 @@ _ANYWHERE = {
 """Reason -> keys or sections. "*" is any name."""
 _EPISODES = {
     "says how much runs at once, and not what": "vllm.args.max_num_seqs vllm.args.max_num_batched_tokens",
+    "is asked for by --split": "env.eval.split eval.split",
+}
+_UPDATES = {
     "is read by training alone": """sft data env.sft env.advantage algorithm optim critic reward_model model.lora model.engine
         weights.lora rollout.router_replay callbacks""",
+    "is of training runs; --out names a folder": """out steps stop_at_success trajectories_every eval.every checkpoint.every
+        checkpoint.keep checkpoint.keep_best checkpoint.asynchronous keep trackers traces prometheus profile""",
     "forms the groups of an update, and nothing is updated": """env.weight rollout.groups rollout.group_size rollout.oversample
         rollout.oversample_members rollout.max_staleness rollout.min_survivors rollout.filter_zero_variance rollout.accept
         rollout.max_filtered""",
     "chooses the tasks of updates; here they are numbered": "env.sampler rollout.sampler",
-    "is asked for by --split": "env.eval.split eval.split",
     "chooses the environments of updates": "rollout.mixture",
     "says by which score a run's checkpoints are compared": "checkpoint.best",
     "builds a model for training; the one that plays is at model.path": "model.init",
@@ -141,8 +145,8 @@ _TRAINING = {
     "measures, and trains nothing": "eval.split eval.temperature env.eval.split env.eval.temperature",
     "is the price of requests": "api.usd_per_million",
 }
-_EVALUATION = {"an evaluation samples at eval.temperature": "rollout.temperature"}
-_ROLLOUT = {"a rollout samples at rollout.temperature": "eval.temperature env.eval.temperature"}
+_EVALUATION = {"gives way to eval.temperature": "rollout.temperature"}
+_ROLLOUT = {"gives way to rollout.temperature": "eval.temperature env.eval.temperature"}
 _OWN_JUDGE = "reward.judge.engines"
 
 
@@ -157,8 +161,8 @@ MEASURES = ("eval.tasks", "eval.split", "eval.temperature", "env.eval")
 _EVERYWHERE = _keys_of(_ANYWHERE) | {f"{_OWN_JUDGE}.*.{key}" for key in _keys_of(_ANYWHERE) if key.startswith("vllm.")}
 CANNOT_MATTER: dict[Purpose, frozenset[str]] = {
     "train": _EVERYWHERE | _keys_of(_LATER, _TRAINING),
-    "eval": _EVERYWHERE | _keys_of(_EPISODES, _EVALUATION),
-    "rollout": _EVERYWHERE | _keys_of(_EPISODES, _ROLLOUT),
+    "eval": _EVERYWHERE | _keys_of(_EPISODES, _UPDATES, _EVALUATION),
+    "rollout": _EVERYWHERE | _keys_of(_EPISODES, _UPDATES, _ROLLOUT),
 }
 """Keys or sections that cannot matter, by purpose. "*" is any name."""
 
@@ -206,6 +210,18 @@ def cannot_matter(key: str, purpose: Purpose) -> bool:
     if key.startswith(f"{_OWN_JUDGE}."):
         parts[_OWN_JUDGE.count(".") + 1] = "*"
     return any(".".join(parts[:end]) in CANNOT_MATTER[purpose] for end in range(1, len(parts) + 1))
+
+
+def check_overrides(given: Iterable[tuple[Sequence[str], Any]], purpose: Purpose) -> None:
+    """Raise ConfigError for an override that an evaluation or a rollout would not read. `given`: keys and values."""
+    own = _EVALUATION if purpose == "eval" else {**_ROLLOUT, "is asked for by -n and --split": "eval env.eval"}
+    listed = [(key, reason) for reason, keys in {**own, **_UPDATES}.items() for key in keys.split()]
+    for keys, value in (leaf for path, table in given for leaf in leaves(table, tuple(path))):
+        of_env = keys[0] == "env" and len(keys) > 2 and keys[1] not in EnvConfig.model_fields  # named: env.NAME.weight
+        name = ".".join(map(str, ("env", *keys[2:]) if of_env else keys))
+        why = next((reason for key, reason in listed if f"{name}.".startswith(f"{key}.")), None)
+        if why is not None and value is not False and value is not None:  # these unset a key
+            raise ConfigError(f"{'.'.join(map(str, keys))}: agentrl {purpose} does not read it: it {why}. Leave it out")
 
 
 def differences(before: Identity, now: Identity) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -19,11 +21,12 @@ from agentrl.config.identity import (
     Purpose,
     cannot_matter,
     changes_below,
+    check_overrides,
     check_resumed,
     differences,
     identity_of,
 )
-from agentrl.config.load import check_idle_keys, config_from
+from agentrl.config.load import check_idle_keys, config_from, parse_overrides
 from agentrl.utils.errors import ConfigError
 
 VLLM = {"args": {"a": 1}, "kv_cache_mib": 1}
@@ -141,6 +144,21 @@ def test_every_name_is_of_a_key_and_none_is_said_twice(purpose: Purpose) -> None
     for name in CANNOT_MATTER[purpose]:
         assert name in known, f"{name} is not a key of the config"
         assert not any(name.startswith(f"{other}.") for other in CANNOT_MATTER[purpose]), f"{name}: its section is named"
+
+
+@pytest.mark.parametrize(("purpose", "word", "why"), [
+    ("eval", "rollout.temperature=0", "it gives way to eval.temperature. Leave it out"),
+    ("eval", "optim={lr=1.0}", "optim.lr: agentrl eval does not read it: it is read by training alone"),
+    ("eval", "env.sql.weight=2", "env.sql.weight: agentrl eval does not read it: it forms the groups of an update"),
+    ("rollout", "rollout.group_size=4", "rollout.group_size: agentrl rollout does not read it"),
+    ("rollout", "eval.temperature=0", "it gives way to rollout.temperature"),
+    ("rollout", "eval.tasks=4", "it is asked for by -n and --split"), ("rollout", "out=x", "--out names a folder"),
+    *(("eval", word, "") for word in ("eval.temperature=0", "eval.tasks=4", "rollout.max_turns=2", "sft=false", "seed=3")),
+    ("rollout", "rollout.temperature=0", ""), ("rollout", "env.sql.params.weight=2", ""),
+])  # fmt: skip
+def test_an_override_that_is_not_read_is_refused(purpose: Purpose, word: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)) if why else nullcontext():
+        check_overrides([(one.keys, one.value) for one in parse_overrides([word])], purpose)
 
 
 def test_whole_sections_are_named_only_if_nothing_in_them_is_read() -> None:

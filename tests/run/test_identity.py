@@ -76,8 +76,10 @@ def test_all_that_differs_is_named_and_what_cannot_matter_may_differ(capsys: pyt
     with Loopback(solve) as server:
         evaluate(server, "-n", "1")
         asked = len(server.requests)
-        free = ["rollout.max_episodes=3", "api.retries=7", "optim.lr=0.5", "rollout.temperature=0.5", "eval.tasks=5", "out=x"]
-        evaluate(server, "-n", "1", *free)
+        evaluate(server, "-n", "1", "rollout.max_episodes=3", "api.retries=7", "eval.tasks=5")
+        for free in ("optim.lr=0.5", "rollout.temperature=0.5", "out=x"):
+            evaluate(server, "-n", "1", free, code=2)
+            refused(capsys, f"{free.partition('=')[0]}: agentrl eval does not read it")
         evaluate(server, "-n", "1", "rollout.max_turns=5", "--seed", "4", "--split", "train", "env.params.set_share=1", code=2)
         refused(
             capsys,

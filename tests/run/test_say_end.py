@@ -161,6 +161,10 @@ def test_models_have_folders_of_their_own_by_names_that_are_safe(here: Path) -> 
     names = ["one_final", "one_step_000004", "two_final", "api_openai_gpt-4.1-mini", "Qwen_Qwen3-0.6B", "etc_x"]
     assert found == [f"evals/key_value/{name}" for name in names]
     assert str(read_plans(_parse(["eval", "key_value", "--model", "two/final", "--out", "here"]))[0].folder) == "here"
+    [asked] = plan_of("key_value", "--model", "two/final", "eval.tasks=3", "eval.split=train").requests.values()
+    assert (asked.tasks, asked.split) == (3, "train")
+    many = plan_of("key_value", "sql", "--model", "two/final", "env.sql.eval.tasks=3").requests
+    assert {name: one.tasks for name, one in many.items()} == {"key_value": 100, "sql": 3}
 
 
 def test_of_several_environments_one_evaluation_has_all_of_the_run(tmp_path: Path) -> None:

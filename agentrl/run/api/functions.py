@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 from agentrl.config import TrainConfig
 from agentrl.config.envs import entry_of
+from agentrl.config.identity import check_overrides
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.reward.explain import reasons
@@ -84,8 +85,8 @@ async def evaluate(
     tasks. `model`: a folder or hub name, `api:NAME`, or a function `policy(messages, tools)` (sync or async) that gets messages
     and function schemas in OpenAI's format and returns a string, a message in that format or a `Message`; or a run's folder, to
     evaluate its model (`checkpoint`: "last", "best" or a step) with the run's settings, in its environment or the one named by
-    `env`. `env`: an id, a class, or a factory function, with `params`; `reward`: another spec or function. `overrides`: any
-    config keys. `out`: folder that keeps the episodes; only missing ones are played. By default nothing is kept.
+    `env`. `env`: an id, a class, or a factory function, with `params`; `reward`: another spec or function. `overrides`:
+    config keys that it reads. `out`: folder that keeps the episodes; only missing ones are played. By default nothing is kept.
 
     Raises a UserError if the call cannot work, CallbackError if the policy raised.
     """
@@ -128,6 +129,7 @@ def _eval_config(
     purpose: Literal["eval", "rollout"],
 ) -> tuple[TrainConfig, str]:
     """Make the config with one environment, and return it with the model's name; for a run's folder with its settings."""
+    check_overrides([(key.split("."), value) for key, value in (overrides or {}).items()], purpose)
     name = give(model) if callable(model) else str(Path(model).expanduser() if str(model)[:1] == "~" else model)
     if is_given(name) or not (Path(name) / "config.toml").is_file():
         if checkpoint != "last":
