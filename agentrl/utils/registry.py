@@ -26,8 +26,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Generic, TypeVar, get_type_hints
+from types import NoneType, SimpleNamespace
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
@@ -162,8 +162,8 @@ class Registry(Mapping[str, T]):
     def bind(self, name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
         """Return the component with keyword arguments bound.
 
-        Raises ConfigError for an unknown name, an unknown or missing argument, a value of the wrong type or range, and for
-        numbers `low` >= `high` (given or default).
+        False unsets an argument that may be None. Raises ConfigError for an unknown name, an unknown or missing argument, a value
+        of the wrong type or range, and for numbers `low` >= `high` (given or default).
         """
         return bind(f"{self.kind} {name!r}", self.entry(name).make, self.parameters(name), args)
 
@@ -221,6 +221,8 @@ def bind(
         if key not in known:
             listed = ", ".join(sorted(known)) or "none"
             raise ConfigError(f"{label}: unknown argument {key!r}{hint_text(key, known)}; known: {listed}")
+        kinds = get_args(hints.get(key))
+        value = None if value is False and NoneType in kinds and bool not in kinds else value  # TOML has no null
         try:
             bound[key] = TypeAdapter(hints.get(key, Any)).validate_python(value, strict=True)
         except (PydanticSchemaGenerationError, PydanticUserError):  # of an author's own class

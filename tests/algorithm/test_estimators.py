@@ -96,6 +96,15 @@ def test_clips_at_their_corners() -> None:
 # -- names and arguments ---------------------------------------------------------------------------
 
 
+def test_false_unsets_an_argument_that_may_be_none() -> None:
+    """A config has no null, so the dual clip could not be turned off."""
+    given = LossInput(
+        torch.tensor([5.0]).log(), torch.zeros(1), torch.zeros(1), -torch.ones(1), torch.ones(1).bool(), torch.arange(2)
+    )
+    losses = [float(policy_loss("ppo_clip", args)(given).loss) for args in ({}, {"dual_clip": False}, {"dual_clip": None})]
+    assert losses == pytest.approx([3.0, 5.0, 5.0])
+
+
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: advantages("grppo", {}), "did you mean 'grpo'"),
     (lambda: policy_loss("ppo_clp", {}), "did you mean 'ppo_clip'"),
@@ -103,6 +112,8 @@ def test_clips_at_their_corners() -> None:
     (lambda: policy_loss("ppo_clip", {"clip_high": "0.28"}), "clip_high = '0.28'"),
     (lambda: policy_loss("ppo_clip", {"clip_high": -1.0}), "greater than or equal to 0"),
     (lambda: policy_loss("ppo_clip", {"dual_clip": 0.5}), "dual_clip"),
+    (lambda: policy_loss("ppo_clip", {"clip_high": False}), "clip_high = False"),
+    (lambda: policy_loss("ppo_clip", {"dual_clip": True}), "dual_clip = True"),
     (lambda: advantages("gae", {"gamma": 1.5}), "less than or equal to 1"),
     (lambda: advantages("rloo", {"eps": 1}), "known: none"),
     (lambda: CORRECTIONS.bind("trunc", {}), "did you mean 'truncated'"),
