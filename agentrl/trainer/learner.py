@@ -352,9 +352,11 @@ class Learner:
         return {name: group for name, group in groups.items() if group is not None}
 
     async def begin_save(self, folder: Path) -> None:
-        """Start writing the state of all roles to `folder`; returns once it is copied. `is_saved` reports the end."""
+        """Start writing the state of all roles to `folder`; returns once it is copied, or, without `checkpoint.asynchronous`,
+        written. `is_saved` reports the end."""
+        save = SavedRole.begin_save if self.config.checkpoint.asynchronous else SavedRole.save
         for name, group in self._saved_roles().items():
-            await group.arun(SavedRole.begin_save, str(folder / name))
+            await group.arun(save, str(folder / name))
         state = json_text({"kl_coef": self.kl_coef, "begun": [self.config.algorithm.kl.coef]})
         await in_thread("files", (folder / STATE).write_text, state, "utf-8")
         for hook in self.hooks.values():

@@ -132,7 +132,7 @@ class CheckpointConfig(Frozen):
     best: Literal["success", "reward"] = "success"
     """Metric that decides which are best: success rate or mean reward."""
     asynchronous: bool = True
-    """Write files in the background while training continues (needs a copy of the state in host memory)."""
+    """Write files in the background while updates continue (needs a copy of the state in host memory). [data] waits for them."""
 
 
 class KeepConfig(Frozen):
