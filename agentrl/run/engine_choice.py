@@ -63,8 +63,9 @@ class EngineChoice:
         return ENGINES.entry(self.name).traits
 
     def maker(self) -> EngineMaker:
-        """Make the engine's maker with `engine_args`. Raises ConfigError for an unknown or invalid argument."""
-        maker: EngineMaker = ENGINES.bind(self.name, self.config.engine_args)(self.config.widest())
+        """Make the engine's maker, with `engine_args` unless it claims the model. Raises ConfigError for a wrong argument."""
+        args = {} if claiming_engine(self.config.model.path) else self.config.engine_args
+        maker: EngineMaker = ENGINES.bind(self.name, args)(self.config.widest())
         maker.cuda = partial(has_gpus, self.config.cluster, "rollout")
         return maker
 

@@ -139,9 +139,9 @@ def test_ctrl_c_while_the_engine_ends_is_an_interruption(
 
 
 def engine(server: Loopback, **options: Any) -> Any:
-    """The engine of a config with these keys of [api]; its first wait is 0.01 s."""
+    """The engine of a config with these keys of [api], and arguments of the run's engine; its first wait is 0.01 s."""
     table = {"env": {"id": "key_value"}, "model": {"path": "api:openai/test"}, "api": {"base": server.url, **options}}
-    made: Any = EngineChoice(config_from(table)).maker().make_with(Transcript())
+    made: Any = EngineChoice(config_from({**table, "engine_args": {"cache": False}})).maker().make_with(Transcript())
     made._backoff = 0.01
     return made
 
