@@ -15,7 +15,8 @@ from typing import Any, cast
 
 from agentrl.cluster.placement import has_gpus
 from agentrl.config import TrainConfig
-from agentrl.config.schema import JudgeConfig, ModelConfig, RolloutConfig
+from agentrl.config.load import check_unread
+from agentrl.config.schema import JudgeConfig, ModelConfig, RolloutConfig, VllmConfig
 from agentrl.contrib.judges.client import BACKOFF, VerdictCache
 from agentrl.contrib.judges.leaf import JudgeFault, Verdict, VerdictRequest, read_verdict
 from agentrl.contrib.toolkit.turns import grammar_of
@@ -206,6 +207,9 @@ class OwnJudge:
             raise ConfigError(
                 f"{self.key}.engine = {engine!r}: this engine does not support judges; use one of {', '.join(able)}"
             )
+        if "transformers" in ENGINES.entry(engine).traits:  # it reads nothing of vLLM's but the length
+            keys = tuple(key for key in VllmConfig.model_fields if key != "max_model_len")
+            check_unread(f"{self.key}.vllm", self.own.vllm, keys, f'{self.key}.engine = "vllm"')
         with self.name_in_errors():
             maker = EngineChoice(self.as_policy(positions), engine).maker()
         maker.cuda = partial(has_gpus, self.config.cluster, "judge")

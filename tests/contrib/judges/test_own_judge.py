@@ -376,6 +376,7 @@ REFUSED: dict[str, tuple[list[str], Any, str]] = {
     "auto": ([f"{ENGINE}.engine=auto"], LEAF, rf"{ENGINE}\.engine = 'auto': .*; use one of embedded, vllm"),
     "servers of the policy": ([f"{ENGINE}.engine=sglang"], LEAF, rf"{ENGINE}\.engine = 'sglang': .*; use one of embedded, vllm"),
     "argument": ([f"{ENGINE}.engine_args={{cach=false}}"], LEAF, rf"{ENGINE}: .*cach"),
+    "keys of vLLM": ([f"{ENGINE}.vllm.replicas=2"], LEAF, r"vllm\.replicas = 2 is read with .*\.engine = .vllm. alone"),
     "max_model_len": (
         [f"{ENGINE}.max_model_len=100"],
         LEAF,
