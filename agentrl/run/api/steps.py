@@ -390,8 +390,9 @@ async def session(
                 f"algorithm.{name}: a step-wise loop chooses its own batches, and nothing is added to them; leave it out "
                 f"(overrides={{'algorithm.{name}': False}})"
             )
-    if made.callbacks:
-        raise ConfigError("callbacks: a step-wise loop calls no callbacks. Leave the key out")
+    for name in ("callbacks", "traces", "prometheus", "profile"):
+        if getattr(made, name):
+            raise ConfigError(f"{name}: a step-wise loop has none. Leave the key out")
     one_temperature(made.rollout, "a step-wise loop")
     await in_thread("load", partial(check_config, capacity=True), made)
     raise_gc_threshold()

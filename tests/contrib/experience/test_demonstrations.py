@@ -172,7 +172,8 @@ def test_without_gold_or_elsewhere_it_is_refused_by_name(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("key", "value", "why"), [
     ("algorithm.experience", {}, "a step-wise loop chooses its own batches"),
     ("algorithm.demonstrations", {}, "a step-wise loop chooses its own batches"),
-    ("callbacks", [{"name": "echo"}], "a step-wise loop calls no callbacks"),
+    ("callbacks", [{"name": "echo"}], "a step-wise loop has none"),
+    ("profile", {"steps": [1]}, "a step-wise loop has none"),
 ])  # fmt: skip
 def test_a_step_wise_loop_refuses_what_it_would_not_add(key: str, value: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=f"{re.escape(key)}: {why}"):
