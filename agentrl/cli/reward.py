@@ -170,6 +170,7 @@ def run_explain(args: argparse.Namespace) -> int:
         path, row, lines = args.trajectory, args.row, read_lines(args.trajectory)
         rows: list[Trajectory] = []
         if path.suffix == ".json":
+            check_read(args, ("row",), f"{path} is one episode. Leave it out")
             trajectory = parse_row(str(path), 1, "\n".join(line for _, line in lines))
         elif row > len(lines):
             raise UserError(f"{path}: --row {row}, but it has {len(lines)} rows")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -337,9 +338,10 @@ def test_a_bad_row_in_a_worker_is_named(tmp_path, reward):
     (["score", "key_value", "none.jsonl", "calls=2"], "calls=2: key_value replays no gold calls"),
     (["score", "bfcl_multi_turn", "none.jsonl", "--env", KEY_VALUE, "cals=2"], "calls"),
     (["score", "key_value", "none.jsonl"], "cannot be read"), (["explain", "key_value", "t.jsonl", "--row", 2], "has 1 rows"),
+    (["explain", "key_value", "t.json", "--row", 2], "--row: t.json is one episode. Leave it out"),
 ])  # fmt: skip
 def test_mistakes_on_the_command_line(argv, message, here, reward):
-    record(here / "t.jsonl", episode("7"))
+    shutil.copy(record(here / "t.jsonl", episode("7")), here / "t.json")
     assert message in reward(*argv, code=2).err
 
 
