@@ -223,6 +223,13 @@ class EvalSession:
 
 # Rollouts
 
+
+def check_out(folder: Path) -> None:
+    """Raise ConfigError if the folder of `--out` is a file, or would be in one."""
+    for file in (one for one in (folder, *folder.parents) if one.is_file()):
+        raise ConfigError(f"--out {folder}: {file} is a file, and results are written to a folder. Name another one")
+
+
 Pair = tuple[int, int]
 
 OTHER_OUT = "use another --out"
@@ -234,7 +241,7 @@ class RolloutRequest:
     """Request for `samples` episodes of each of `tasks` tasks of a split, written to `out`.
 
     `chosen`: indices of the tasks in the split; by default the first ones. `values`: continuations per turn, to estimate its
-    value. Raises ConfigError if `tasks` or `samples` is below 1.
+    value. Raises ConfigError if `tasks` or `samples` is below 1, and as `check_out`.
     """
 
     purpose: Literal["eval", "rollout"]
@@ -249,6 +256,7 @@ class RolloutRequest:
     def __post_init__(self) -> None:
         if min(self.tasks, self.samples) < 1:
             raise ConfigError(f"n = {self.tasks}, k = {self.samples}: expected at least 1 of each")
+        check_out(self.out)
 
     @property
     def pairs(self) -> list[Pair]:
@@ -464,6 +472,7 @@ async def run_evals(
 
 
 def write_comparison(folder: Path, comparison: Mapping[str, Any]) -> Path:
+    check_out(folder)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "comparison.json"
     _write_report(file, comparison)

@@ -92,6 +92,8 @@ def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatc
     (["eval", "key_value", "--model", "api:"], ["NAME is missing"]),
     (["eval", "key_value", "--model", "api:openai/x", "rollout.top_k=5"], ["rollout.top_k", "no top_k"]),
     (["rollout", "key_valeu", "--model", "api:openai/x"], ["key_valeu", "key_value"]),
+    (["eval", "key_value", "--policy", "gold", "-n", "1", "--out", "bad.json"], ["--out bad.json: bad.json is a file"]),
+    (["rollout", "key_value", "--policy", "gold", "-n", "1", "--out", "bad.json/x"], ["--out bad.json/x: bad.json is a file"]),
     (["rollout", "key_value"], ["--model is needed"]),
     (["rollout"], ["an environment is needed"]),
     (["rollout", "--model", "api:openai/x", "key_valeu", "rollout.max_turns=2"], ["key_valeu", "key_value"]),
