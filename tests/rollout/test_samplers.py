@@ -145,6 +145,7 @@ SAMPLERS: list[tuple[str, dict[str, Any], str]] = [
     ({"rollout": {"colocate": True}, "model": {"path": "api:openai/x"}}, 'only engine = "embedded", "vllm" can free'),
     ({"rollout": {"colocate": True}, "engine": "embedded", "weights": {"lora": "adapter"}}, "weights.lora"),
     ({"rollout": {"filter_zero_variance": True}, "reward_model": {"path": "x"}}, "before [reward_model] has scored"),
+    ({"rollout": {"filter_zero_variance": True}, "algorithm": {"advantage": {"name": "multi_reward"}}}, "may tell apart"),
     ({"rollout": {"context": {"name": "trunkate"}}}, "did you mean 'truncate'"),
     ({"rollout": {"context": {"name": "truncate", "args": {"kep": 1}}}}, "did you mean 'keep'"),
     ({"rollout": {"context": {"name": "compact", "args": {"summary_tokens": 0}}}}, "greater than or equal to 1"),

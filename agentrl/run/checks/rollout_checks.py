@@ -23,6 +23,7 @@ from agentrl.rollout.samplers import make_sampler
 from agentrl.rollout.warm_start import Transcripts
 from agentrl.run.assembly import RunStart, agents_of, longest_row, renderer_of, tokenizer_of
 from agentrl.run.checks.reward_checks import tasks_of
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError, RenderError, TaskDataError
 
 # The held-out split
@@ -37,7 +38,7 @@ def check_held_out(start: RunStart) -> None:
     (`agentrl.env.authoring.draw`), or cannot be read here.
     """
     config = start.config
-    warm = [] if config.sft is None else warm_start_envs(config.envs, config.sft)
+    warm = warm_start_envs(config.envs, config.sft)
     trained: dict[str, tuple[str, Task]] = {}
     for env, one in zip(config.envs, config.each(), strict=True):
         # With each set of parameters in training: those of the sampler if it is trained on, and those of the warm start.
@@ -119,6 +120,11 @@ def check_rollout(start: RunStart) -> None:
         raise ConfigError(
             "rollout.filter_zero_variance drops groups by the spec's rewards, before [reward_model] has scored "
             "them, so it would drop groups that the reward model distinguishes; unset one of the two"
+        )
+    if rollout.filter_zero_variance and "terms" in ADVANTAGES.entry(config.algorithm.advantage.name).needs:
+        raise ConfigError(
+            f"rollout.filter_zero_variance drops groups of equal rewards, whose single terms algorithm.advantage "
+            f'"{config.algorithm.advantage.name}" may tell apart; unset it, or use another estimator'
         )
     make_context_policy(rollout.context)
     if rollout.summary_model is not None and "summarizes" not in CONTEXTS.entry(rollout.context.name).traits:
