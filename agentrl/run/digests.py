@@ -50,7 +50,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Contents:
     }
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
     suites, code = list[str](), [VERSIONS, "the files of tools.sets"]
-    for entry in config.envs:
+    for entry in () if config.data is not None else config.envs:  # a run on data reads no environment
         with config.name_entry_in_errors(entry):
             env = EnvRef.of(entry, config.tools)
             at = f"env.{entry.called}" if isinstance(config.env, list) else "env"

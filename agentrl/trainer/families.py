@@ -41,7 +41,7 @@ def length_dependent_ropes(model: Any) -> Iterator[tuple[str, int]]:
     rope = getattr(text, "rope_parameters", None) or {}
     for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         kind = str(one.get("rope_type", ""))
-        if kind == "longrope" or "dynamic" in kind:
+        if (kind == "longrope" and one.get("short_factor") != one.get("long_factor")) or "dynamic" in kind:
             own = one.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
             limit = own or getattr(text, "max_position_embeddings", None)
             if isinstance(limit, int):
@@ -125,7 +125,7 @@ def packing_of(config: TrainConfig) -> Packing:
             raise ConfigError('optim.prefix_sharing = "on": rows with images are computed each by itself; set "off"')
         return Packing("packed", False, "packed: a model that takes images, as each row alone")
     longest, key = config.widest().rollout.max_episode_tokens, "rollout.max_episode_tokens"
-    if config.sft is not None and config.optim.micro_tokens > longest:
+    if config.data is not None or (config.sft is not None and config.optim.micro_tokens > longest):
         longest, key = config.optim.micro_tokens, "optim.micro_tokens"
     trust = config.model.trust_remote_code
     # The run's models: config key, head, and transformers config.

@@ -113,6 +113,7 @@ def test_each_role_of_a_run_may_have_a_pool_of_its_own():
     ({"actor": "p"}, PoolConfig(nodes=3), "embedded", r"p has 3 processes .* cluster.actors = 1.*set cluster.actors = 3"),
     ({"actor": "p", "rollout": "p"}, PoolConfig(gpus=1.0), "vllm", "cannot share the GPUs of actor"),
     ({"rollout": "p"}, PoolConfig(gpus=2.0), "vllm", "gpus = 2, but a vLLM replica uses vllm.tensor_parallel = 1"),
+    ({"critic": "p"}, PoolConfig(), "embedded", r"cluster.pools.p: no role uses it \(of actor\)"),  # there is no critic
     ({"critic": "po"}, PoolConfig(), "embedded", r"cluster.roles.critic names the pool 'po', .*did you mean 'p'"),
 ])  # fmt: skip
 def test_a_place_that_does_not_suit_its_role_is_refused(roles, pool, engine, message):

@@ -67,21 +67,6 @@ def test_rows_of_an_environment_that_is_only_evaluated_need_no_room_in_a_micro_b
         sizes.check_sizes(start_of(long, "embedded"))
 
 
-@pytest.mark.parametrize(("episode", "same", "refused"), [(64, False, False), (65, False, True), (65, True, False)])
-def test_rows_are_not_longer_than_a_rotary_embedding_stays_the_same(
-    tmp_path: Path, episode: int, same: bool, refused: bool
-) -> None:
-    """A row of 65 tokens would change the frequencies of the others of its micro-batch."""
-    shape = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 512, "vocab_size": 64, "pad_token_id": 0}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0 if same else 3.0] * 4}
-    more = {"original_max_position_embeddings": 64, "rope_parameters": rope, **shape}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], **more}))
-    config = config_of(f"rollout.max_episode_tokens={episode}", model={"path": str(tmp_path)})
-    said = rf"max_episode_tokens: rows may have {episode} tokens.*model.path \(phi3\) changes at 64 tokens.*at most 64"
-    with pytest.raises(ConfigError, match=said) if refused else nullcontext():
-        sizes.check_sizes(start_of(config, "embedded"))
-
-
 def test_heads_without_a_kernel_in_vllms_cpu_build_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its attention answers 16 with "Unsupported CPU attention configuration: head_dim=16" at the first request."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

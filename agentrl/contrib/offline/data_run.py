@@ -15,7 +15,7 @@ from agentrl.cluster.ray_cluster import ray_of
 from agentrl.config import TrainConfig
 from agentrl.config.identity import Identity, check_references, identity_of
 from agentrl.config.load import check_unread
-from agentrl.config.schema import AlgorithmConfig, DataConfig, ModelConfig, RolloutConfig
+from agentrl.config.schema import DataConfig, ModelConfig
 from agentrl.contrib.offline.objectives import OBJECTIVES, Found, Objective, classifier_of
 from agentrl.contrib.offline.prepare import Preparation
 from agentrl.contrib.offline.store import About, RowStore, sources
@@ -45,6 +45,8 @@ from agentrl.utils.threads import in_thread
 
 ENGINE = "embedded"
 """Inference engine of the reduced config: nothing is sampled, and this one starts no processes."""
+READ = ("name", "out", "seed", "trackers", "prometheus", "model", "data", "optim", "cluster", "eval", "checkpoint")
+"""Keys and sections that a run on data reads."""
 ROLE = "actor"
 """Folder of the trained role in a checkpoint; `agentrl export` reads it."""
 
@@ -200,6 +202,8 @@ class DataRunKind:
         check_vision(start)
         check_capacity(start)
         _check_loss(self.data, view.model)
+        if self.data.loss == "reward" and view.optim.prefix_sharing == "on":
+            raise ConfigError('optim.prefix_sharing = "on": data.loss = "reward" computes each row by itself; set "auto"')
         check_train_engine(view)
         check_learner(view)
         packing_of(view)
@@ -208,8 +212,10 @@ class DataRunKind:
             sources(self.data.path)
         renderer_of(view.model, tokenizer_of(view.model))
         notes, steps = list[str](), self.config.steps
-        if self.config.sft is not None:
-            notes.append("[sft] says how a teacher's transcripts are trained on, and is not read: [data] is trained with [optim]")
+        fields = {key: one for key, one in TrainConfig.model_fields.items() if key not in (*READ, "steps")}
+        given = [key for key, one in fields.items() if getattr(self.config, key) != one.get_default(call_default_factory=True)]
+        if given:
+            notes.append(f"not read by a run on data, which trains with [optim]: {', '.join(given)}")
         if steps != TrainConfig.model_fields["steps"].default:
             notes.append(f"steps = {steps} is not read: data.epochs = {self.data.epochs} sets the length of a run on data")
         return notes
@@ -237,13 +243,12 @@ class DataRunKind:
         return about
 
     def relevant_sections(self) -> TrainConfig:
-        """Return the config without environment, without engine, and with the actor as its only role."""
-        left_out = ("env", "agent", "sft", "critic", "reward_model", "prometheus", "traces", "profile", "stop_at_success")
+        """Return the config with what a run on data reads, the actor as its only role, and defaults of all else."""
         roles = {role: pool for role, pool in self.config.cluster.roles.items() if role == "actor"}
         pools = {name: pool for name, pool in self.config.cluster.pools.items() if name in roles.values()}
         cluster = self.config.cluster.model_copy(update={"roles": roles, "pools": pools})
-        kept = {"engine": ENGINE, "engine_args": {}, "rollout": RolloutConfig(), "algorithm": AlgorithmConfig()}
-        return self.config.model_copy(update={**dict.fromkeys(left_out), **kept, "cluster": cluster})
+        read = {key: getattr(self.config, key) for key in READ}
+        return TrainConfig(**{**read, "engine": ENGINE, "cluster": cluster})
 
     async def train(self, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
         """Train from the newest checkpoint to the last step; return False if interrupted."""

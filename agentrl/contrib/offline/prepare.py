@@ -209,8 +209,8 @@ class Preparation:
                 raise ConfigError(
                     f"data.path: nothing to train on in {self.rows} rows:{filters + named or ' the files are empty'}"
                 )
-            of_episodes = ("min_reward", "success", "per_task", "rerender")
-            key = next((key for key in of_episodes if all(getattr(self.data, key) is not unset for unset in (None, False))), None)
+            of_episodes = ("min_reward", "success", "per_task", "rerender", "margin")
+            key = next((key for key in of_episodes if getattr(self.data, key) != DataConfig.model_fields[key].default), None)
             if key is not None and not self.episodes:
                 raise ConfigError(f"data.{key} applies to recorded episodes, and none of the {self.rows} rows is one. Remove it")
             return writer.finish(self.data.heldout, seed, self.rows, self.left_out, dict(self.passed), dict(self.unread))

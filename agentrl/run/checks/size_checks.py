@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 from agentrl.cluster.placement import (
     WORKER_CPUS,
@@ -33,7 +32,7 @@ from agentrl.run.role_placement import RunMemory, RunRoles
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.trainer.optim import MATRIX, Task, optims_of, usual_rate
-from agentrl.trainer.pretrained import count_parameters, head_dim, load_model_config
+from agentrl.trainer.pretrained import count_parameters, head_dim
 from agentrl.trainer.train_engine import check_on_host, mesh_of
 from agentrl.trainer.update import stale_problem
 from agentrl.utils.errors import ConfigError, ResourceError
@@ -111,8 +110,8 @@ WORDS: dict[Task, str] = {
 def check_sizes(start: RunStart) -> None:
     """Raise ConfigError for sizes that cannot work.
 
-    Causes: groups too small to compare, rows longer than a micro-batch or than a change of the rotary embedding, attention heads
-    without a kernel in the engine, and keys that free GPU memory without GPUs."""
+    Causes: groups too small to compare, rows longer than a micro-batch, attention heads without a kernel in the engine, and keys
+    that free GPU memory without GPUs."""
     config = start.config
     check_heads(start.engine)
     if not has_gpus(config.cluster, "actor"):
@@ -141,21 +140,6 @@ def check_sizes(start: RunStart) -> None:
             f"= {rollout.max_episode_tokens}, the model takes {context}), and a row is never cut: set optim.micro_tokens to "
             f"at least {longest}, or lower rollout.max_episode_tokens"
         )
-    # Rotary embeddings of the type "longrope" (Phi-3 and 4, MiniCPM) switch frequencies at a length, for everything computed
-    # together with a row of that length: other rows of a micro-batch, and cached keys. vLLM decides by its length limit.
-    policy = {} if config.model.path is None else {"model.path": config.model.path}
-    for key, path in {**policy, **config.other_models()}.items():
-        text = load_model_config(path, config.model.trust_remote_code).get_text_config()
-        rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-        for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-            switch = part.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-            changes = part.get("rope_type") == "longrope" and part.get("short_factor") != part.get("long_factor")
-            if changes and switch and longest > switch:
-                raise ConfigError(
-                    f"rollout.max_episode_tokens: rows may have {longest} tokens, but the rotary embedding of {key} "
-                    f"({text.model_type}) changes at {switch} tokens for all rows that are computed together; set "
-                    f"rollout.max_episode_tokens to at most {switch}"
-                )
 
 
 def check_heads(engine: EngineChoice) -> None:
@@ -344,9 +328,10 @@ def _check_pools(places: RunRoles) -> None:
             f"cluster.roles.{idle[0]}: no {idle[0]} has processes to place; remove the role, or set "
             f"reward.{idle[0]}.engines.NAME.engine = {names()}"
         )
-    if unused := [name for name in cluster.pools if name not in cluster.roles.values()]:
-        raise ConfigError(f"cluster.pools.{unused[0]}: no role uses it. Name it under [cluster.roles], or remove it")
     pools = pools_of_roles(cluster, places.names)
+    if unused := cluster.pools.keys() - {name for name, _ in pools.values()}:
+        roles = ", ".join(places.names)
+        raise ConfigError(f"cluster.pools.{min(unused)}: no role uses it (of {roles}). Name it in [cluster.roles], or remove it")
     colocated = engine is not None and config.rollout.colocate
     for role, (name, pool) in pools.items():
         slots = pool.nodes * pool.per_node

@@ -139,6 +139,13 @@ def test_rows_that_change_their_rotary_frequencies_as_they_grow_are_refused(fami
     with pytest.raises(ConfigError, match=r"optim.micro_tokens = 16384: .*more than 4096 tokens"):
         packing_of(run_of(family, tmp_path, "rollout.max_episode_tokens=4096", "sft.max_steps=2000", **more))
     assert packing_of(run_of(family, tmp_path, "rollout.max_episode_tokens=4096", **more)).way == "packed"
+    data = 'data={path=["x"]}'  # plays no episodes
+    assert packing_of(run_of(family, tmp_path, data, "optim.micro_tokens=4096", **more)).way == "packed"
+    with pytest.raises(ConfigError, match=r"optim.micro_tokens = 4097: .*more than 4096 tokens"):
+        packing_of(run_of(family, tmp_path, data, "optim.micro_tokens=4097", **more))
+    if kind == "longrope":  # it changes nothing
+        more["rope_parameters"] |= {"long_factor": [1.0] * 4}
+        assert packing_of(run_of(family, tmp_path, **more)).way == "packed"
 
 
 @pytest.mark.parametrize(("family", "keys", "said"), [

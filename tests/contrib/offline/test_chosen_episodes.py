@@ -311,7 +311,9 @@ def test_episodes_in_parquet_are_refused_with_the_way_out(whole: Trajectory, tmp
         Preparation(config, RENDERER, TOKENIZER, 4096).write(tmp_path / "store", 0)
 
 
-@pytest.mark.parametrize("key", [{"success": True}, {"min_reward": 0.5}, {"per_task": 2}, {"rerender": True}], ids=str)
+@pytest.mark.parametrize(
+    "key", [{"success": True}, {"min_reward": 0.5}, {"per_task": 2}, {"rerender": True}, {"margin": 0.5}], ids=str
+)
 def test_what_chooses_among_episodes_is_refused_if_there_are_none(key: dict[str, Any], whole: Trajectory, tmp_path: Path) -> None:
     chat = {"messages": talk("")}
     with pytest.raises(ConfigError, match=f"data.{next(iter(key))} applies to recorded episodes, and none of the 2 rows is one"):

@@ -30,6 +30,7 @@ from agentrl.render import make_renderer
 from agentrl.rollout.warm_start import transcript
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks.size_checks import check_placement
+from agentrl.run.digests import contents_of
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.reader import load_run
 from agentrl.trainer.learner import check_learner
@@ -397,17 +398,11 @@ def config(*words: str) -> TrainConfig:
     return config_from({"env": {"id": "key_value"}, "model": {"init": {}}}, words)
 
 
-@pytest.mark.parametrize(("word", "needs", "besides"), [
-    (
-        "algorithm.kl.decay=0.5",
-        'algorithm.kl.reference = "moving"',
-        ["algorithm.kl.reference=moving", "algorithm.kl.coef=0.1"],
-    ),
-])  # fmt: skip
-def test_a_key_of_an_algorithm_that_nothing_reads_is_refused(word: str, needs: str, besides: list[str]) -> None:
-    with pytest.raises(ConfigError, match=rf"^{word.partition('=')[0]} = 0\.\d+ is read with {needs} alone; set that too, or"):
-        check_learner(config(word))
-    check_learner(config(word, *besides))
+def test_a_key_of_an_algorithm_that_nothing_reads_is_refused() -> None:
+    needs = 'algorithm.kl.reference = "moving"'
+    with pytest.raises(ConfigError, match=rf"^algorithm.kl.decay = 0\.5 is read with {needs} alone; set that too, or"):
+        check_learner(config("algorithm.kl.decay=0.5"))
+    check_learner(config("algorithm.kl.decay=0.5", "algorithm.kl.reference=moving", "algorithm.kl.coef=0.1"))
     check_learner(config("algorithm.kl.decay=0.99"))
 
 
@@ -437,3 +432,16 @@ def test_data_is_trained_on_by_the_cluster_of_a_run_with_other_roles() -> None:
     check_learner(view := kind.relevant_sections())
     check_placement(RunStart(view))
     assert (list(view.cluster.pools), view.cluster.roles) == (["train"], {"actor": "train"})
+
+
+def test_of_a_config_for_episodes_data_reads_its_own_sections_and_names_the_others() -> None:
+    """Its servers were taken for keys of another engine, and its environment was looked up once all data was read."""
+    words = ["engine=sglang", 'sglang.servers=["http://x:1"]', "env.id=nope", "profile.steps=[1]", "sft.batch=2"]
+    kind = DataRunKind(config('data.path=["x"]', *words, "cluster.backend=inline"))
+    assert kind.check(prepared=True) == [
+        "not read by a run on data, which trains with [optim]: engine, env, sft, sglang, profile"
+    ]
+    assert not [key for key in contents_of(kind.config, "train").digests if "env" in key]
+    loss = DataRunKind(config('data.path=["x"]', "data.loss=reward", "optim.prefix_sharing=on", "cluster.backend=inline"))
+    with pytest.raises(ConfigError, match="computes each row by itself"):
+        loss.check(prepared=True)
