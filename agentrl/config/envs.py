@@ -24,8 +24,9 @@ def eval_weights(envs: tuple[EnvConfig, ...]) -> dict[str, float]:
 
 
 def warm_start_envs(envs: tuple[EnvConfig, ...], sft: SftConfig | None) -> list[EnvConfig]:
-    """Return the environments of the warm start. Raises ConfigError if there are none."""
-    assert sft is not None
+    """Return the environments of the warm start; none without [sft]. Raises ConfigError if no environment takes part."""
+    if sft is None:
+        return []
     named = sft.envs
     found = [env for env in envs if (env.called in named if named is not None else weight_at(env.weight, 0) > 0)]
     if not found:

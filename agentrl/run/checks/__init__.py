@@ -152,7 +152,7 @@ def _check(config: TrainConfig, planned: bool, capacity: bool) -> list[str]:
             at = f"{env.called}: " if len(config.envs) > 1 else ""
             if env.trains:  # lint only rewards that are trained on
                 notes += [at + line for line in check_lint(one)]
-    for env in [] if config.sft is None else warm_start_envs(config.envs, config.sft):
+    for env in warm_start_envs(config.envs, config.sft):
         with start.alone(env) as one:
             check_warm_start(one)
     return notes

@@ -43,7 +43,7 @@ def check_named(start: RunStart, origins: Callable[[], Origins] = Origins, only:
                 section = name == "sandbox" and "sandbox" not in env.params
                 keys = (*at, *(("id",) if name is None else ("sandbox",) if section else ("params", name)))
                 raise _with_key(problem, keys, entry, origins().of(keys)) from problem
-    warm = [] if config.sft is None or start.purpose != "train" else warm_start_envs(config.envs, config.sft)
+    warm = warm_start_envs(config.envs, config.sft) if start.purpose == "train" else []
     for env, at, entry in places:
         sft = config.alone(env).sft if env in warm else None
         for name, params in () if sft is None else (("params", sft.params), ("gate_params", sft.gate_params)):
