@@ -22,7 +22,7 @@ from agentrl.env.tools import Tool, tool_methods
 from agentrl.env.users import GOLD, AsksModel, Parting, RecordedUser, User, make_call, next_step, record_result, user_view
 from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError, fault_text, place_of
 from agentrl.utils.event_loop import LateError, within
-from agentrl.utils.search_path import is_given
+from agentrl.utils.search_path import is_given, reward_of
 
 if TYPE_CHECKING:
     from agentrl.reward import Score, Scorer
@@ -86,7 +86,6 @@ class OwnReward:
         if self._scorer is not None:
             return await self._scorer.ascore(trajectory)
         from agentrl.config.schema import RewardConfig  # late: building an environment does not need the reward language
-        from agentrl.env.catalog import reward_of
         from agentrl.reward import compile_spec, load_spec, make_context
         from agentrl.reward.compile import given_spec
 

@@ -27,7 +27,18 @@ from agentrl.utils.files import read_text, shown_path
 from agentrl.utils.parsing import module_of
 from agentrl.utils.redaction import references, resolve_references, texts
 from agentrl.utils.registry import bind, hints_of
-from agentrl.utils.search_path import PREFIX, find_file, given_object, here, is_given, load_module, nearest, own_reward, shelves
+from agentrl.utils.search_path import (
+    PREFIX,
+    find_file,
+    given_object,
+    here,
+    is_given,
+    load_module,
+    nearest,
+    own_reward,
+    reward_of,
+    shelves,
+)
 
 if TYPE_CHECKING:
     from agentrl.env import ToolEnv
@@ -459,19 +470,6 @@ def _parameters_of(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:
 
 
 # Scorers of environments
-
-
-def reward_of(made: Any) -> str | None:
-    """Return the reward spec of an environment's class: "given:NAME", or the path of a file next to that of the class that names
-    it, or on a shelf; None without one. Raises CatalogError if the file is not found."""
-    name = own_reward(made)
-    if name is None or is_given(name):
-        return name
-    owner = next((base for base in getattr(made, "__mro__", ()) if "reward" in vars(base)), made)
-    with suppress(OSError, TypeError):  # a class defined interactively has no file
-        if (local := Path(inspect.getfile(owner)).parent / name).is_file():
-            return str(local)
-    return str(find_reward(name))
 
 
 def find_spec(env: EnvRef, name: str | None) -> dict[str, Any]:

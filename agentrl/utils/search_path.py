@@ -13,7 +13,7 @@ import traceback
 import types
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -252,6 +252,19 @@ def find_file(name: str, folder: str, suffix: str, what: str) -> Path:
 def nearest(name: str, known: list[str]) -> str:
     """Format the names of `known` nearest to `name`, or all of them."""
     return did_you_mean(name, known, f"known: {', '.join(sorted(set(known))[:20]) or 'none'}", most=3)
+
+
+def reward_of(made: Any) -> str | None:
+    """Return the reward spec of an environment's class: "given:NAME", or the path of a file next to that of the class that names
+    it, or on a shelf; None without one. Raises CatalogError if the file is not found."""
+    name = own_reward(made)
+    if name is None or is_given(name):
+        return name
+    owner = next((base for base in getattr(made, "__mro__", ()) if "reward" in vars(base)), made)
+    with suppress(OSError, TypeError):  # a class defined interactively has no file
+        if (local := Path(inspect.getfile(owner)).parent / name).is_file():
+            return str(local)
+    return str(find_file(name, "rewards", ".json", "reward spec"))
 
 
 def load_module(path: Path) -> types.ModuleType:
