@@ -49,6 +49,7 @@ _CLASSES = {(_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", 
     ("pathlib._local", "PosixPath"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
+    ("builtins", "getattr"),  # by which Python 3.11.2 pickles members of an enum; inert, as all of these
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import agentrl
@@ -70,6 +70,13 @@ def test_a_checkpoint_is_read_as_torch_reads_it(folder: Path) -> None:
     assert (found.state_dict_metadata, found.storage_data) == (was.state_dict_metadata, was.storage_data)
     names, read = saved_tensors(folder)
     assert sorted(names) == ["model.a", "optimizer.a"] and read("optimizer.a").tolist() == [2.0] * 4
+
+
+def test_an_index_of_an_older_python_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pickles a member of an enum as getattr(class, name)."""
+    was = metadata(folder)
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    assert b"getattr" in (content := pickle.dumps(was)) and metadata_of(content).storage_data == was.storage_data
 
 
 def test_a_call_in_the_index_is_not_made(folder: Path, tmp_path: Path) -> None:
