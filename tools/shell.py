@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, SandboxSpec
+from agentrl.contrib.sandboxes.contract import ExecResult, SandboxSpec
 from agentrl.contrib.sandboxes.sandbox_pool import HeldSandbox, require, sandbox_config
 from agentrl.data.trajectory import Json
 from agentrl.env import tool
@@ -41,18 +41,17 @@ class Shell(Files):
         memory_mb: Annotated[int, Field(ge=64)] = 512,
         sandbox: dict[str, Any] | None = None,
     ) -> None:
-        """As `files`; limits of a command: `seconds` of wall-clock time, `memory_mb`. `sandbox`: as `[env.sandbox]`.
-        Raises ConfigError for an unsuitable sandbox, ResourceError if this machine does not have it."""
+        """As `files`; limits of a command: `seconds` of wall-clock time, `memory_mb`. `sandbox`: as `[env.sandbox]`;
+        in containers, commands may exceed `total_bytes`. Raises ConfigError for an unsuitable sandbox, ResourceError if this
+        machine does not have it."""
         super().__init__(folder=folder, file_bytes=file_bytes, total_bytes=total_bytes, most=most)
         self.seconds, config = seconds, sandbox_config(sandbox)
         try:
             require(config)
         except ResourceError as reason:
             raise ResourceError(f"tool set {self.name!r}: no command can be run here: {reason}") from None
-        containers = "images" in SANDBOXES.entry(config.provider).traits  # which cannot limit the total size
-        disk = SandboxSpec.disk if containers else total_bytes
-        spec = SandboxSpec(files=self.files, memory=memory_mb << 20, file_size=file_bytes, disk=disk)
-        self.held = HeldSandbox(config, spec)
+        spec = SandboxSpec(files=self.files, memory=memory_mb << 20, file_size=file_bytes)
+        self.held = HeldSandbox(config, spec, disk=total_bytes)
 
     async def close(self) -> None:
         await self.held.stop()

@@ -38,7 +38,7 @@ class Python(ToolEnv):
     host_params = frozenset({"sandbox"})
     reward = "python"
     summary = "solve problems by running Python in a locked-down interpreter"
-    shared = frozenset({"levels", "wall", "wanted", "sandbox"})
+    shared = frozenset({"levels", "wall", "wanted", "disk", "sandbox"})
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class Python(ToolEnv):
         require(self.sandbox)
         self.levels = range(low, high + 1)
         self.wall, size = wall_s, int(file_mb * (1 << 20))
-        traits = SANDBOXES.entry(self.sandbox.provider).traits
-        alone = "alone" in traits  # where processes cannot be forbidden, the sandbox keeps them to itself
+        self.disk = 4 * size
+        # Where processes cannot be forbidden, the sandbox keeps them to itself.
+        alone = "alone" in SANDBOXES.entry(self.sandbox.provider).traits
         self.wanted = SandboxSpec(
             cpu_s=cpu_s,
             memory=memory_mb << 20,
             file_size=size,
-            disk=SandboxSpec.disk if "images" in traits else 4 * size,  # containers cannot limit it
             processes=not alone,
             workdir="/" if alone else "/app",
         )
@@ -123,7 +123,7 @@ class Python(ToolEnv):
     async def setup(self, task: Task) -> None:
         files = {name: text.encode() for name, text in task.data["files"].items()}
         # Started by the first run: an episode that runs nothing needs none.
-        self.held = HeldSandbox(self.sandbox, replace(self.wanted, files=files))
+        self.held = HeldSandbox(self.sandbox, replace(self.wanted, files=files), disk=self.disk)
         self.sizes = {name: len(content) for name, content in files.items()}
         self.runs = 0
 
@@ -157,7 +157,7 @@ class Python(ToolEnv):
         return outcome, *await keep_files(box)
 
     def _report(self, outcome: ExecResult, dropped: list[str]) -> str:
-        wanted = self.wanted
+        wanted = self.wanted if self.held is None else self.held.spec
         parts = [outcome.stdout.rstrip("\n")] if outcome.stdout.strip() else []
         if outcome.cut:
             parts.append(f"[{outcome.cut} more bytes of output]")

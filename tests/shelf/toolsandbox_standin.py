@@ -7,7 +7,6 @@ import base64
 import json
 from typing import Any
 
-OFFERED = ("lamp", "find", "fetch")
 MOST = 6
 
 

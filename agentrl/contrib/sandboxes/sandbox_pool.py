@@ -237,14 +237,14 @@ class Saved:
 
 
 class HeldSandbox:
-    """The sandbox of one episode, started at its first use. `copy.deepcopy` makes an independent sandbox with the same
-    files."""
+    """The sandbox of one episode, started at its first use. `copy.deepcopy` makes an independent one with the same files."""
 
-    def __init__(self, config: SandboxConfig, spec: SandboxSpec) -> None:
-        """Check the spec without starting anything. Raises ConfigError for a field that the provider does not support."""
-        self.config, self.spec = config, spec
-        self.provider: SandboxProvider = provider_of(config)
-        self.provider.check(spec)
+    def __init__(self, config: SandboxConfig, spec: SandboxSpec, disk: int | None = None) -> None:
+        """Check the spec without starting anything. `disk`: bytes of all files, where the provider can limit them (containers
+        cannot). Raises ConfigError for a field that it does not support."""
+        self.config, self.provider = config, provider_of(config)
+        self.spec = spec if disk is None or "images" in SANDBOXES.entry(config.provider).traits else replace(spec, disk=disk)
+        self.provider.check(self.spec)
         self._sandbox: Sandbox | None = None
         self._begins: Saved | None = None
         self._saved: weakref.ref[Saved] | None = None
