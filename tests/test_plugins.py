@@ -372,8 +372,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     info = site / "shop_pack-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shop-pack\nVersion: 1.0\n")
-    names = ["packed = shop_pack.credit", "lost = shop_pack.gone", "grpo = shop_pack.credit", "other = shop_pack"]
-    (info / "entry_points.txt").write_text("\n".join(["[agentrl.plugins]", *(f"algorithm.advantage/{name}" for name in names)]))
+    (site / "shop_pack/script.py").write_text("raise SystemExit(2)")
+    points = {"packed": ".credit", "lost": ".gone", "grpo": ".credit", "other": "", "script": ".script"}
+    lines = (f"algorithm.advantage/{name} = shop_pack{module}\n" for name, module in points.items())
+    (info / "entry_points.txt").write_text("[agentrl.plugins]\n" + "".join(lines))
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.syspath_prepend(str(site))
@@ -407,7 +409,7 @@ def test_a_file_of_the_working_folder_goes_before_an_installed_package(installed
 @pytest.mark.parametrize(("name", "message"), [
     ("lost", "the entry point algorithm.advantage/lost names 'shop_pack.gone', which does not import: ModuleNotFoundError"),
     ("other", "shop_pack does not register 'other' when it is loaded"),
-    ("packd", "did you mean 'packed'"),
+    ("script", "'shop_pack.script', which does not import: SystemExit"), ("packd", "did you mean 'packed'"),
 ])  # fmt: skip
 def test_an_installed_package_that_does_not_hold_its_word_is_named(installed: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -114,7 +114,7 @@ _EPISODES = {
 _UPDATES = {
     "is read by training alone": """sft data env.sft env.advantage algorithm optim critic reward_model model.lora model.engine
         weights.lora rollout.router_replay callbacks""",
-    "is of training runs; --out names a folder": """out steps stop_at_success trajectories_every eval.every checkpoint.every
+    "belongs to training runs (--out names a folder)": """out steps stop_at_success trajectories_every eval.every checkpoint.every
         checkpoint.keep checkpoint.keep_best checkpoint.asynchronous keep trackers traces prometheus profile""",
     "forms the groups of an update, and nothing is updated": """env.weight rollout.groups rollout.group_size rollout.oversample
         rollout.oversample_members rollout.max_staleness rollout.min_survivors rollout.filter_zero_variance rollout.accept

@@ -22,23 +22,12 @@ from agentrl.env.address import PROTOCOLS, EnvAddress, EnvRequest, known_sources
 from agentrl.env.tools import TOOL_SOURCES, Tool, ToolSet
 from agentrl.reward import Scorer, Services, compile_spec, load_spec, make_context
 from agentrl.reward.compile import given_spec
-from agentrl.utils.errors import CatalogError, ConfigError, EnvError, fault_text, hint_text, place_of, raised_text
+from agentrl.utils.errors import CatalogError, ConfigError, EnvError, fault_text, hint_text, is_alien, place_of, raised_text
 from agentrl.utils.files import read_text, shown_path
 from agentrl.utils.parsing import module_of
 from agentrl.utils.redaction import references, resolve_references, texts
 from agentrl.utils.registry import bind, hints_of
-from agentrl.utils.search_path import (
-    PREFIX,
-    find_file,
-    given_object,
-    here,
-    is_given,
-    load_module,
-    nearest,
-    own_reward,
-    reward_of,
-    shelves,
-)
+from agentrl.utils.search_path import PREFIX, find_file, given_object, here, is_given, load_module, nearest, reward_of, shelves
 
 if TYPE_CHECKING:
     from agentrl.env import ToolEnv
@@ -113,7 +102,9 @@ class EnvEntry:
         if self.entry_point is not None:
             try:
                 loaded = self.entry_point.load()
-            except (Exception, SystemExit) as problem:
+            except BaseException as problem:
+                if not is_alien(problem):
+                    raise
                 raise CatalogError(f"{self.id}: {self.class_name!r} does not load: {fault_text(problem)}") from problem
         elif self.path is not None:
             loaded = vars(load_module(self.path)).get(self.class_name)
@@ -309,7 +300,7 @@ def find_env(name: str) -> EnvEntry:
         if isinstance(made, type) and not getattr(made, "id", "x"):
             made.id = f"given/{short}-v0"  # type: ignore[attr-defined]  # the id in the records of its episodes
         summary = getattr(made, "summary", "") or (inspect.getdoc(made) or "").partition("\n")[0]
-        return EnvEntry(name, short, summary, own_reward(made), None, short, made=made)
+        return EnvEntry(name, short, summary, None, None, short, made=made)
     known: list[str] = []
     for entry in _all_entries():
         if name in (entry.id, entry.name):
@@ -501,7 +492,7 @@ def make_scorer(
     Raises RewardSpecError for an invalid spec, and for one that replays if `env` is None.
     """
     if env is not None and env.at is None and any(is_given(text) for _, text in texts(spec)):
-        own_reward(env._class)  # in another process: gives the function of the class, which the spec may name
+        env.default_reward()  # gives this process the function of the class, which the spec may name
     context = make_context(config, replay_env=None if env is None else lambda task: env.build(), services=services)
     return compile_spec(spec, context=context, timeout=timeout)
 

@@ -96,7 +96,7 @@ def exception_for(fault: BaseException, name: str, kind: type[Exception] = Runti
 
 def is_alien(fault: BaseException) -> bool:
     """Return True for a fault in code that agentrl calls: neither from outside nor an AgentrlError that such code lets pass.
-    ToolError and ImageError are its own: outside of a tool's call nobody reads them."""
+    ToolError and ImageError are its own: only a tool's call reads them."""
     return isinstance(fault, ToolError | ImageError) or not (isinstance(fault, AgentrlError) or is_from_outside(fault))
 
 

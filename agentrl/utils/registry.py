@@ -31,7 +31,7 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
-from agentrl.utils.errors import ConfigError, fault_text, hint_text, place_of, user_code
+from agentrl.utils.errors import ConfigError, fault_text, hint_text, is_alien, place_of, user_code
 from agentrl.utils.parsing import module_of
 from agentrl.utils.search_path import PRIVATE, given_object, is_given, load_module, shelves
 
@@ -118,8 +118,8 @@ class Registry(Mapping[str, T]):
         else:
             try:
                 import_module(module)
-            except Exception as problem:
-                if module.startswith("agentrl."):  # a fault in agentrl, not in the name
+            except BaseException as problem:
+                if module.startswith("agentrl.") or not is_alien(problem):  # a fault in agentrl, not in the name
                     raise
                 point, reason = f"{self.kind}/{name}", fault_text(problem)
                 raise ConfigError(f"the entry point {point} names {module!r}, which does not import: {reason}") from problem

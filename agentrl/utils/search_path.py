@@ -94,7 +94,7 @@ def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), tr
 
 def own_reward(made: Any) -> str | None:
     """Return the spec name of the attribute `reward` of an environment class; an inline spec or function is given as
-    "given:CLASS.reward", of a class that was not given itself by its id, as two files may have classes of one name."""
+    "given:ID.reward" (without an id by the class), as two files may have classes of one name."""
     reward = inspect.getattr_static(made, "reward", None)
     reward = reward.__func__ if isinstance(reward, staticmethod) else reward
     if reward is None or isinstance(reward, str):

@@ -72,8 +72,7 @@ def test_a_checkpoint_is_read_as_torch_reads_it(folder: Path) -> None:
     assert sorted(names) == ["model.a", "optimizer.a"] and read("optimizer.a").tolist() == [2.0] * 4
 
 
-def test_an_index_of_an_older_python_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It pickles a member of an enum as getattr(class, name)."""
+def test_an_index_is_read_whose_enums_were_pickled_by_getattr(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     was = metadata(folder)
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
     assert b"getattr" in (content := pickle.dumps(was)) and metadata_of(content).storage_data == was.storage_data
